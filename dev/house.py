@@ -33,7 +33,6 @@ from pdcluster_connector.protocol.launcher_documents import (
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, set_conditions
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.links import observe_pairs
 from pdcluster_operator.plan.planner import make_plan
@@ -66,7 +65,7 @@ def report_to_condition() -> None:
         EngineView(name, True, StatusReason.ENGINES_READY, "", "id", "192.0.2.1", 1)
         for name in (prefill, decode)
     )
-    pairs = observe_pairs((one,), (other,), {decode.logical: report}, Memo())
+    pairs = observe_pairs((one,), (other,), {decode.logical: report})
     verdict = links_established(pairs, {})
     set_conditions({}, [(ConditionType.KV_LINKS_ESTABLISHED, verdict)], 1, 0.0)
 

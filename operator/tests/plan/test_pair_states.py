@@ -8,7 +8,6 @@ from pdcluster_connector.protocol.launcher_documents import LinkReport, LinksRep
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.links import PairView, observe_pairs
 
@@ -23,7 +22,7 @@ def pair(prefill: EngineView, decode: EngineView, told: str = "p/1") -> PairView
     """Return the pair, where decode's launcher has an established link to incarnation ``told``."""
     link = LinkReport(prefill.name.logical, told, LinkState.ESTABLISHED)
     links = {decode.name.logical: LinksReport(decode.name.logical, "d/1", (link,))}
-    [found] = observe_pairs((prefill,), (decode,), links, Memo())
+    [found] = observe_pairs((prefill,), (decode,), links)
     return found
 
 
@@ -51,12 +50,12 @@ def test_a_pair_that_waits_names_the_engine_that_is_not_ready() -> None:
 
 def test_a_decode_engine_whose_launcher_is_silent_has_links_that_nobody_knows() -> None:
     prefill, decode = engine(Role.PREFILL, True, "p/1"), engine(Role.DECODE, None, "d/1")
-    [found] = observe_pairs((prefill,), (decode,), {}, Memo())
+    [found] = observe_pairs((prefill,), (decode,), {})
     assert found.state is LinkState.UNKNOWN
     assert found.reason is StatusReason.LAUNCHER_UNREACHABLE
     assert found.message == "the launcher of c-decode-aaaaa-0 does not answer the operator"
     late = engine(Role.DECODE, False, "")
-    [found] = observe_pairs((prefill,), (late,), {}, Memo())
+    [found] = observe_pairs((prefill,), (late,), {})
     assert found.state is LinkState.PENDING, "it is known why it says nothing"
 
 
@@ -73,6 +72,6 @@ def test_a_link_on_its_way_says_what_its_launcher_says() -> None:
         (link, ""),
     ):
         links = {decode.name.logical: LinksReport(decode.name.logical, "d/1", (told,))}
-        [found] = observe_pairs((prefill,), (decode,), links, Memo())
+        [found] = observe_pairs((prefill,), (decode,), links)
         assert found.state is LinkState.PENDING
         assert (found.reason, found.message) == (StatusReason.LINKS_PENDING, words)

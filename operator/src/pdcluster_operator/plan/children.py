@@ -16,7 +16,6 @@ from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.connectors import config_maps_of
 from pdcluster_operator.plan.half_scheduled import with_releases
-from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.drift import is_settled, stamped
 from pdcluster_operator.plan.objects.ownership import identity, is_being_deleted
 from pdcluster_operator.plan.rollout.desired import Desired, live_engines
@@ -25,37 +24,12 @@ from pdcluster_operator.plan.rollout.wanted_children import Wanted
 from pdcluster_operator.plan.types import Apply, Delete, Manifest, Observed, RestartPod, Step
 
 
-def steps_to(
-    observed: Observed, cluster: Cluster, desired: Desired, now: float, memo: Memo
-) -> tuple[Step, ...]:
-    """Return the steps in order."""
-    children = _children(observed, cluster, desired, now, memo)
-    return memo.get(
-        "steps",
-        (observed, desired, children),
-        lambda *_: tuple(_steps(observed, desired, children, memo)),
-    )
-
-
-def _steps(
-    observed: Observed, desired: Desired, children: Iterable[Wanted], memo: Memo
-) -> Iterator[Step]:
-    live = {identity(child): child for child in (*observed.connectors, *observed.children)}
-    applied = _applied(observed, live, children, memo)
-    for wanted in children:
-        name = identity(wanted.manifest)
-        if name not in applied:
-            yield Apply(wanted.manifest, wanted.why, _uid(live.get(name)))
-    yield from desired.trials
-    yield from deletions(observed, desired)
-    yield from restarts(observed, desired, applied)
-
-
-def _children(
-    observed: Observed, cluster: Cluster, desired: Desired, now: float, memo: Memo
+def children_now(
+    observed: Observed, cluster: Cluster, desired: Desired, now: float
 ) -> tuple[Wanted, ...]:
     """Return the children as they should be now: some engines may have to be without pods."""
-    engines = memo.get("engines of several pods", (desired.children,), _of_several_pods)
+    sets = [one.manifest for one in desired.children if one.manifest["kind"] == "StatefulSet"]
+    engines = [engine for engine in sets if engine["spec"]["replicas"] > 1]
     timeout = cluster.spec.rollout.schedule_timeout_seconds
     released = {
         identity(engine): stamped(engine)
@@ -69,25 +43,25 @@ def _children(
     )
 
 
-def _of_several_pods(children: Iterable[Wanted]) -> tuple[Manifest, ...]:
-    engines = (one.manifest for one in children if one.manifest["kind"] == "StatefulSet")
-    return tuple(engine for engine in engines if engine["spec"]["replicas"] > 1)
+def steps_to(observed: Observed, desired: Desired, children: tuple[Wanted, ...]) -> Iterator[Step]:
+    """Yield the steps that take what exists to what is desired, in order.
 
-
-def _applied(
-    observed: Observed,
-    live: Mapping[tuple[str, str], Manifest],
-    children: Iterable[Wanted],
-    memo: Memo,
-) -> AbstractSet[tuple[str, str]]:
-    """Return the identities of the children that an apply would not change."""
-    found = set()
-    for wanted in children:
-        name = identity(wanted.manifest)
-        inputs = live.get(name), wanted.manifest, observed.rewrites.get(name)
-        if memo.get(("settled", *name), inputs, is_settled):
-            found.add(name)
-    return found
+    Args:
+        children: those of ``desired``, as they should be now.
+    """
+    live = {identity(child): child for child in (*observed.connectors, *observed.children)}
+    names = [identity(wanted.manifest) for wanted in children]
+    settled = {
+        name
+        for name, wanted in zip(names, children, strict=True)
+        if is_settled(live.get(name), wanted.manifest, observed.rewrites.get(name))
+    }
+    for name, wanted in zip(names, children, strict=True):
+        if name not in settled:
+            yield Apply(wanted.manifest, wanted.why, _uid(live.get(name)))
+    yield from desired.trials
+    yield from deletions(observed, desired)
+    yield from restarts(observed, desired, settled)
 
 
 def _uid(live: Manifest | None) -> str:

@@ -1,6 +1,6 @@
-"""``make_plan``: the whole operator as one pure function.
+"""``make_plan``: the whole operator as one pure function, in four steps.
 
-It applies first what other objects need: the connector, the engines' addresses, the engines,
+The plan applies first what other objects need: the connector, the engines' addresses, the engines,
 the router and its address. Then it deletes what is not wanted, and then it restarts pods. An
 object that already is as wanted is not applied.
 """
@@ -8,38 +8,31 @@ object that already is as wanted is not applied.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition, seconds
 from pdcluster_operator.api.findings import Findings
-from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.rules.validate import check_manifest
-from pdcluster_operator.api.spec.enums import Role, RolloutType
+from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.secrets import has_certificates
-from pdcluster_operator.plan.children import steps_to
+from pdcluster_operator.plan.children import children_now, steps_to
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.name_conflicts import (
+    Refusal,
     may_be_taken,
     strange_connectors,
     why_strange,
 )
 from pdcluster_operator.plan.objects.ownership import is_being_deleted
-from pdcluster_operator.plan.observed.engines import observe_engines
-from pdcluster_operator.plan.observed.links import by_pairing_key, observe_pairs, to_sample
+from pdcluster_operator.plan.observed.links import by_pairing_key, to_sample
 from pdcluster_operator.plan.observed.pods import lost_pods, seconds_to_loss
-from pdcluster_operator.plan.observed.routers import (
-    routed_engines,
-    router_available,
-    router_behind,
-    router_trouble,
-)
+from pdcluster_operator.plan.observed.routers import routed_engines
 from pdcluster_operator.plan.peers import assign_peers
 from pdcluster_operator.plan.prefill_scaler import as_scaled, scaler_status
-from pdcluster_operator.plan.rollout.desired import Desired, desire, live_engines
-from pdcluster_operator.plan.rollout.fleet import engine_keys
+from pdcluster_operator.plan.rollout.desired import Desired, as_it_is, desire, live_engines
 from pdcluster_operator.plan.rollout.wanted_children import Wanted
 from pdcluster_operator.plan.secrets import (
     are_needed,
@@ -48,7 +41,7 @@ from pdcluster_operator.plan.secrets import (
     seconds_to_renewal,
     ticket_key_step,
 )
-from pdcluster_operator.plan.status.build import View, build_status
+from pdcluster_operator.plan.status.build import Judgement, View, build_status, judge, view_of
 from pdcluster_operator.plan.status.events import transitions
 from pdcluster_operator.plan.status.progress import ChangeView, with_failure
 from pdcluster_operator.plan.types import (
@@ -57,11 +50,28 @@ from pdcluster_operator.plan.types import (
     PeerAssignment,
     Plan,
     Step,
-    WriteCertificates,
 )
 
 BUSY_SECONDS = 10.0
 """How often a cluster on its way to Ready is looked at without an event, to be sure."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What follows from what is observed and desired, whatever the time is.
+
+    Attributes:
+        steps: of the plan.
+        refused: why some steps are left out; None if none is.
+        certified: whether an engine has certificates of the operator, or is to have them.
+    """
+
+    steps: tuple[Step, ...]
+    refused: Refusal | None
+    judged: Judgement
+    peers: tuple[PeerAssignment, ...]
+    routed: frozenset[str]
+    certified: bool
 
 
 def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
@@ -80,79 +90,83 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     if is_being_deleted(observed.cluster):
         # The cluster owns its children, so Kubernetes' garbage collector deletes them.
         return Plan(steps=(), status=before)
+    # Step 1: check the spec. One that is not accepted changes nothing.
     cluster, findings = _checked(observed, memo)
+    # Step 2: say what should exist.
     lost = lost_pods(observed.pods, now)
     desired = memo.get(
         "desired",
         (observed, cluster, lost, findings.ok),
-        lambda *_: desire(observed, cluster, lost, memo) if findings.ok else _frozen(observed),
+        lambda *_: desire(observed, cluster, lost, memo) if findings.ok else as_it_is(observed),
     )
-    certified = memo.get("certificates are needed", (observed, cluster), are_needed)
-    steps: tuple[Step, ...] = ()
-    if certified:
-        inputs = observed, cluster, desired.names, period_start(now)
-        certificates = memo.get("certificates", inputs, _certificates_step)
-        steps = () if certificates is None else (certificates,)
-    if findings.ok:
-        key = ticket_key_step(observed, cluster)
-        rest = steps_to(observed, cluster, desired, now, memo)
-        steps = (*((key,) if key else ()), *steps, *rest)
-    strange = memo.get("strange connectors", (observed, desired.children), _strange_connectors)
-    if strange:
-        steps = tuple(step for step in steps if may_be_taken(step, observed, strange))
-    view = memo.get(
-        "view",
-        (observed, cluster, desired, steps, findings.ok),
-        lambda *_: _view(observed, cluster, desired, steps, memo, accepted=findings.ok),
-    )
-    status = build_status(observed, cluster, findings, view, lost, now, memo)
-    if strange:
-        refused = why_strange(strange)
-        status = with_failure(status, observed.cluster, refused.reason, refused.message, now)
-    peers: tuple[PeerAssignment, ...] = ()
-    if findings.ok:
-        peers = memo.get("peers", (observed, cluster, desired, view), _peers)
-    progress = find_condition(status, ConditionType.PROGRESSING)
-    settled = progress.get("reason") == StatusReason.COMPLETE
-    if settled or not findings.ok:
-        loss = seconds_to_loss(observed.pods, now)
-        look = None if loss is None else loss + 1.0
-    else:
-        look = _next_look(status, view, now)
-    waits = (look, seconds_to_renewal(now) if certified else None)
+    # Step 3: compare it with what exists. The time decides only which engines get no pods for a
+    # while, and the period of the certificates.
+    children = children_now(observed, cluster, desired, now)
+    inputs = observed, cluster, findings, desired, children, lost, period_start(now)
+    outcome = memo.get("outcome", inputs, _outcome)
+    # Step 4: say since when all of that is so, and when to look again.
+    status = build_status(cluster, before, findings, outcome.judged, now)
+    if outcome.refused:
+        reason, message = outcome.refused.reason, outcome.refused.message
+        status = with_failure(status, observed.cluster, reason, message, now)
     if observed is seen:  # Otherwise nothing is new, so nothing is gone.
         memo.forget_unused()
+    waits = (
+        _next_look(observed, status, outcome.judged.change, now, accepted=findings.ok),
+        seconds_to_renewal(now) if outcome.certified else None,
+    )
     return Plan(
-        steps=steps,
+        steps=outcome.steps,
         status=status,
-        peers=peers,
-        routed=memo.get("routed", (observed, lost), _routed),
+        peers=outcome.peers,
+        routed=outcome.routed,
         requeue_after=min((wait for wait in waits if wait is not None), default=None),
         events=transitions(before, status, secured=has_certificates(cluster)),
         scaler=scaler_status(observed),
     )
 
 
-def _certificates_step(
-    observed: Observed, cluster: Cluster, names: Mapping[Role, tuple[EngineName, ...]], begin: float
-) -> WriteCertificates | None:
-    wanted = (name for role in Role for name in names[role])
-    return certificates_step(observed, cluster, wanted, begin)
-
-
-def _strange_connectors(observed: Observed, children: Iterable[Wanted]) -> frozenset[str]:
-    return strange_connectors(observed, (child.manifest for child in children))
+def _outcome(
+    observed: Observed,
+    cluster: Cluster,
+    findings: Findings,
+    desired: Desired,
+    children: tuple[Wanted, ...],
+    lost: AbstractSet[str],
+    period: float,
+) -> _Outcome:
+    certified = are_needed(observed, cluster)
+    steps: list[Step] = []
+    # Pods mount the Secrets, so these come first. The certificates of engines that exist are
+    # renewed even if the spec is not accepted any more.
+    if findings.ok and (key := ticket_key_step(observed, cluster)):
+        steps.append(key)
+    names = (name for role in Role for name in desired.names[role])
+    if certified and (renewal := certificates_step(observed, cluster, names, period)):
+        steps.append(renewal)
+    if findings.ok:
+        steps += steps_to(observed, desired, children)
+    # Pods must not start with a connector that nobody of us has made.
+    strange = strange_connectors(observed, (child.manifest for child in desired.children))
+    if strange:
+        steps = [step for step in steps if may_be_taken(step, observed, strange)]
+    view = view_of(observed, cluster, desired, steps, accepted=findings.ok)
+    return _Outcome(
+        steps=tuple(steps),
+        refused=why_strange(strange) if strange else None,
+        judged=judge(observed, cluster, findings, view, lost),
+        peers=tuple(_peers(observed, cluster, desired, view)) if findings.ok else (),
+        routed=_routed(observed, lost),
+        certified=certified,
+    )
 
 
 def _peers(
     observed: Observed, cluster: Cluster, desired: Desired, view: View
-) -> tuple[PeerAssignment, ...]:
+) -> Iterator[PeerAssignment]:
     prefill, decode = (view.engines[role] for role in Role)
-    return tuple(
-        assignment
-        for group in by_pairing_key(prefill, decode, desired.keys)
-        for assignment in assign_peers(cluster, *to_sample(group, desired.blocked), observed.links)
-    )
+    for group in by_pairing_key(prefill, decode, desired.keys):
+        yield from assign_peers(cluster, *to_sample(group, desired.blocked), observed.links)
 
 
 def _routed(observed: Observed, lost: AbstractSet[str]) -> frozenset[str]:
@@ -169,88 +183,33 @@ def _routed(observed: Observed, lost: AbstractSet[str]) -> frozenset[str]:
     return frozenset(name.logical for name in routed if engines[name.role] > 1)
 
 
-def _next_look(status: Manifest, view: View, now: float) -> float:
-    """Return in how many seconds to look again: at the deadline, or earlier to be sure."""
-    began = max(seconds(status.get("progressingSince")) or now, view.change.started or 0.0)
-    left = began + view.change.deadline - now
+def _next_look(
+    observed: Observed, status: Manifest, change: ChangeView, now: float, *, accepted: bool
+) -> float | None:
+    """Return in how many seconds to look again; None if an event will come.
+
+    On the way to Ready that is at the deadline, or earlier to be sure. Otherwise it is when a pod
+    that is being deleted counts as lost.
+    """
+    progress = find_condition(status, ConditionType.PROGRESSING)
+    if progress.get("reason") == StatusReason.COMPLETE or not accepted:
+        loss = seconds_to_loss(observed.pods, now)
+        return None if loss is None else loss + 1.0
+    began = max(seconds(status.get("progressingSince")) or now, change.started or 0.0)
+    left = began + change.deadline - now
     return min(left + 1.0, BUSY_SECONDS) if left >= 0 else BUSY_SECONDS
 
 
 def _checked(observed: Observed, memo: Memo) -> tuple[Cluster, Findings]:
+    """Return the spec, and what is wrong with it."""
     live = observed.cluster
     names = ("name", "namespace", "uid", "generation")
     known = {key: value for key, value in live.items() if key != "status"}
     known["metadata"] = {name: live["metadata"].get(name) for name in names}
-    allowed = (
-        observed.host_path_models,
-        observed.one_node,
-        observed.mounted_certificates,
-        observed.pod_groups,
-    )
-    return memo.get("checked", (known, *allowed), _check)
-
-
-def _check(
-    live: Manifest,
-    host_paths: bool,
-    one_node: bool,
-    mounted_certificates: bool,
-    pod_groups: bool,
-) -> tuple[Cluster, Findings]:
-    return check_manifest(
-        live,
-        host_paths=host_paths,
-        one_node=one_node,
-        mounted_certificates=mounted_certificates,
-        pod_groups=pod_groups,
-    )
-
-
-def _frozen(observed: Observed) -> Desired:
-    """Return the engines that run now: a spec that is not accepted changes nothing."""
-    live = live_engines(observed)
-    names = {role: tuple(name for name in live if name.role is role) for role in Role}
-    keys = engine_keys(observed, {}, {})
-    return Desired(names, (), frozenset(), frozenset(live), stale=False, keys=keys)
-
-
-def _view(
-    observed: Observed,
-    cluster: Cluster,
-    desired: Desired,
-    steps: Iterable[Step],
-    memo: Memo,
-    *,
-    accepted: bool,
-) -> View:
-    parallelism = {role: cluster.spec.role(role).parallelism for role in Role}
-    engines = {
-        role: observe_engines(observed, desired.names[role], parallelism, memo, desired.held)
-        for role in Role
+    allowed = {
+        "host_paths": observed.host_path_models,
+        "one_node": observed.one_node,
+        "mounted_certificates": observed.mounted_certificates,
+        "pod_groups": observed.pod_groups,
     }
-    groups = by_pairing_key(engines[Role.PREFILL], engines[Role.DECODE], desired.keys)
-    pairs = tuple(
-        pair
-        for group in groups
-        for pair in observe_pairs(*to_sample(group, desired.blocked), observed.links, memo)
-    )
-    wanted = {name.stateful_set for names in desired.names.values() for name in names}
-    created = [
-        seconds(child["metadata"].get("creationTimestamp"))
-        for child in observed.children
-        if child.get("kind") == "StatefulSet" and child["metadata"]["name"] in wanted
-    ]
-    change = ChangeView(
-        replacing=desired.stale,
-        paused=cluster.spec.rollout.paused,
-        surging=cluster.spec.rollout.type is RolloutType.SURGE,
-        router_available=router_available(observed, cluster),
-        started=max((moment for moment in created if moment is not None), default=None),
-        deadline=cluster.spec.rollout.progress_deadline_seconds,
-        router_trouble=router_trouble(observed),
-        changed=desired.changed,
-        stuck=desired.stuck,
-        router_behind=router_behind(observed, steps),
-        scaled_to_zero=next((role.value for role in Role if accepted and not engines[role]), ""),
-    )
-    return View(engines, pairs, observed.links, change)
+    return memo.get("checked", (known, allowed), lambda *_: check_manifest(known, **allowed))

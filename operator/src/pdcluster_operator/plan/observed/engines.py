@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.protocol.launcher_documents import EngineReport
 from pdcluster_operator.api.conditions import StatusReason, seconds
-from pdcluster_operator.api.labels import RELEASED_ANNOTATION, RELEASED_BECAUSE_ANNOTATION
+from pdcluster_operator.api.labels import (
+    RELEASED_ANNOTATION,
+    RELEASED_BECAUSE_ANNOTATION,
+    engine_of,
+)
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.engine_types import Parallelism
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.plan.memo import Memo
+from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.observed.pods import (
     Trouble,
     is_pod_ready,
@@ -40,6 +44,10 @@ REPORTED_STATES = {
 }
 HELD = "waits until the first prefill engine and the first decode engine have their nodes"
 STARTS = (StatusReason.STARTING, StatusReason.LOADING_WEIGHTS, StatusReason.WARMING_UP)
+
+
+Live = Mapping[Role, Mapping[EngineName, Manifest]]
+"""The StatefulSets of engines, by role and by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,42 +74,54 @@ class EngineView:
     follower_addresses: tuple[str, ...] = ()
 
 
+def live_by_role(observed: Observed) -> dict[Role, dict[EngineName, Manifest]]:
+    """Return the StatefulSets of engines, by role and by name."""
+    found: dict[Role, dict[EngineName, Manifest]] = {role: {} for role in Role}
+    for child in observed.children:
+        name = engine_of(child) if child.get("kind") == "StatefulSet" else None
+        if name is not None:
+            found[name.role][name] = child
+    return found
+
+
 def observe_engines(
     observed: Observed,
-    names: Iterable[EngineName],
-    parallelism: Mapping[Role, Parallelism],
-    memo: Memo,
+    cluster: Cluster,
+    names: Mapping[Role, Iterable[EngineName]],
     held: AbstractSet[EngineName] = frozenset(),
-) -> tuple[EngineView, ...]:
-    """Return a view of each engine.
+) -> dict[Role, tuple[EngineView, ...]]:
+    """Return a view of each engine, by role.
+
+    An engine that exists is judged by the number of pods that its StatefulSet has, not by the spec:
+    a change of the spec may be paused.
 
     Args:
         held: engines that are not created before the first pair has its nodes.
-        parallelism: of each role's engines, as the spec has it. An engine that exists is judged by
-            the number of pods that its StatefulSet has: a change of the spec may be paused.
     """
-    pods = memo.get("pods of engines", (observed.pods,), pods_by_engine)
-    known = memo.get("known ids", (observed.cluster,), known_ids)
-    sizes, without_pods = memo.get("sizes", (observed.children,), _sizes)
-    views = []
-    for name in names:
-        inputs = (
+    pods = pods_by_engine(observed.pods)
+    known = known_ids(observed.cluster)
+    sizes, without_pods = _sizes(observed.children)
+
+    def view(name: EngineName) -> EngineView:
+        asked = cluster.spec.role(name.role).parallelism
+        return _view(
             name,
             pods.get(name.stateful_set, ()),
             observed.engines.get(name.logical),
-            parallelism[name.role],
-            known.get(name.stateful_set, ""),
-            sizes.get(name.stateful_set, parallelism[name.role].nodes),
-            HELD if name in held else without_pods.get(name.stateful_set, ""),
+            asked=asked,
+            known_id=known.get(name.stateful_set, ""),
+            nodes=sizes.get(name.stateful_set, asked.nodes),
+            kept_back=HELD if name in held else without_pods.get(name.stateful_set, ""),
         )
-        views.append(memo.get(("engine", name), inputs, _view))
-    return tuple(views)
+
+    return {role: tuple(map(view, names[role])) for role in Role}
 
 
 def _view(
     name: EngineName,
     pods: Sequence[Manifest],
     report: EngineReport | None,
+    *,
     asked: Parallelism,
     known_id: str,
     nodes: int,

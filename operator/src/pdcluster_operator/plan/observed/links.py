@@ -29,7 +29,6 @@ from pdcluster_connector.protocol.launcher_documents import (
 )
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.observed.engines import EngineView
 
 Group = tuple[tuple[EngineView, ...], tuple[EngineView, ...]]
@@ -75,15 +74,13 @@ def observe_pairs(
     prefill: tuple[EngineView, ...],
     decode: tuple[EngineView, ...],
     links: Mapping[str, LinksReport],
-    memo: Memo,
 ) -> tuple[PairView, ...]:
     """Return the pairs of one pairing key that have a link, in a stable order."""
-    kept = links_of(prefill, decode)
-    rows = (
-        memo.get(("pairs", one.name), (peers, one, links.get(one.name.logical)), _row)
-        for one, peers in zip(decode, kept, strict=True)
+    return tuple(
+        pair
+        for one, peers in zip(decode, links_of(prefill, decode), strict=True)
+        for pair in _row(peers, one, links.get(one.name.logical))
     )
-    return tuple(pair for row in rows for pair in row)
 
 
 def links_of(

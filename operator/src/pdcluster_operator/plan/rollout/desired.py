@@ -1,14 +1,15 @@
 """What a spec wants to exist, and which of it may be created now.
 
-While engines of another revision exist, :mod:`.moves` says what comes next and :mod:`.routing`
-which engines the routers know. :mod:`.wanted_children` makes the objects.
+:func:`desire` works in four steps, and each has a room of its own: :mod:`.targets` chooses the
+revisions, :mod:`.moves` places engines while others are still there, :mod:`.routing` says which
+engines the routers know, and :mod:`.wanted_children` makes the objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
 from pdcluster_operator.api.object_names import EngineName
@@ -16,11 +17,18 @@ from pdcluster_operator.api.spec.enums import Role, RolloutType, Switch
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.connectors import config_maps_seen
 from pdcluster_operator.plan.memo import Memo
+from pdcluster_operator.plan.observed.engines import Live, live_by_role
 from pdcluster_operator.plan.observed.pods import lost_engines
 from pdcluster_operator.plan.rollout.changes import in_words, spec_of_engines, why_replaced
-from pdcluster_operator.plan.rollout.fleet import engine_keys, observe_fleet
-from pdcluster_operator.plan.rollout.gangs import GangEngines, find_gangs, without
-from pdcluster_operator.plan.rollout.moves import frozen, next_moves
+from pdcluster_operator.plan.rollout.fleet import (
+    Existing,
+    Fleet,
+    engine_keys,
+    engine_names,
+    observe_fleet,
+)
+from pdcluster_operator.plan.rollout.gangs import GangEngines, Gangs, find_gangs, without
+from pdcluster_operator.plan.rollout.moves import Moves, frozen, next_moves
 from pdcluster_operator.plan.rollout.revisions import Revision
 from pdcluster_operator.plan.rollout.routing import Routing, route
 from pdcluster_operator.plan.rollout.stored_router import stored_templates
@@ -28,12 +36,13 @@ from pdcluster_operator.plan.rollout.targets import (
     Targets,
     find_targets,
     keep_history,
-    live_by_role,
     queues_of,
     what_targets_depend_on,
 )
 from pdcluster_operator.plan.rollout.wanted_children import Build, Wanted, try_out, wanted_children
-from pdcluster_operator.plan.types import Manifest, Observed, TryOut
+from pdcluster_operator.plan.types import Observed, TryOut
+
+Names = Mapping[Role, tuple[EngineName, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +54,7 @@ class Desired:
         children: to be applied, in order.
         blocked: engines that wait until those of another revision are gone, or for a gang.
         held: those of ``blocked`` that wait until the first pair has its nodes.
-        kept: engines of another revision that ``rollout.paused`` keeps.
+        kept: engines of another revision that stay for now.
         stale: whether an engine or a pod of another revision exists.
         trials: what must succeed before a new revision is stored and replaces anything.
         forgotten: names of the ControllerRevisions that the history has no place for.
@@ -55,23 +64,83 @@ class Desired:
         stuck: why engines cannot be replaced; empty if they can.
     """
 
-    names: Mapping[Role, tuple[EngineName, ...]]
-    children: tuple[Wanted, ...]
-    blocked: frozenset[EngineName]
-    kept: frozenset[EngineName]
-    stale: bool
+    names: Names
+    keys: Mapping[EngineName, str]
+    children: tuple[Wanted, ...] = ()
+    blocked: frozenset[EngineName] = frozenset()
+    held: frozenset[EngineName] = frozenset()
+    kept: frozenset[EngineName] = frozenset()
+    stale: bool = False
+    trials: tuple[TryOut, ...] = ()
     forgotten: frozenset[str] = frozenset()
     mounted: frozenset[str] = frozenset()
     changed: str = ""
-    trials: tuple[TryOut, ...] = ()
-    keys: Mapping[EngineName, str] = field(default_factory=dict)
     stuck: str = ""
-    held: frozenset[EngineName] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The revisions of a spec, and which of them engines are made from now.
+
+    Attributes:
+        serving: what engines are made from, by role; None if those that are held back are of a
+            revision that nobody stored.
+        untried: roles whose new revision was not tried out on the API server yet.
+        hold: no engine is replaced, because of ``rollout.paused`` or of ``untried``.
+    """
+
+    targets: Targets
+    serving: Mapping[Role, Revision | None]
+    untried: list[Role]
+    hold: bool
+
+    @property
+    def waits(self) -> bool:
+        """Whether a role is not yet made from what the spec wants."""
+        return any(self.serving[role] is not self.targets.wanted[role] for role in Role)
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Which engines are to exist.
+
+    Attributes:
+        wanted: names of the engines that the spec asks for.
+        old: engines that it does not ask for and that have a StatefulSet.
+        keys: pairing key of each engine that exists or is wanted.
+        fleet, moves: what is known of all engines, and what comes next for them; None while none
+            exists.
+    """
+
+    wanted: Names
+    old: frozenset[EngineName]
+    keys: Mapping[EngineName, str]
+    fleet: Fleet | None = None
+    moves: Moves | None = None
+
+    @property
+    def kept(self) -> frozenset[EngineName]:
+        """Old engines that are not removed now."""
+        return self.old - self.moves.removed if self.moves else self.old
+
+    @property
+    def blocked(self) -> frozenset[EngineName]:
+        """Wanted engines that may not be created yet."""
+        if self.moves is None:
+            return frozenset()
+        return frozenset(name for names in self.wanted.values() for name in names) - self.moves.made
 
 
 def live_engines(observed: Observed) -> tuple[EngineName, ...]:
-    """Return the engines that exist, sorted."""
+    """Return the engines that have a StatefulSet, sorted."""
     return tuple(sorted(name for names in live_by_role(observed).values() for name in names))
+
+
+def as_it_is(observed: Observed) -> Desired:
+    """Return the engines that exist: a spec that is not accepted changes nothing."""
+    live = live_engines(observed)
+    names = {role: tuple(name for name in live if name.role is role) for role in Role}
+    return Desired(names, engine_keys(observed, {}, {}), kept=frozenset(live))
 
 
 def desire(
@@ -84,13 +153,75 @@ def desire(
 
     Args:
         lost_pods: names of the pods that are lost with their nodes.
+        memo: of the last plans for this cluster.
     """
     memo = memo or Memo()
+    existing = _existing(observed, lost_pods)
+    # Step 1: choose the revision that the engines of each role are made from.
+    choice = _choose(observed, cluster, existing.live, memo)
+    # Step 2: place engines. Those that exist keep their names; a rollout creates and removes a few
+    # at a time; a gang holds back what could take the nodes of the first pair.
+    places = _place(observed, cluster, existing, choice)
+    names = _with(places.wanted, places.kept)
+    gangs = _gangs(observed, cluster, existing.live, choice, places, names)
+    blocked = places.blocked | gangs.held
+    # Step 3: route clients to the engines that serve now.
+    routing = _route(observed, cluster, existing, choice, places).without(gangs.held)
+    # Step 4: make the objects.
+    stale = bool(existing.engines.difference(*names.values())) or bool(places.kept) or choice.waits
+    made = {role: set(names[role]) - blocked for role in Role}
+    history = keep_history(cluster, choice.targets, existing.engines)
+    build = Build(
+        cluster=cluster,
+        connector=observed.connector,
+        serving=choice.serving,
+        numbers={
+            role: choice.targets.number(role)
+            for role in Role
+            if choice.serving[role] is choice.targets.wanted[role]
+        },
+        routing=routing,
+        operator_namespace=observed.operator_namespace,
+        pods={role: _pods(cluster, role, made[role], existing.live, choice) for role in Role},
+        config_maps=config_maps_seen(observed),
+        gangs=gangs if observed.pod_groups else replace(gangs, groups=()),
+        queues=queues_of(existing.live),
+        given=observed.cluster.get("spec") or {},
+        stored_routers=stored_templates(observed),
+    )
+    # Engines of another revision are not applied: their StatefulSets stay as they are.
+    skipped = places.kept | blocked
+    children = memo.get(
+        "children",
+        (build, names, skipped),
+        lambda *_: wanted_children(build, names, skipped, memo),
+    )
+    return Desired(
+        names=names,
+        keys=places.keys,
+        children=children,
+        blocked=blocked,
+        held=gangs.held,
+        kept=places.kept,
+        stale=stale,
+        trials=tuple(_trial(cluster, choice.targets, role) for role in choice.untried),
+        forgotten=history.forgotten,
+        mounted=history.mounted,
+        changed=in_words(_changed(choice.targets, existing.engines, observed)) if stale else "",
+        stuck=places.moves.stuck if places.moves else "",
+    )
+
+
+def _existing(observed: Observed, lost_pods: AbstractSet[str]) -> Existing:
     live = live_by_role(observed)
     lost = lost_engines(observed.pods, lost_pods)
     # The pods of a lost engine may stay for ever. Nothing waits for them.
     pods = {name for name in map(engine_of, observed.pods) if name is not None} - lost
-    seen = {*pods, *(name for names in live.values() for name in names)}
+    engines = frozenset({*pods, *(name for names in live.values() for name in names)})
+    return Existing(live, engines, lost, lost_pods)
+
+
+def _choose(observed: Observed, cluster: Cluster, live: Live, memo: Memo) -> _Choice:
     targets = memo.get(
         "targets",
         what_targets_depend_on(observed, cluster, live),
@@ -100,96 +231,91 @@ def desire(
     untried = [] if paused else _untried(targets, live)
     hold = paused or bool(untried)
     serving = {role: _serving(targets, role, live, hold=hold) for role in Role}
-    names = {
-        role: engine_names(cluster, role, revision.name, live[role], lost) if revision else ()
-        for role, revision in serving.items()
+    return _Choice(targets, serving, untried, hold)
+
+
+def _place(observed: Observed, cluster: Cluster, existing: Existing, choice: _Choice) -> _Places:
+    wanted = {
+        role: engine_names(cluster, role, one.name, existing.live[role], existing.lost)
+        if one
+        else ()
+        for role, one in choice.serving.items()
     }
-    others = seen.difference(*names.values())
-    keys = engine_keys(observed, names, serving)
-    blocked: AbstractSet[EngineName] = frozenset()
-    kept = {name for name in others if name in live[name.role]}
-    stuck = ""
-    key = _pairing_key(serving, live)
-    routing = Routing(key, {key: {role: (*names[role], *_of(kept, role)) for role in Role}})
-    target = {role: one for role, one in serving.items() if one is not None}
-    if seen and len(target) == len(Role):
-        fleet = observe_fleet(
-            observed, cluster, live, names, target, seen, lost, keys, lost_pods, memo
-        )
-        replacing = any(not _is_of(name, serving) for name in seen)
-        held = hold and replacing
-        moves = frozen(fleet) if held else next_moves(fleet, cluster.spec.rollout.type)
-        blocked = {name for found in names.values() for name in found} - moves.made
-        kept -= moves.removed
-        stuck = moves.stuck
-        if cluster.spec.rollout.type is not RolloutType.RECREATE or not replacing:
-            routing = route(observed, fleet, moves, key, hold=hold)
-        elif not hold:
-            routing = Routing(key, {key: names}, stop=True)
-    names = {role: (*names[role], *_of(kept, role)) for role in Role}
+    others = existing.engines.difference(*wanted.values())
+    old = frozenset(name for name in others if name in existing.live[name.role])
+    places = _Places(wanted, old, engine_keys(observed, wanted, choice.serving))
+    revisions = {role: one for role, one in choice.serving.items() if one is not None}
+    if not existing.engines or len(revisions) < len(Role):
+        return places
+    fleet = observe_fleet(
+        observed, cluster, existing, wanted=wanted, revisions=revisions, keys=places.keys
+    )
+    held = choice.hold and _is_replacing(existing, choice)
+    moves = frozen(fleet) if held else next_moves(fleet, cluster.spec.rollout.type)
+    return replace(places, fleet=fleet, moves=moves)
+
+
+def _gangs(
+    observed: Observed,
+    cluster: Cluster,
+    live: Live,
+    choice: _Choice,
+    places: _Places,
+    names: Names,
+) -> Gangs:
     joint = cluster.spec.scheduling.gang is Switch.ENABLED
-    known = GangEngines(cluster.name, without(names, blocked), live, keys, serving, observed.pods)
-    gangs = find_gangs(known, enabled=joint and observed.pod_groups and not observed.one_node)
-    blocked |= gangs.held
-    routing = routing.without(gangs.held)
-    waiting = any(serving[role] is not targets.wanted[role] for role in Role)
-    stale = bool(seen.difference(*names.values())) or bool(kept) or waiting
-    history = keep_history(cluster, targets, seen)
-    build = Build(
-        cluster,
-        observed.connector,
-        serving,
-        {role: targets.number(role) for role in Role if serving[role] is targets.wanted[role]},
-        routing,
-        observed.operator_namespace,
-        {role: _pods(cluster, role, set(names[role]) - blocked, live, serving) for role in Role},
-        config_maps_seen(observed),
-        gangs if observed.pod_groups else replace(gangs, groups=()),
-        queues_of(live),
-        observed.cluster.get("spec") or {},
-        stored_templates(observed),
+    engines = GangEngines(
+        cluster=cluster.name,
+        names=without(names, places.blocked),
+        live=live,
+        keys=places.keys,
+        revisions=choice.serving,
+        pods=observed.pods,
     )
-    return Desired(
-        names,
-        memo.get(
-            "children",
-            (build, names, kept | blocked),
-            lambda *_: wanted_children(build, names, kept | blocked, memo),
-        ),
-        frozenset(blocked),
-        frozenset(kept),
-        stale,
-        history.forgotten,
-        history.mounted,
-        in_words(_changed(targets, seen, observed)) if stale else "",
-        tuple(_trial(cluster, targets, role) for role in untried),
-        keys,
-        stuck,
-        gangs.held,
-    )
+    return find_gangs(engines, enabled=joint and observed.pod_groups and not observed.one_node)
 
 
-def _is_of(name: EngineName, serving: Mapping[Role, Revision | None]) -> bool:
-    revision = serving[name.role]
-    return revision is not None and name.revision == revision.name
+def _route(
+    observed: Observed, cluster: Cluster, existing: Existing, choice: _Choice, places: _Places
+) -> Routing:
+    key = _pairing_key(choice.serving, existing.live)
+    if places.fleet is None or places.moves is None:
+        return Routing(key, {key: _with(places.wanted, places.old)})
+    recreate = cluster.spec.rollout.type is RolloutType.RECREATE
+    if not recreate or not _is_replacing(existing, choice):
+        return route(observed, places.fleet, places.moves, key, hold=choice.hold)
+    if choice.hold:
+        return Routing(key, {key: _with(places.wanted, places.old)})
+    # Recreate ends the old engines at once. Their routers end with them, or the engines would wait
+    # until no router knows them.
+    return Routing(key, {key: places.wanted}, stop=True)
 
 
-def _of(names: AbstractSet[EngineName], role: Role) -> list[EngineName]:
-    return sorted(name for name in names if name.role is role)
+def _is_replacing(existing: Existing, choice: _Choice) -> bool:
+    """Whether an engine exists that is not of the revision that its role is made from."""
+    revisions = {role: one.name for role, one in choice.serving.items() if one is not None}
+    return any(name.revision != revisions.get(name.role) for name in existing.engines)
+
+
+def _with(names: Names, others: AbstractSet[EngineName]) -> dict[Role, tuple[EngineName, ...]]:
+    """Return the engines of each role, and behind them the others of that role, sorted."""
+    return {
+        role: (*names[role], *sorted(name for name in others if name.role is role)) for role in Role
+    }
 
 
 def _pods(
     cluster: Cluster,
     role: Role,
     engines: AbstractSet[EngineName],
-    live: Mapping[Role, Mapping[EngineName, Manifest]],
-    serving: Mapping[Role, Revision | None],
+    live: Live,
+    choice: _Choice,
 ) -> int:
     """Return how many pods engines should have now, and at least those that the spec asks for.
 
     A rollout may have more engines than the spec for a while, or fewer.
     """
-    revision, found = serving[role], live[role]
+    revision, found = choice.serving[role], live[role]
     new = 1 if revision is None else revision.nodes
     sizes = (
         int(found[name]["spec"].get("replicas", 1)) if name in found else new for name in engines
@@ -200,7 +326,7 @@ def _pods(
 def _serving(
     targets: Targets,
     role: Role,
-    live: Mapping[Role, Mapping[EngineName, Manifest]],
+    live: Live,
     *,
     hold: bool,
 ) -> Revision | None:
@@ -212,7 +338,7 @@ def _serving(
     return next((one for one in targets.stored if one.role is role and one.name in running), None)
 
 
-def _untried(targets: Targets, live: Mapping[Role, Mapping[EngineName, Manifest]]) -> list[Role]:
+def _untried(targets: Targets, live: Live) -> list[Role]:
     """Return the roles whose engines would be replaced by a revision that is not stored yet."""
     return [
         role
@@ -237,9 +363,7 @@ def _changed(targets: Targets, seen: AbstractSet[EngineName], observed: Observed
     return changed
 
 
-def _pairing_key(
-    serving: Mapping[Role, Revision | None], live: Mapping[Role, Mapping[EngineName, Manifest]]
-) -> str:
+def _pairing_key(serving: Mapping[Role, Revision | None], live: Live) -> str:
     """Return the key of the engines that serve."""
     known = [one.pairing_key for one in serving.values() if one is not None]
     if known:
@@ -247,44 +371,3 @@ def _pairing_key(
     engines = (engine for found in live.values() for engine in found.values())
     labels = (engine["metadata"].get("labels") or {} for engine in engines)
     return next((str(found.get(PAIRING_LABEL, "")) for found in labels), "")
-
-
-def engine_names(
-    cluster: Cluster,
-    role: Role,
-    revision: str,
-    live: Iterable[EngineName] = (),
-    lost: Iterable[EngineName] = (),
-) -> tuple[EngineName, ...]:
-    """Return the names of all engines that the spec wants of a role.
-
-    Args:
-        live: engines that exist.
-        lost: engines whose names cannot be used, because their node is gone.
-    """
-
-    def indexes(names: Iterable[EngineName]) -> set[int]:
-        return {name.index for name in names if (name.role, name.revision) == (role, revision)}
-
-    replicas = cluster.spec.role(role).replicas
-    return tuple(
-        EngineName(cluster.namespace, cluster.name, role, revision, index)
-        for index in choose_indexes(replicas, indexes(live), indexes(lost))
-    )
-
-
-def choose_indexes(
-    replicas: int, live: Iterable[int], lost: AbstractSet[int] = frozenset()
-) -> Sequence[int]:
-    """Return the indexes of the engines to have, in order.
-
-    Engines that exist stay: an index that was free for a while is not asked for again while
-    another one has its place. Of too many, those with the highest indexes go.
-    """
-    kept = sorted(index for index in set(live) if index not in lost)[:replicas]
-    free = (index for index in range(replicas + len(lost) + len(kept)))
-    while len(kept) < replicas:
-        index = next(free)
-        if index not in kept and index not in lost:
-            kept.append(index)
-    return sorted(kept)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -12,8 +12,12 @@ from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.observed.engines import EngineView, known_ids, observe_engines
+from pdcluster_operator.plan.observed.engines import (
+    EngineView,
+    Live,
+    known_ids,
+    observe_engines,
+)
 from pdcluster_operator.plan.observed.links import (
     PairView,
     by_pairing_key,
@@ -24,7 +28,6 @@ from pdcluster_operator.plan.observed.routers import listed_engines, routed_engi
 from pdcluster_operator.plan.rollout.revisions import Revision
 from pdcluster_operator.plan.types import Manifest, Observed
 
-Live = Mapping[Role, Mapping[EngineName, Manifest]]
 Pair = tuple[EngineName, EngineName]
 """A prefill engine and a decode engine."""
 
@@ -121,38 +124,93 @@ class Fleet:
         return self.served_key in ("", self.keys[name])
 
 
+def engine_names(
+    cluster: Cluster,
+    role: Role,
+    revision: str,
+    live: Iterable[EngineName] = (),
+    lost: Iterable[EngineName] = (),
+) -> tuple[EngineName, ...]:
+    """Return the names of all engines that the spec wants of a role.
+
+    Args:
+        live: engines that exist.
+        lost: engines whose names cannot be used, because their node is gone.
+    """
+
+    def indexes(names: Iterable[EngineName]) -> set[int]:
+        return {name.index for name in names if (name.role, name.revision) == (role, revision)}
+
+    replicas = cluster.spec.role(role).replicas
+    return tuple(
+        EngineName(cluster.namespace, cluster.name, role, revision, index)
+        for index in choose_indexes(replicas, indexes(live), indexes(lost))
+    )
+
+
+def choose_indexes(
+    replicas: int, live: Iterable[int], lost: AbstractSet[int] = frozenset()
+) -> Sequence[int]:
+    """Return the indexes of the engines to have, in order.
+
+    Engines that exist stay: an index that was free for a while is not asked for again while
+    another one has its place. Of too many, those with the highest indexes go.
+    """
+    kept = sorted(index for index in set(live) if index not in lost)[:replicas]
+    free = (index for index in range(replicas + len(lost) + len(kept)))
+    while len(kept) < replicas:
+        index = next(free)
+        if index not in kept and index not in lost:
+            kept.append(index)
+    return sorted(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Existing:
+    """The engines that exist.
+
+    Attributes:
+        live: the StatefulSets of engines, by role.
+        engines: those that have a StatefulSet or pods, without those that are lost.
+        lost: engines whose node is gone.
+        lost_pods: names of their pods.
+    """
+
+    live: Live
+    engines: frozenset[EngineName]
+    lost: frozenset[EngineName]
+    lost_pods: AbstractSet[str]
+
+
 def observe_fleet(
     observed: Observed,
     cluster: Cluster,
-    live: Live,
+    existing: Existing,
+    *,
     wanted: Mapping[Role, tuple[EngineName, ...]],
     revisions: Mapping[Role, Revision],
-    seen: AbstractSet[EngineName],
-    lost: AbstractSet[EngineName],
     keys: Mapping[EngineName, str],
-    lost_pods: AbstractSet[str],
-    memo: Memo,
 ) -> Fleet:
     """Return all engines of a cluster, and what clients reach of them.
 
     Args:
-        live: the StatefulSets of engines, by role.
         wanted: names of the engines that the spec asks for.
         revisions: what wanted engines are made from.
-        seen: engines that have a StatefulSet or pods, without those that are lost.
-        lost: engines whose node is gone.
         keys: pairing key of each engine.
-        lost_pods: names of the pods that are lost.
-        memo: of the plan, which looks at the same engines and pairs again for the status.
     """
     roles = {
-        role: _side(observed, live[role], wanted[role], revisions[role], seen) for role in Role
+        role: _side(observed, existing.live[role], wanted[role], revisions[role], existing.engines)
+        for role in Role
     }
-    parallelism = {role: cluster.spec.role(role).parallelism for role in Role}
-    views = {role: observe_engines(observed, roles[role].live, parallelism, memo) for role in Role}
-    live_names = [name for side in roles.values() for name in side.live]
-    pairs = _pairs(observed, views, keys, memo)
-    listed = listed_engines(observed, live_names)
+    views = observe_engines(observed, cluster, {role: roles[role].live for role in Role})
+    names = [name for side in roles.values() for name in side.live]
+    pairs = [
+        pair
+        for group in by_pairing_key(views[Role.PREFILL], views[Role.DECODE], keys)
+        for pair in observe_pairs(*group, observed.links)
+    ]
+    listed = listed_engines(observed, names)
+    served = served_key(observed, cluster)
     return Fleet(
         roles=roles,
         keys=keys,
@@ -160,12 +218,12 @@ def observe_fleet(
         idle=frozenset(
             view.name for found in views.values() for view in found if view.ready is False
         ),
-        routed=routed_engines(observed, live_names, lost_pods),
+        routed=routed_engines(observed, names, existing.lost_pods),
         listed=listed,
-        ending=_ending(observed) - lost,
-        served_key=_served(observed, cluster, keys),
+        ending=_ending(observed) - existing.lost,
+        served_key=served if served in keys.values() else "",
         surge=cluster.spec.rollout.max_surge,
-        unheard=_unheard(observed, views, listed) | lost,
+        unheard=_unheard(observed, views, listed) | existing.lost,
         unclear=frozenset(_names(one) for one in pairs if one.state is LinkState.UNKNOWN),
     )
 
@@ -189,12 +247,6 @@ def _unheard(
         and not view.engine_id
         and (view.name.stateful_set in told or len(told) < MAX_ENGINES or view.name not in listed)
     )
-
-
-def _served(observed: Observed, cluster: Cluster, keys: Mapping[EngineName, str]) -> str:
-    """Return the key that the Service selects; empty if no engine has it."""
-    key = served_key(observed, cluster)
-    return key if key in keys.values() else ""
 
 
 def _ending(observed: Observed) -> frozenset[EngineName]:
@@ -237,19 +289,6 @@ def _side(
             going[name] = going.get(name, 0) + gpus(pod)
     cost = revision.nodes * gpus(revision.template)
     return RoleFleet(wanted, cost, sets | going, frozenset(going))
-
-
-def _pairs(
-    observed: Observed,
-    views: Mapping[Role, tuple[EngineView, ...]],
-    keys: Mapping[EngineName, str],
-    memo: Memo,
-) -> tuple[PairView, ...]:
-    return tuple(
-        pair
-        for group in by_pairing_key(views[Role.PREFILL], views[Role.DECODE], keys)
-        for pair in observe_pairs(*group, observed.links, memo)
-    )
 
 
 def _names(pair: PairView) -> Pair:

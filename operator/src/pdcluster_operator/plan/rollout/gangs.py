@@ -21,10 +21,9 @@ from dataclasses import dataclass, field
 from pdcluster_operator.api.labels import engine_of
 from pdcluster_operator.api.object_names import EngineName, is_group_of, start_group_name
 from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.observed.engines import Live
 from pdcluster_operator.plan.rollout.revisions import Revision, short_hash
 from pdcluster_operator.plan.types import Manifest
-
-Live = Mapping[Role, Mapping[EngineName, Manifest]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition
-from pdcluster_operator.api.labels import PAIRING_LABEL, QUEUE_LABEL, engine_of
+from pdcluster_operator.api.labels import PAIRING_LABEL, QUEUE_LABEL
 from pdcluster_operator.api.object_names import EngineName, own_connector_name, revision_name
 from pdcluster_operator.api.spec.enums import Certificates, Role, TlsMode
 from pdcluster_operator.api.spec.parse import parse_cluster
@@ -41,6 +41,7 @@ from pdcluster_operator.plan.connectors import (
     mounted_connector,
 )
 from pdcluster_operator.plan.objects.drift import covers
+from pdcluster_operator.plan.observed.engines import Live
 from pdcluster_operator.plan.rollout.changes import spec_of_engines
 from pdcluster_operator.plan.rollout.revisions import (
     REVISION_KIND,
@@ -53,7 +54,7 @@ from pdcluster_operator.plan.rollout.revisions import (
     stored_revisions,
     without_group,
 )
-from pdcluster_operator.plan.types import Manifest, Observed
+from pdcluster_operator.plan.types import Observed
 
 NO_CONNECTOR = ""
 
@@ -85,9 +86,7 @@ class Targets:
         return max([self.wanted[role].number, max(others, default=0) + 1])
 
 
-def find_targets(
-    observed: Observed, cluster: Cluster, live: Mapping[Role, Mapping[EngineName, Manifest]]
-) -> Targets:
+def find_targets(observed: Observed, cluster: Cluster, live: Live) -> Targets:
     """Return the revisions that an accepted spec asks for.
 
     Args:
@@ -115,9 +114,7 @@ def find_targets(
     return Targets(wanted, stored)
 
 
-def what_targets_depend_on(
-    observed: Observed, cluster: Cluster, live: Mapping[Role, Mapping[EngineName, Manifest]]
-) -> tuple[Any, ...]:
+def what_targets_depend_on(observed: Observed, cluster: Cluster, live: Live) -> tuple[Any, ...]:
     """Return all that :func:`find_targets` looks at. For equal values it returns the same."""
     kept = tuple(child for child in observed.children if child.get("kind") == REVISION_KIND)
     status = observed.cluster.get("status") or {}
@@ -200,7 +197,7 @@ def _of_one_key(fits: Mapping[Role, list[Revision]]) -> dict[Role, Revision]:
     return {Role.PREFILL: prefill[0]}
 
 
-def _pairing_keys(live: Mapping[Role, Mapping[EngineName, Manifest]]) -> frozenset[str]:
+def _pairing_keys(live: Live) -> frozenset[str]:
     engines = (engine for found in live.values() for engine in found.values())
     labels = (engine["metadata"].get("labels") or {} for engine in engines)
     return frozenset(str(found.get(PAIRING_LABEL, "")) for found in labels)
@@ -210,7 +207,7 @@ def _is_usable(
     one: Revision,
     observed: Observed,
     cluster: Cluster,
-    live: Mapping[Role, Mapping[EngineName, Manifest]],
+    live: Live,
 ) -> bool:
     """Whether engines can be made: somebody may have deleted the connector that they mount."""
     if observed.connector.digest.startswith(one.connector):
@@ -221,17 +218,7 @@ def _is_usable(
     return mounted in config_maps_seen(observed)
 
 
-def live_by_role(observed: Observed) -> dict[Role, dict[EngineName, Manifest]]:
-    """Return the StatefulSets of engines, by role and by name."""
-    found: dict[Role, dict[EngineName, Manifest]] = {role: {} for role in Role}
-    for child in observed.children:
-        name = engine_of(child) if child.get("kind") == "StatefulSet" else None
-        if name is not None:
-            found[name.role][name] = child
-    return found
-
-
-def queues_of(live: Mapping[Role, Mapping[EngineName, Manifest]]) -> dict[EngineName, str]:
+def queues_of(live: Live) -> dict[EngineName, str]:
     """Return the queue that each existing engine was made for. Kueue lets none change it."""
     return {
         name: str((engine["metadata"].get("labels") or {}).get(QUEUE_LABEL, ""))
@@ -243,7 +230,7 @@ def queues_of(live: Mapping[Role, Mapping[EngineName, Manifest]]) -> dict[Engine
 def adopted_revisions(
     observed: Observed,
     spec: Mapping[str, Any],
-    live: Mapping[Role, Mapping[EngineName, Manifest]],
+    live: Live,
     stored: set[Role],
 ) -> Iterator[Revision]:
     """Yield the revision of engines that exist without one: an older operator stored none.

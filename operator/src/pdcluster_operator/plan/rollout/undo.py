@@ -13,13 +13,14 @@ from typing import Any
 
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
+from pdcluster_operator.plan.observed.engines import live_by_role
 from pdcluster_operator.plan.rollout.changes import (
     changed_fields,
     spec_of_engines,
     with_spec_of_engines,
 )
 from pdcluster_operator.plan.rollout.revisions import Revision, stored_revisions
-from pdcluster_operator.plan.rollout.targets import find_targets, live_by_role
+from pdcluster_operator.plan.rollout.targets import find_targets
 from pdcluster_operator.plan.types import Observed
 
 

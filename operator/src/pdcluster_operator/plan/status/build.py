@@ -1,15 +1,20 @@
-"""Observed engines and links -> ``status``: conditions, counts, engines and failed links."""
+"""The status of a PDCluster: conditions, counts, engines and failed links.
+
+It is made in two parts. :func:`judge` says all that does not depend on the time, so that it is
+computed once while nothing changes. :func:`build_status` adds what does: Progressing, and when each
+condition and each failed link last changed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.protocol.launcher_documents import LinksReport, LinkState
+from pdcluster_connector.protocol.launcher_documents import LinkState
 from pdcluster_operator.api.conditions import (
     ConditionType,
     Status,
@@ -17,20 +22,27 @@ from pdcluster_operator.api.conditions import (
     Verdict,
     find_condition,
     readable_reason,
+    seconds,
     set_conditions,
     timestamp,
 )
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.labels import role_selector
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES, MAX_FAILED_LINKS
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.enums import Role, RolloutType
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.router import endpoint
 from pdcluster_operator.plan.children import existing_engines
-from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.observed.engines import EngineView
-from pdcluster_operator.plan.observed.links import PairView
+from pdcluster_operator.plan.observed.engines import EngineView, observe_engines
+from pdcluster_operator.plan.observed.links import (
+    PairView,
+    by_pairing_key,
+    observe_pairs,
+    to_sample,
+)
+from pdcluster_operator.plan.observed.routers import router_available, router_behind, router_trouble
 from pdcluster_operator.plan.prefill_scaler import who_decides
+from pdcluster_operator.plan.rollout.desired import Desired
 from pdcluster_operator.plan.status.certificates import transfer_status
 from pdcluster_operator.plan.status.conditions import (
     accepted,
@@ -45,69 +57,140 @@ from pdcluster_operator.plan.status.conditions import (
 )
 from pdcluster_operator.plan.status.local_prefill import local_prefill
 from pdcluster_operator.plan.status.progress import ChangeView, progressing, progressing_since
-from pdcluster_operator.plan.types import Observed
+from pdcluster_operator.plan.types import Observed, Step
 
 LONGEST_DETAIL = 512
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything that the status is computed from."""
+    """What the status is computed from, beside what is observed.
+
+    Attributes:
+        engines: the engines that serve the spec, by role.
+        pairs: the pairs of them that have a link.
+        change: how far the live objects are from the wanted ones.
+    """
 
     engines: Mapping[Role, tuple[EngineView, ...]]
     pairs: tuple[PairView, ...]
-    links: Mapping[str, LinksReport]
     change: ChangeView
 
 
-def build_status(
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What the status says, as far as it does not depend on the time.
+
+    Attributes:
+        verdicts: of all conditions but Progressing.
+        change: how far the live objects are from the wanted ones.
+        fields: fields of the status, as they are written.
+        failed: the first links that failed, or whose canary did.
+        transfer: ``status.transfer``; empty if it is not written.
+    """
+
+    verdicts: Mapping[ConditionType, Verdict]
+    change: ChangeView
+    fields: Mapping[str, Any]
+    failed: tuple[PairView, ...]
+    transfer: Mapping[str, Any]
+
+
+def view_of(
+    observed: Observed, cluster: Cluster, desired: Desired, steps: Iterable[Step], *, accepted: bool
+) -> View:
+    """Return what is known of the desired engines and of their pairs.
+
+    Args:
+        steps: those of the plan. They may be about to change the routers.
+        accepted: whether the spec breaks no rule.
+    """
+    engines = observe_engines(observed, cluster, desired.names, desired.held)
+    groups = by_pairing_key(engines[Role.PREFILL], engines[Role.DECODE], desired.keys)
+    pairs = tuple(
+        pair
+        for group in groups
+        for pair in observe_pairs(*to_sample(group, desired.blocked), observed.links)
+    )
+    wanted = {name.stateful_set for names in desired.names.values() for name in names}
+    created = [
+        seconds(child["metadata"].get("creationTimestamp"))
+        for child in observed.children
+        if child.get("kind") == "StatefulSet" and child["metadata"]["name"] in wanted
+    ]
+    change = ChangeView(
+        replacing=desired.stale,
+        paused=cluster.spec.rollout.paused,
+        surging=cluster.spec.rollout.type is RolloutType.SURGE,
+        router_available=router_available(observed, cluster),
+        started=max((moment for moment in created if moment is not None), default=None),
+        deadline=cluster.spec.rollout.progress_deadline_seconds,
+        router_trouble=router_trouble(observed),
+        changed=desired.changed,
+        stuck=desired.stuck,
+        router_behind=router_behind(observed, steps),
+        scaled_to_zero=next((role.value for role in Role if accepted and not engines[role]), ""),
+    )
+    return View(engines, pairs, change)
+
+
+def judge(
     observed: Observed,
     cluster: Cluster,
     findings: Findings,
     view: View,
     lost: AbstractSet[str],
-    now: float,
-    memo: Memo,
-) -> dict[str, Any]:
-    """Return the whole status. It is equal to the last one if nothing has changed.
+) -> Judgement:
+    """Return what the status says of a cluster, whatever the time is.
 
     Args:
         lost: names of the pods that are lost with their nodes.
     """
     before = observed.cluster.get("status") or {}
-    since = progressing_since(before, cluster.generation, now)
-    judged = memo.get(
-        "verdicts",
-        (observed, cluster, findings, view),
-        lambda *_: _verdicts(observed, cluster, findings, view, memo),
-    )
-    ready = judged[ConditionType.READY]
-    verdicts = {
-        kind: progressing(ready, view.change, findings, since, now)
-        if kind is ConditionType.PROGRESSING
-        else judged[kind]
-        for kind in ConditionType
-    }
-    conditions = set_conditions(before, verdicts.items(), cluster.generation, now)
-    established, troubled = memo.get("counted", (view.pairs,), _counted)
-    counts = memo.get("counts", (observed, view), _counts)
-    status: dict[str, Any] = {
-        "observedGeneration": cluster.generation,
-        "conditions": conditions,
+    prefill, decode = (view.engines[role] for role in Role)
+    established = sum(pair.state is LinkState.ESTABLISHED for pair in view.pairs)
+    failed = (pair for pair in view.pairs if pair.state is LinkState.FAILED or pair.canary_failed)
+    fields = {
         "model": cluster.served_name,
-        "prefill": counts["prefill"],
-        "decode": counts["decode"],
+        "prefill": _count(prefill),
+        "decode": _count(decode),
         "links": f"{established}/{len(view.pairs)}",
         "endpoint": endpoint(cluster) if findings.ok else str(before.get("endpoint") or ""),
         "selector": role_selector(cluster.name, Role.DECODE),
-        "replicas": counts["replicas"],
-        "engines": counts["engines"],
-        "failedLinks": _failed_links(before, troubled, now),
+        "replicas": existing_engines(observed.children, Role.DECODE),
+        "engines": [_engine(engine) for engine in (*prefill, *decode)][:MAX_ENGINES],
     }
-    inputs = observed, cluster, view.change, lost
-    if transfer := memo.get("transfer", inputs, transfer_status):
-        status["transfer"] = transfer
-    if _on_its_way(verdicts[ConditionType.PROGRESSING]):
+    return Judgement(
+        _verdicts(observed, cluster, findings, view),
+        view.change,
+        fields,
+        tuple(islice(failed, MAX_FAILED_LINKS)),
+        transfer_status(observed, cluster, view.change, lost),
+    )
+
+
+def build_status(
+    cluster: Cluster, before: Mapping[str, Any], findings: Findings, judged: Judgement, now: float
+) -> dict[str, Any]:
+    """Return the whole status. It is equal to the last one if nothing has changed.
+
+    Args:
+        before: the last one.
+    """
+    since = progressing_since(before, cluster.generation, now)
+    ready = judged.verdicts[ConditionType.READY]
+    progress = progressing(ready, judged.change, findings, since, now)
+    verdicts = {**judged.verdicts, ConditionType.PROGRESSING: progress}
+    conditions = [(kind, verdicts[kind]) for kind in ConditionType]
+    status: dict[str, Any] = {
+        "observedGeneration": cluster.generation,
+        "conditions": set_conditions(before, conditions, cluster.generation, now),
+        **judged.fields,
+        "failedLinks": _failed_links(before, judged.failed, now),
+    }
+    if judged.transfer:
+        status["transfer"] = judged.transfer
+    if _on_its_way(progress):
         status["progressingSince"] = timestamp(since)
     return status
 
@@ -118,60 +201,31 @@ def _on_its_way(progressing: Verdict) -> bool:
 
 
 def _verdicts(
-    observed: Observed,
-    cluster: Cluster,
-    findings: Findings,
-    view: View,
-    memo: Memo,
+    observed: Observed, cluster: Cluster, findings: Findings, view: View
 ) -> dict[ConditionType, Verdict]:
-    """Return the verdicts that do not depend on the time: all but Progressing."""
     before = observed.cluster.get("status") or {}
+    old = {kind: find_condition(before, kind) for kind in ConditionType}
     prefill, decode = (view.engines[role] for role in Role)
-
-    def of_links(
-        kind: ConditionType, judge: Callable[[Sequence[PairView], Mapping[str, Any]], Verdict]
-    ) -> Verdict:
-        return memo.get(kind, (view.pairs, find_condition(before, kind)), judge)
-
+    decides = who_decides(observed.cluster, observed.scaler)
+    share = cluster.spec.verification.max_local_share
     verdicts = {
         ConditionType.ACCEPTED: with_warnings(accepted(findings), findings),
-        ConditionType.PREFILL_READY: with_scaler(
-            role_ready(prefill, findings), who_decides(observed.cluster, observed.scaler)
-        ),
+        ConditionType.PREFILL_READY: with_scaler(role_ready(prefill, findings), decides),
         ConditionType.DECODE_READY: role_ready(decode, findings),
-        ConditionType.KV_LINKS_ESTABLISHED: of_links(
-            ConditionType.KV_LINKS_ESTABLISHED, links_established
+        ConditionType.KV_LINKS_ESTABLISHED: links_established(
+            view.pairs, old[ConditionType.KV_LINKS_ESTABLISHED]
         ),
-        ConditionType.KV_PATH_VERIFIED: of_links(ConditionType.KV_PATH_VERIFIED, path_verified),
+        ConditionType.KV_PATH_VERIFIED: path_verified(
+            view.pairs, old[ConditionType.KV_PATH_VERIFIED]
+        ),
         ConditionType.TRANSPORT_HEALTHY: local_prefill(
-            decode,
-            view.links,
-            cluster.spec.verification.max_local_share,
-            find_condition(before, ConditionType.TRANSPORT_HEALTHY),
+            decode, observed.links, share, old[ConditionType.TRANSPORT_HEALTHY]
         )
         or transport_healthy(view.pairs, cluster.spec.transfer),
         ConditionType.AVAILABLE: available(view.pairs, view.change),
     }
     verdicts[ConditionType.READY] = summary(verdicts, view.change)
     return verdicts
-
-
-def _counted(pairs: Sequence[PairView]) -> tuple[int, tuple[PairView, ...]]:
-    """Return how many links are established, and the first links with trouble."""
-    established = sum(pair.state is LinkState.ESTABLISHED for pair in pairs)
-    troubled = (pair for pair in pairs if pair.state is LinkState.FAILED or pair.canary_failed)
-    return established, tuple(islice(troubled, MAX_FAILED_LINKS))
-
-
-def _counts(observed: Observed, view: View) -> dict[str, Any]:
-    """Return how many engines there are and are ready, and what each of them says."""
-    prefill, decode = (view.engines[role] for role in Role)
-    return {
-        "prefill": _count(prefill),
-        "decode": _count(decode),
-        "replicas": existing_engines(observed.children, Role.DECODE),
-        "engines": [_engine(engine) for engine in (*prefill, *decode)][:MAX_ENGINES],
-    }
 
 
 def _count(engines: Sequence[EngineView]) -> str:
