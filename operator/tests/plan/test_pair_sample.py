@@ -12,7 +12,7 @@ from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.labels import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.observed.engines import EngineView
-from pdcluster_operator.plan.observed.links import ALL_LINKS, sample_links, to_sample
+from pdcluster_operator.plan.observed.links import ALL_LINKS, linkable, sample_pairs
 
 numbers = st.integers(1, 80)
 
@@ -24,7 +24,7 @@ def names(role: str, count: int) -> tuple[str, ...]:
 @given(numbers, numbers)
 def test_each_engine_has_a_link_and_the_number_is_bounded(prefill: int, decode: int) -> None:
     wanted, readers = names("prefill", prefill), names("decode", decode)
-    sample = sample_links(wanted, readers)
+    sample = sample_pairs(wanted, readers)
     links = sum(map(len, sample.values()))
     assert set(sample) == set(readers)
     assert all(sample.values()), "each decode engine has a link"
@@ -39,13 +39,13 @@ def test_each_engine_has_a_link_and_the_number_is_bounded(prefill: int, decode: 
 def test_the_order_of_the_engines_does_not_matter(prefill: int, decode: int, random) -> None:
     wanted, readers = names("prefill", prefill), names("decode", decode)
     shuffled = random.sample(wanted, prefill), random.sample(readers, decode)
-    assert sample_links(*map(tuple, shuffled)) == sample_links(wanted, readers)
+    assert sample_pairs(*map(tuple, shuffled)) == sample_pairs(wanted, readers)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(12, 12), (40, 40), (64, 64), (10, 70)])
 def test_an_engine_more_changes_few_links_of_the_others(prefill: int, decode: int) -> None:
     wanted, readers = names("prefill", prefill + 1), names("decode", decode)
-    few, many = sample_links(wanted[:-1], readers), sample_links(wanted, readers)
+    few, many = sample_pairs(wanted[:-1], readers), sample_pairs(wanted, readers)
     gained = {(reader, name) for reader in readers for name in many[reader] - few[reader]}
     assert {name for _, name in gained} == {wanted[-1]}, "no other engine gets a new link"
     lost = sum(len(few[reader] - many[reader]) for reader in readers)
@@ -54,7 +54,7 @@ def test_an_engine_more_changes_few_links_of_the_others(prefill: int, decode: in
 
 @pytest.mark.parametrize(("prefill", "decode"), [(0, 3), (3, 0), (0, 0)])
 def test_without_a_role_there_are_no_links(prefill: int, decode: int) -> None:
-    sample = sample_links(names("prefill", prefill), names("decode", decode))
+    sample = sample_pairs(names("prefill", prefill), names("decode", decode))
     assert not any(sample.values())
 
 
@@ -116,16 +116,16 @@ def views(role: Role, count: int) -> tuple[EngineView, ...]:
 def test_engines_that_have_to_wait_are_in_no_sample() -> None:
     prefill, decode = views(Role.PREFILL, 9), views(Role.DECODE, 9)
     waiting = frozenset(one.name for one in (*prefill[1:], *decode[2:]))
-    assert to_sample((prefill, decode), waiting) == (prefill[:1], decode[:2])
+    assert linkable((prefill, decode), waiting) == (prefill[:1], decode[:2])
     few = (prefill[:8], decode[:8])
-    assert to_sample(few, waiting) == few, "all links of a few engines are kept"
+    assert linkable(few, waiting) == few, "all links of a few engines are kept"
     prefill, decode = views(Role.PREFILL, 13), views(Role.DECODE, 5)
-    assert to_sample((prefill, decode), waiting) == (
+    assert linkable((prefill, decode), waiting) == (
         (prefill[0], *prefill[9:]),
         decode[:2],
     ), "docs/design.md says 64"
     nobody = frozenset(one.name for one in prefill)
-    assert to_sample((prefill, decode), nobody) == (prefill, decode)
+    assert linkable((prefill, decode), nobody) == (prefill, decode)
 
 
 def test_the_status_counts_no_links_of_engines_that_still_have_to_wait() -> None:

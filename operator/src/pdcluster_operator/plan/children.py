@@ -1,4 +1,4 @@
-"""The steps that take the children to what is desired: applies, deletions and restarts of pods.
+"""The steps from the live children to the desired ones: applies, deletions and restarts of pods.
 
 StatefulSets of engines use ``OnDelete``: Kubernetes never replaces an engine's pod by itself. So a
 pod that was made from an older template is deleted here, and its StatefulSet makes it again.
@@ -44,7 +44,7 @@ def children_now(
 
 
 def steps_to(observed: Observed, desired: Desired, children: tuple[Wanted, ...]) -> Iterator[Step]:
-    """Yield the steps that take what exists to what is desired, in order.
+    """Yield the steps from the live children to the desired ones, in order.
 
     Args:
         children: those of ``desired``, as they should be now.

@@ -90,7 +90,7 @@ def digest_in(config_map: str) -> str:
 def config_maps_seen(observed: Observed) -> frozenset[str]:
     """Return the names of the ConfigMaps with a connector that exist for a cluster, and stay.
 
-    One that holds another connector than its name says is as good as none.
+    One whose content does not match the hash in its name does not count.
     """
     own = (child for child in observed.children if child.get("kind") == "ConfigMap")
     shared = (one for one in observed.connectors if not marked_unused(one))
@@ -99,7 +99,7 @@ def config_maps_seen(observed: Observed) -> frozenset[str]:
 
 
 def marked_unused(connector: Manifest) -> str:
-    """Return since when nothing mounts a shared ConfigMap, as it says; empty if it does not."""
+    """Return the time in the mark of an unused ConfigMap; empty if it has no mark."""
     annotations = connector["metadata"].get("annotations") or {}
     return str(annotations.get(UNUSED_ANNOTATION) or "")
 
@@ -152,7 +152,7 @@ This is longer than any plan takes, and longer than a watch that works lags behi
 
 @dataclass(frozen=True, slots=True)
 class MarkConnector:
-    """Say on one ConfigMap since when nothing mounts it, only if it is still the version seen.
+    """Write into a ConfigMap since when nothing mounts it, only if it is still the version seen.
 
     Attributes:
         since: the time as Kubernetes writes it; empty if something mounts it again.

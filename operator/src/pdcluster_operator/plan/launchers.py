@@ -65,7 +65,7 @@ def url_host(address: str) -> str:
 
 
 def is_unreachable(misses: int) -> bool:
-    """Tell whether an engine counts as unreachable after so many failed polls in a row."""
+    """Whether an engine counts as unreachable after so many failed polls in a row."""
     return misses >= MISSES
 
 

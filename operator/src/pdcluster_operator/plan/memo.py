@@ -1,13 +1,13 @@
 """What pure functions have returned for one cluster, so that nothing is computed twice.
 
-Most reconciles find nothing new. A plan of a PDCluster at rest takes 0.07 ms with it and 1.6 ms
-without it; with eight engines of each role, 0.07 and 4.5 ms. The five plans of a start take 8 of
-15 ms. A memo cannot change a plan: a result is used again only while all inputs of its function are
-equal. Whoever plans the same cluster again hands the same memo over.
+Most reconciles find nothing new. A plan of a PDCluster at rest takes 0.06 ms with a memo and 2.5 ms
+without one; with eight engines of each role, 0.07 ms and 7 ms. The five plans of a start take 8 ms
+and 15 ms. A memo cannot change a plan: a result is used again only while all inputs of its function
+are equal. Whoever plans the same cluster again hands the same memo over.
 
-Seven results are kept, and each of them is worth a twentieth of a start or half of a plan at rest:
-what was observed, the checked spec, the revisions, what is desired, the children, each child's hash
-and what follows. To keep the views of engines and of pairs, too, saved nothing that a benchmark saw.
+Seven results are kept: the observed cluster, the checked spec, the revisions, the desired state, its
+children, the hash of each child, and the outcome. Each of them saves a twentieth of a start, or
+half of a plan at rest. To keep the views of engines and of pairs as well saved no time in either.
 """
 
 from __future__ import annotations

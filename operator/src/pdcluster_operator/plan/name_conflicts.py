@@ -78,7 +78,7 @@ def may_be_taken(step: Step, observed: Observed, strange: AbstractSet[str]) -> b
 
 
 def why_strange(strange: AbstractSet[str]) -> Refusal:
-    """Return what the status says of strange connectors."""
+    """Return the reason and the message with which the status reports strange connectors."""
     return Refusal(
         NAME_CONFLICT,
         f"ConfigMap {min(strange)} is missing, or does not hold the connector that its name says: "

@@ -27,7 +27,7 @@ from pdcluster_operator.plan.name_conflicts import (
     why_strange,
 )
 from pdcluster_operator.plan.objects.ownership import is_being_deleted
-from pdcluster_operator.plan.observed.links import by_pairing_key, to_sample
+from pdcluster_operator.plan.observed.links import by_pairing_key, linkable
 from pdcluster_operator.plan.observed.pods import lost_pods, seconds_to_loss
 from pdcluster_operator.plan.observed.routers import routed_engines
 from pdcluster_operator.plan.peers import assign_peers
@@ -84,7 +84,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     """
     memo = memo or Memo()
     seen = replace(observed, cluster=as_scaled(observed.cluster, observed.scaler))
-    # What is equal to what was seen before is the same object then, and is compared at once.
+    # If nothing has changed, this is the object of the plan before, so that comparing it is quick.
     observed = memo.get("observed", (seen,), lambda one: one)
     before = observed.cluster.get("status") or {}
     if is_being_deleted(observed.cluster):
@@ -92,7 +92,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         return Plan(steps=(), status=before)
     # Step 1: check the spec. One that is not accepted changes nothing.
     cluster, findings = _checked(observed, memo)
-    # Step 2: say what should exist.
+    # Step 2: compute what should exist.
     lost = lost_pods(observed.pods, now)
     desired = memo.get(
         "desired",
@@ -104,7 +104,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     children = children_now(observed, cluster, desired, now)
     inputs = observed, cluster, findings, desired, children, lost, period_start(now)
     outcome = memo.get("outcome", inputs, _outcome)
-    # Step 4: say since when all of that is so, and when to look again.
+    # Step 4: write the status, with the times of its changes, and say when to look again.
     status = build_status(cluster, before, findings, outcome.judged, now)
     if outcome.refused:
         reason, message = outcome.refused.reason, outcome.refused.message
@@ -146,7 +146,7 @@ def _outcome(
         steps.append(renewal)
     if findings.ok:
         steps += steps_to(observed, desired, children)
-    # Pods must not start with a connector that nobody of us has made.
+    # Pods must not start with a connector that no operator has made.
     strange = strange_connectors(observed, (child.manifest for child in desired.children))
     if strange:
         steps = [step for step in steps if may_be_taken(step, observed, strange)]
@@ -166,7 +166,7 @@ def _peers(
 ) -> Iterator[PeerAssignment]:
     prefill, decode = (view.engines[role] for role in Role)
     for group in by_pairing_key(prefill, decode, desired.keys):
-        yield from assign_peers(cluster, *to_sample(group, desired.blocked), observed.links)
+        yield from assign_peers(cluster, *linkable(group, desired.blocked), observed.links)
 
 
 def _routed(observed: Observed, lost: AbstractSet[str]) -> frozenset[str]:
@@ -201,7 +201,7 @@ def _next_look(
 
 
 def _checked(observed: Observed, memo: Memo) -> tuple[Cluster, Findings]:
-    """Return the spec, and what is wrong with it."""
+    """Return the parsed spec and the rules that it breaks."""
     live = observed.cluster
     names = ("name", "namespace", "uid", "generation")
     known = {key: value for key, value in live.items() if key != "status"}

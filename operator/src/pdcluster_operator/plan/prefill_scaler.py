@@ -1,7 +1,7 @@
 """A PrefillScaler decides how many prefill engines the PDCluster of its name has.
 
 The number is put into the spec before anything looks at it. So every rule holds for it, and
-nothing else knows where it comes from. The scaler may bound it by the number of decode engines.
+no other code has to know about scalers. The scaler may bound it by the number of decode engines.
 """
 
 from __future__ import annotations

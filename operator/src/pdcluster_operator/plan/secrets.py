@@ -71,14 +71,14 @@ def certificates_step(
 
 
 def certificates_as_due(children: Iterable[Manifest], now: float) -> HeldCertificates:
-    """Return what the Secret holds if nothing is left to write, for who may not read it."""
+    """Return the certificates that the Secret should hold now, for a reader who may not read it."""
     names = (engine_of(child) for child in children if child.get("kind") == "StatefulSet")
     entries = frozenset(entry_of(name) for name in names if name is not None)
     return HeldCertificates("", f".{int(period_start(now))}", entries)
 
 
 def seconds_to_renewal(now: float) -> float:
-    """Return when the next period begins. A cluster at rest has no event that tells of it."""
+    """Return in how many seconds the next period begins. No watch event comes at that moment."""
     return period_start(now) + PERIOD_SECONDS - now
 
 

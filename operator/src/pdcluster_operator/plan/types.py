@@ -1,4 +1,4 @@
-"""What the planner sees and what it answers: plain, immutable data.
+"""The input and the output of the planner: plain, immutable data.
 
 ``make_plan(observed, now) -> Plan`` is a pure function over these types. An executor performs
 the plan and decides nothing.
@@ -25,7 +25,7 @@ class ConnectorBundle:
 
 @dataclass(frozen=True, slots=True)
 class TicketKey:
-    """What a planner may know of the Secret with the ticket keys: not the keys.
+    """The Secret with the ticket keys, without the keys.
 
     Attributes:
         rotation: value of the annotation for which the last key was made.
@@ -36,7 +36,7 @@ class TicketKey:
 
 @dataclass(frozen=True, slots=True)
 class HeldCertificates:
-    """What a planner may know of the Secret with the engines' certificates: not the keys.
+    """The Secret with the engines' certificates, without the keys.
 
     Attributes:
         authority: fingerprint of the CA that the operator signs with.
@@ -53,7 +53,7 @@ class HeldCertificates:
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """What became of one object when it was applied.
+    """How the API server's answer to an apply differs from what was applied.
 
     Attributes:
         applied: hash of the manifest that was applied.
@@ -76,8 +76,9 @@ class Observed:
         cluster: the live PDCluster, with status.
         children: live objects that it owns (by owner UID): StatefulSets, Services, …
         pods: live pods of its StatefulSets and Deployments.
-        engines: logical engine id -> what its leader's launcher says; missing = unreachable.
-        links: decode engine's logical id -> what its launcher says of its links; missing =
+        engines: logical engine id -> the last report of its leader's launcher; missing =
+            unreachable.
+        links: decode engine's logical id -> the links that its launcher reports; missing =
             unreachable.
         connector: the connector to mount in engine pods.
         connectors: live ConfigMaps with a connector that the PDClusters of the namespace share.
@@ -247,7 +248,7 @@ class Plan:
         peers: assignments to send to decode launchers.
         routed: logical ids of the engines that routers may send requests to.
         requeue_after: seconds until this cluster should be looked at again; None if an
-            event will tell.
+            event will come.
         events: to be published once the status is written.
         scaler: the status of the PrefillScaler; None if there is nothing to write.
     """
@@ -268,8 +269,9 @@ WORKLOADS = frozenset({"StatefulSet", "Deployment"})
 def stages(steps: Iterable[Step]) -> list[tuple[Step, ...]]:
     """Return the steps in stages; within a stage they keep their order.
 
-    What pods need comes first, then what makes pods. What is tried out may end all of it before
-    something is deleted, and then pods are restarted.
+    First come the objects that pods mount or go by, then the workloads that make pods. A revision
+    that is refused when it is tried out ends the plan before anything is deleted. Pods are
+    restarted at the end.
     """
     staged: dict[int, list[Step]] = {}
     for step in steps:

@@ -134,7 +134,7 @@ def _container(
 
 
 def _probe(cluster: Cluster, failures: int) -> dict[str, Any]:
-    # The kubelet checks no certificate and shows none: the launcher tells everybody its readiness.
+    # The kubelet checks no certificate and shows none: the launcher answers this path to anybody.
     scheme = {"scheme": "HTTPS"} if has_certificates(cluster) else {}
     return {
         "httpGet": {"path": "/readyz", "port": "launcher", **scheme},

@@ -106,7 +106,7 @@ def kv_transfer_config(cluster: Cluster, role: Role, pairing_key: str) -> str:
             "ticket_audience": ticket_audience(cluster, pairing_key),
             **threads,
             **pace,
-            # A pod's address is not loopback, so the side channel has to be told which it is.
+            # A pod's address is not loopback, so the connector starts only with one of these two.
             **(
                 {"tls": tls_option(cluster)}
                 if has_certificates(cluster)

@@ -1,7 +1,7 @@
 """A cluster that exists only in memory: a plan is carried out in it, and everything else goes well.
 
 It plays the API server, Kubernetes' controllers, the kubelet and the launchers as far as the
-planner can see them. Pods that are told to end are gone, new pods run, new engines are verified.
+planner can see them. Pods that are deleted are gone, new pods run, new engines are verified.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Kubernetes objects as such: who owns one, what is kept of it, whether it is still as wanted."""
+"""Functions over any Kubernetes object: its owner, the fields that are kept, its drift."""

@@ -1,4 +1,4 @@
-"""What is kept of large objects: all that plans read, and no more.
+"""Which fields of objects the store keeps: those that plans read.
 
 Each namespace has a ConfigMap with the connector, of some hundred kB. The operator compares its
 content and never reads it, so it keeps the hash: a thousand namespaces would need a gigabyte.

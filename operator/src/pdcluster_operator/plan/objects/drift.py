@@ -177,7 +177,7 @@ def is_settled(live: Manifest | None, desired: Manifest, noted: Rewrite | None) 
 
 
 def rewritten_event(desired: Manifest, rewrite: Rewrite) -> Event:
-    """Return the event that tells of a rewrite."""
+    """Return the event about a rewrite."""
     paths = [path for path, _ in rewrite.fields]
     shown = ", ".join(paths[:MAX_SHOWN_FIELDS])
     if len(paths) > MAX_SHOWN_FIELDS:

@@ -1,1 +1,1 @@
-"""What is known of a cluster: its engines, pods, links and routers."""
+"""Views of a cluster: its engines, pods, links and routers, from live objects and reports."""

@@ -1,4 +1,4 @@
-"""What is known of each engine, from its pods and from its launcher.
+"""A view of each engine, from its pods and from the report of its launcher.
 
 An engine is ready, not ready for a stated reason, or unknown. It is unknown only if its pods are
 ready and its launcher does not answer the operator.

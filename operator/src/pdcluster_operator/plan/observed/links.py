@@ -1,4 +1,4 @@
-"""The pairs of a prefill and a decode engine, and what is known of the link of each.
+"""The pairs of a prefill and a decode engine, and the state of the link of each.
 
 The connector judges each link: ``launcher/links/link_table.py`` joins what an engine's ranks
 report, and ``link_health/link_keeper.py`` keeps their links. ``status/conditions.py`` makes
@@ -88,7 +88,7 @@ def links_of(
 ) -> list[tuple[EngineView, ...]]:
     """Return for each decode engine of one pairing key the prefill engines that it has links to."""
     names, readers = _names(prefill), _names(decode)
-    sample = sample_links(names, readers)
+    sample = sample_pairs(names, readers)
     place = {name: number for number, name in enumerate(names)}
     return [
         prefill
@@ -110,7 +110,7 @@ def by_pairing_key(
         )
 
 
-def to_sample(group: Group, blocked: AbstractSet[EngineName] = frozenset()) -> Group:
+def linkable(group: Group, blocked: AbstractSet[EngineName] = frozenset()) -> Group:
     """Return the engines of one pairing key among which links are kept.
 
     A sample that counted engines which may not be made yet could give those that exist no link.
@@ -152,7 +152,7 @@ def _pair(
             f"the launcher of {decode.name.stateful_set} does not answer the operator",
         )
     if link is not None and link.state is LinkState.FAILED:
-        # The decode engine knows why the link failed. The kubelet only knows that a pod died.
+        # The reason that the decode engine reports is more exact than that a pod died.
         return _seen(prefill, decode, LinkState.FAILED, link)
     if prefill.ready is False:
         return _waiting(prefill, decode, prefill)
@@ -182,11 +182,11 @@ def _stale(link: LinkReport, prefill: EngineView) -> bool:
 ALL_LINKS = 64
 """Up to this number, every link of a pairing key is kept."""
 
-Sample = Mapping[str, frozenset[str]]
+PairSample = Mapping[str, frozenset[str]]
 """The prefill engines that each decode engine keeps links to."""
 
 
-def sample_links(prefill: tuple[str, ...], decode: tuple[str, ...]) -> Sample:
+def sample_pairs(prefill: tuple[str, ...], decode: tuple[str, ...]) -> PairSample:
     """Return the links to keep between engines of one pairing key.
 
     Each prefill engine and each decode engine has a link. Beyond ``ALL_LINKS`` pairs, there are at
@@ -203,7 +203,7 @@ def sample_links(prefill: tuple[str, ...], decode: tuple[str, ...]) -> Sample:
 
 
 @lru_cache(maxsize=32)
-def _sampled(prefill: tuple[str, ...], decode: tuple[str, ...]) -> Sample:
+def _sampled(prefill: tuple[str, ...], decode: tuple[str, ...]) -> PairSample:
     share = min(len(prefill), -(-ALL_LINKS // len(decode)))
     kept = {reader: set(nsmallest(share, prefill, partial(_weight, reader))) for reader in decode}
     for name in set(prefill).difference(*kept.values()):

@@ -1,4 +1,4 @@
-"""What a pod says: why it does not run, whether it is lost with its node, how many GPUs it holds.
+"""The state of a pod: why it does not run, whether it is lost with its node, how many GPUs it has.
 
 A status of any shape can be read.
 
@@ -96,7 +96,7 @@ def previous_end(pod: Manifest) -> str:
 
 
 def started_again(pod: Manifest, message: str) -> str:
-    """Return what an engine says while it starts, with how its previous process ended."""
+    """Return the message of an engine that starts, with how its previous process ended."""
     end = previous_end(pod)
     if not end:
         return message
@@ -110,7 +110,7 @@ def _our_container(pod: Manifest) -> Mapping[str, Any] | None:
 
 
 def _gated(pod: Manifest) -> Trouble | None:
-    """Return whose scheduling gates keep the pod from the scheduler; None if it has none."""
+    """Return that a pod waits for its scheduling gates, and who removes them; None without one."""
     given = (pod.get("spec") or {}).get("schedulingGates") or ()
     gates = [text_of(gate.get("name")) for gate in given]
     if not gates:
@@ -137,7 +137,7 @@ def _unscheduled(pod: Manifest) -> Trouble | None:
             words = joined(waits, text_of(condition.get("message")))
             return Trouble(StatusReason.UNSCHEDULABLE, words)
     if waits and not spec.get("nodeName"):
-        # The scheduler says nothing of a pod before its group has as many pods as it asks for.
+        # The scheduler writes no condition before its group has as many pods as it asks for.
         return Trouble(StatusReason.CONTAINER_CREATING, waits)
     return None
 
@@ -155,7 +155,7 @@ def describe_end(terminated: Mapping[str, Any]) -> str:
 
 
 def joined(*parts: str) -> str:
-    """Join what is not empty with colons."""
+    """Join the parts that are not empty with colons."""
     return ": ".join(part for part in parts if part)
 
 
@@ -198,7 +198,7 @@ def lost_pods(pods: Iterable[Manifest], now: float) -> frozenset[str]:
 def seconds_to_loss(pods: Iterable[Manifest], now: float) -> float | None:
     """Return in how many seconds the next pod is lost; None if no pod is being deleted.
 
-    No event tells of that moment.
+    No watch event comes at that moment.
     """
     return min((since - now for _, since in _ending(pods) if now <= since), default=None)
 

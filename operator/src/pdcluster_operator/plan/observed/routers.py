@@ -1,4 +1,4 @@
-"""What is known of a cluster's routers, from the Deployment and from the pods."""
+"""The state of a cluster's routers, from their Deployments and pods."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def router_available(observed: Observed, cluster: Cluster) -> bool | None:
 
 
 def router_behind(observed: Observed, steps: Iterable[Step] = ()) -> str:
-    """Return what the routers' Deployments still have to do; empty if nothing.
+    """Return why the rollout of a router's Deployment is not complete; empty if all are.
 
     Old pods serve until new ones are ready. So a new template whose pods never start is seen here,
     and not by whether a router is available.

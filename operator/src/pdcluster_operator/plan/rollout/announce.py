@@ -1,4 +1,4 @@
-"""How far a rollout is, in one line, from what the status says."""
+"""The progress of a rollout in one line, as ``pdcluster rollout status`` prints it."""
 
 from __future__ import annotations
 

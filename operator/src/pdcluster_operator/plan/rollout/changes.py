@@ -1,4 +1,4 @@
-"""What a user wrote of the engines, and which fields of it differ between two specs."""
+"""The part of a spec that engines are made from, and the fields of it that differ in two specs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_SHOWN = 3
 
 
 def spec_of_engines(cluster: Manifest) -> dict[str, Any]:
-    """Return the spec as the user wrote it, without what is no part of an engine."""
+    """Return the spec as the user wrote it, without the fields that change no engine."""
     given = cluster.get("spec")
     spec = {
         name: value

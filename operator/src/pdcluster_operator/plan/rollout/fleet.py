@@ -1,4 +1,4 @@
-"""The engines of a cluster as they were observed: what :mod:`.moves` decides from."""
+"""The engines of a cluster as they were observed, for :mod:`.moves` to decide from."""
 
 from __future__ import annotations
 
@@ -238,14 +238,18 @@ def _unheard(
     The status names the engines that have answered. If its list is full, an engine that routers
     know counts as one that has run.
     """
-    told = known_ids(observed.cluster)
+    answered = known_ids(observed.cluster)
     return frozenset(
         view.name
         for found in views.values()
         for view in found
         if view.ready is False
         and not view.engine_id
-        and (view.name.stateful_set in told or len(told) < MAX_ENGINES or view.name not in listed)
+        and (
+            view.name.stateful_set in answered
+            or len(answered) < MAX_ENGINES
+            or view.name not in listed
+        )
     )
 
 

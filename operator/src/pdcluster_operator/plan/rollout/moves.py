@@ -1,12 +1,12 @@
 """The next moves of a rollout or of a resize: which engines are created, and which leave.
 
-A pure function of what is observed. It remembers nothing, so it does not matter after which
-write an operator stopped. Three rules hold in ``Surge`` and in ``Replace``, and whenever replicas
+It is computed from the observed objects alone, so an operator that was restarted goes on at the
+same place. Three rules hold in ``Surge`` and in ``Replace``, and whenever replicas
 change:
 
 * engines leave only while a verified pair remains that clients reach, if there was one;
 * the engines of a role never use more GPUs than its budget;
-* an engine leaves the routers first, and is removed when no router knows it any more.
+* an engine is taken out of the routers first, and is deleted when no router lists it any more.
 
 :mod:`.fleet` sorts the engines of a side. The last one leaves first.
 """

@@ -1,4 +1,4 @@
-"""Which engines the routers know, and which routers the Service for clients selects.
+"""Which engines are listed in the routers, and which routers the Service for clients selects.
 
 There is one set of routers for each pairing key. The Service moves to another key when its routers
 run and a verified pair stands behind them.

@@ -236,7 +236,7 @@ def _stamped(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 REFUSALS = frozenset({"Invalid", "Forbidden", "BadRequest"})
-"""What an API server answers to an object that it does not take. Anything else is its trouble."""
+"""The reasons with which an API server refuses an object. With any other, the call is repeated."""
 USED_UP = "exceeded quota"
 
 

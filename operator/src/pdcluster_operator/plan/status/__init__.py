@@ -1,1 +1,1 @@
-"""The status of a PDCluster and its events: what they say, and when they are written."""
+"""The status of a PDCluster and its events: their contents, and when they are written."""

@@ -37,8 +37,8 @@ from pdcluster_operator.plan.observed.engines import EngineView, observe_engines
 from pdcluster_operator.plan.observed.links import (
     PairView,
     by_pairing_key,
+    linkable,
     observe_pairs,
-    to_sample,
 )
 from pdcluster_operator.plan.observed.routers import router_available, router_behind, router_trouble
 from pdcluster_operator.plan.prefill_scaler import who_decides
@@ -110,7 +110,7 @@ def view_of(
     pairs = tuple(
         pair
         for group in groups
-        for pair in observe_pairs(*to_sample(group, desired.blocked), observed.links)
+        for pair in observe_pairs(*linkable(group, desired.blocked), observed.links)
     )
     wanted = {name.stateful_set for names in desired.names.values() for name in names}
     created = [

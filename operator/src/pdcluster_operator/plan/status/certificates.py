@@ -29,7 +29,7 @@ def transfer_status(
 ) -> dict[str, Any]:
     """Return ``status.transfer``; nothing while there are no pods of engines.
 
-    Lost pods do not count: they may stay for ever, long after all that told of them is gone.
+    Lost pods do not count: they may stay for ever, long after their objects are gone.
 
     Args:
         lost: names of the pods that are lost.
@@ -56,7 +56,7 @@ def transfer_status(
 
 
 def tls_warning(status: object) -> str:
-    """Return what a status says of engines that may have no TLS; empty if it says nothing."""
+    """Return the message of ``status.transfer``, on engines without TLS; empty if it has none."""
     transfer = status.get("transfer") if isinstance(status, Mapping) else None
     message = transfer.get("message") if isinstance(transfer, Mapping) else None
     return message if isinstance(message, str) else ""
@@ -69,8 +69,8 @@ def _not_after(observed: Observed, engines: Iterable[EngineName]) -> str:
     the moment in the former status stays if it is earlier.
     """
     reports = [observed.engines.get(engine.logical) for engine in engines]
-    told = [report.certificate_expires for report in reports if report is not None]
-    known = [timestamp(moment) for moment in told if moment is not None]
+    moments = [report.certificate_expires for report in reports if report is not None]
+    known = [timestamp(moment) for moment in moments if moment is not None]
     before = (observed.cluster.get("status") or {}).get("transfer") or {}
     if None in reports or not known:
         known.append(str(before.get("notAfter") or ""))

@@ -25,19 +25,19 @@ INSECURE = (
 
 
 def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> tuple[Event, ...]:
-    """Return one event for each condition whose status flipped, if the flip is news.
+    """Return one event for each condition whose status flipped, if users should see it.
 
     Engines that should have TLS and do not, or may not, are one more event, and so is a name that
     belongs to something else: it flips no condition where nothing changes.
 
     Args:
-        secured: whether the engines of the spec speak TLS. If not, a new cluster is told so.
+        secured: whether the engines of the spec speak TLS. If not, a new cluster gets a warning.
     """
     events = []
-    for condition in _speakers(before, after):
+    for condition in _reporting(before, after):
         kind, status = condition["type"], condition["status"]
         old = find_condition(before, kind).get("status")
-        if old == status or not _is_news(kind, old, status):
+        if old == status or not _is_reported(kind, old, status):
             continue
         asked = kind == ConditionType.READY and _is_of_another_spec(before, after)
         bad = _is_bad(kind, status, condition["reason"])
@@ -67,11 +67,11 @@ def _is_bad(kind: str, status: str, reason: str) -> bool:
     return (status == Status.FALSE and reason != StatusReason.SCALED_TO_ZERO) or unreachable
 
 
-def _is_news(kind: str, old: str | None, new: str) -> bool:
+def _is_reported(kind: str, old: str | None, new: str) -> bool:
     """Whether a condition that went from ``old`` (None: it was not there) to ``new`` is an event.
 
     Every start of an engine takes its conditions through Unknown and False to True. That is in the
-    status. An event for each of these flips would hide those that tell of trouble, and a thousand
+    status. An event for each of these flips would hide those that need help, and a thousand
     clusters would write ten thousand of them.
     """
     if old is None:  # a new cluster is not ready yet
@@ -90,16 +90,16 @@ def _is_newly_accepted(before: object, after: Mapping[str, Any]) -> bool:
 
 
 def _is_of_another_spec(before: object, after: Mapping[str, Any]) -> bool:
-    """Whether somebody changed the spec: that a cluster is not Ready then is no trouble."""
+    """Whether somebody changed the spec: a cluster is expected not to be Ready then."""
     known = before.get("observedGeneration") if isinstance(before, Mapping) else None
     return known is not None and known != after.get("observedGeneration")
 
 
-def _speakers(before: object, after: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _reporting(before: object, after: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the conditions whose flips may become events.
 
     Ready needs what the other conditions say, and repeats the worst of them when it stops being
-    True. So it speaks for them when it becomes True, and when it stops being True.
+    True. So its own event replaces theirs when it becomes True, and when it stops being True.
     """
     ready = find_condition(after, ConditionType.READY)
     is_ready = ready.get("status") == Status.TRUE
@@ -108,7 +108,7 @@ def _speakers(before: object, after: Mapping[str, Any]) -> list[Mapping[str, Any
         return list(after["conditions"])
     if is_ready:
         return [ready]
-    news = {ConditionType.ACCEPTED, ConditionType.AVAILABLE, ConditionType.READY}
+    kept = {ConditionType.ACCEPTED, ConditionType.AVAILABLE, ConditionType.READY}
     if find_condition(after, ConditionType.PROGRESSING).get("reason") != ready.get("reason"):
-        news.add(ConditionType.PROGRESSING)
-    return [condition for condition in after["conditions"] if condition["type"] in news]
+        kept.add(ConditionType.PROGRESSING)
+    return [condition for condition in after["conditions"] if condition["type"] in kept]

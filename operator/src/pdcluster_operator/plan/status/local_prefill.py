@@ -1,8 +1,8 @@
 """Whether decode engines compute prompts that prefill should have computed.
 
 Such a request is answered rightly and with HTTP 200, so nobody would notice. The launcher of each
-decode engine tells the share of its last few minutes. The verdict turns False as soon as one engine
-is above the limit of the spec, and stays False until all engines are at half of the limit or
+decode engine reports the share of its last few minutes. The verdict turns False when one engine is
+above the limit of the spec, and stays False until all engines are at half of the limit or
 below: it does not turn back and forth when a share moves around the limit. What is judged are
 percents; the condition's message holds none of them, because they change all the time.
 """

@@ -1,6 +1,6 @@
 """Progressing: whether something is on its way to Ready, and since when; or which step fails.
 
-``conditions.py`` computes Ready. What is said of pods comes through Ready:
+``conditions.py`` computes Ready. The reason of a pod comes through Ready:
 ``plan/observed/pods.py`` judges a pod, and ``conditions.py`` a role.
 """
 
@@ -33,7 +33,7 @@ HELD_BY_OTHERS = (
     "anti-affinity rules",
     "ReadWriteOncePod",
 )
-"""Words of the scheduler's, if a node would fit but other pods hold what the pod needs."""
+"""The scheduler's messages contain one of these if other pods hold what the pod needs."""
 
 
 @dataclass(frozen=True, slots=True)
