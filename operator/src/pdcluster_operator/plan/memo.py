@@ -5,9 +5,9 @@ without one; with eight engines of each role, 0.07 ms and 7 ms. The five plans o
 and 15 ms. A memo cannot change a plan: a result is used again only while all inputs of its function
 are equal. Whoever plans the same cluster again hands the same memo over.
 
-Seven results are kept: the observed cluster, the checked spec, the revisions, the desired state, its
-children, the hash of each child, and the outcome. Each of them saves a twentieth of a start, or
-half of a plan at rest. To keep the views of engines and of pairs as well saved no time in either.
+Seven results are kept: the observed cluster, the checked spec, the revisions, the desired state,
+its children, the hash of each child, and the outcome. Each of them saves a twentieth of a start, or
+half of a plan at rest. To keep the views of engines and of pairs as well saved next to nothing.
 """
 
 from __future__ import annotations
