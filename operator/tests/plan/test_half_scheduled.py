@@ -7,7 +7,7 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import RELEASED_ANNOTATION
-from pdcluster_operator.plan import half_scheduled
+from pdcluster_operator.plan import children
 
 TIMEOUT = 100
 WORDS = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
@@ -85,7 +85,7 @@ def test_a_half_scheduled_engine_is_released_with_the_reason_and_tried_again() -
 def test_an_engine_whose_pods_take_long_to_end_is_released_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(half_scheduled, "_pause", lambda name, timeout: 1.9 * timeout)
+    monkeypatch.setattr(children, "_pause", lambda name, timeout: 1.9 * timeout)
     world = world_of(1)
     world.now += TIMEOUT + 5
     world.step()

@@ -17,7 +17,7 @@ from pdcluster_connector.protocol.launcher_documents import (
     PromptsReport,
 )
 from pdcluster_connector.protocol.prompt_outcomes import NOT_DUE, OTHER, LocalReason
-from pdcluster_operator.plan.status.local_prefill import local_share
+from pdcluster_operator.plan.status.conditions import local_share
 
 
 def running(most: int | None = None, **roles):

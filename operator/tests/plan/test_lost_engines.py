@@ -8,7 +8,7 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.plan.observed.pods import LOST_SECONDS
-from pdcluster_operator.plan.rollout.desired import choose_indexes
+from pdcluster_operator.plan.rollout.fleet import choose_indexes
 
 
 def indexes(world: SimulatedCluster, role: str = "prefill") -> list[int]:

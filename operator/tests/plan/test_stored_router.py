@@ -13,7 +13,7 @@ from valid_specs import manifests
 
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.plan.builders import router
-from pdcluster_operator.plan.rollout import stored_router
+from pdcluster_operator.plan.rollout import routing
 from pdcluster_operator.plan.types import Apply, ConnectorBundle
 
 RENDERED = "pdcluster.dev/rendered"
@@ -212,7 +212,7 @@ def test_routers_are_made_from_nothing_but_the_parts_that_are_compared(
 ) -> None:
     """A change of another field that the builder reads would never reach a router."""
     source = {"source": {"hostPath": {"path": "/models/tiny"}}}
-    parts = {part: drawn["spec"][part] for part in stored_router.PARTS if part in drawn["spec"]}
+    parts = {part: drawn["spec"][part] for part in routing.PARTS if part in drawn["spec"]}
     alone = {**drawn, "spec": {"model": source, **parts}}
     whole, few = parse_cluster(drawn).cluster, parse_cluster(alone).cluster
     assert router.build_router_template(whole, "key", "connector") == router.build_router_template(

@@ -20,7 +20,7 @@ from pdcluster_connector.protocol.launcher_documents import (
 )
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
-from pdcluster_operator.plan.status.local_prefill import local_share
+from pdcluster_operator.plan.status.conditions import local_share
 from pdcluster_operator.plan.types import PeerAssignment
 from pdcluster_operator.runtime import launcher_monitor
 from pdcluster_operator.runtime.interfaces import Key, LauncherError

@@ -17,7 +17,7 @@ from pdcluster_operator.api.labels import SCALER_KIND
 from pdcluster_operator.plan.connectors import is_shared_connector
 from pdcluster_operator.plan.lifecycle import Stage, stage_of
 from pdcluster_operator.plan.namespace_lease import belongs_to
-from pdcluster_operator.plan.status.local_prefill import local_share
+from pdcluster_operator.plan.status.conditions import local_share
 from pdcluster_operator.runtime.interfaces import (
     ApiServer,
     Clock,

@@ -30,8 +30,7 @@ from pdcluster_operator.plan.rollout.fleet import (
 from pdcluster_operator.plan.rollout.gangs import GangEngines, Gangs, find_gangs, without
 from pdcluster_operator.plan.rollout.moves import Moves, frozen, next_moves
 from pdcluster_operator.plan.rollout.revisions import Revision
-from pdcluster_operator.plan.rollout.routing import Routing, route
-from pdcluster_operator.plan.rollout.stored_router import stored_templates
+from pdcluster_operator.plan.rollout.routing import Routing, route, stored_templates
 from pdcluster_operator.plan.rollout.targets import (
     Targets,
     find_targets,

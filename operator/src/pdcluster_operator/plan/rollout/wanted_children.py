@@ -59,8 +59,7 @@ from pdcluster_operator.plan.rollout.revisions import (
     engine_template,
     in_group,
 )
-from pdcluster_operator.plan.rollout.routing import Members, Routing
-from pdcluster_operator.plan.rollout.stored_router import router_template
+from pdcluster_operator.plan.rollout.routing import Members, Routing, router_template
 from pdcluster_operator.plan.types import ConnectorBundle, TryOut
 
 

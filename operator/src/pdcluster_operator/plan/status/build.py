@@ -1,8 +1,12 @@
-"""The status of a PDCluster: conditions, counts, engines and failed links.
+"""The status of a PDCluster: conditions, counts, engines, failed links and ``status.transfer``.
 
 It is made in two parts. :func:`judge` says all that does not depend on the time, so that it is
 computed once while nothing changes. :func:`build_status` adds what does: Progressing, and when each
 condition and each failed link last changed.
+
+``status.transfer`` says whose certificates the engines have, until when, and who has none. It is
+judged from the templates of the pods that run, not from the spec. Engines can be older than the
+field of the spec, and ``rollout.paused`` keeps engines of another revision.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.launcher_documents import LinkState
 from pdcluster_operator.api.conditions import (
@@ -28,10 +33,12 @@ from pdcluster_operator.api.conditions import (
 )
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.labels import role_selector
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES, MAX_FAILED_LINKS
-from pdcluster_operator.api.spec.enums import Role, RolloutType
+from pdcluster_operator.api.spec.enums import Certificates, Role, RolloutType
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.router import endpoint
+from pdcluster_operator.plan.builders.secrets import has_certificates
 from pdcluster_operator.plan.children import existing_engines
 from pdcluster_operator.plan.observed.engines import EngineView, observe_engines
 from pdcluster_operator.plan.observed.links import (
@@ -40,14 +47,16 @@ from pdcluster_operator.plan.observed.links import (
     linkable,
     observe_pairs,
 )
+from pdcluster_operator.plan.observed.pods import is_lost
 from pdcluster_operator.plan.observed.routers import router_available, router_behind, router_trouble
 from pdcluster_operator.plan.prefill_scaler import who_decides
 from pdcluster_operator.plan.rollout.desired import Desired
-from pdcluster_operator.plan.status.certificates import transfer_status
+from pdcluster_operator.plan.secrets import certificates_by_engine
 from pdcluster_operator.plan.status.conditions import (
     accepted,
     available,
     links_established,
+    local_prefill,
     path_verified,
     role_ready,
     summary,
@@ -55,7 +64,6 @@ from pdcluster_operator.plan.status.conditions import (
     with_scaler,
     with_warnings,
 )
-from pdcluster_operator.plan.status.local_prefill import local_prefill
 from pdcluster_operator.plan.status.progress import ChangeView, progressing, progressing_since
 from pdcluster_operator.plan.types import Observed, Step
 
@@ -268,3 +276,81 @@ def _failed_links(
             }
         )
     return written
+
+
+DANGER = "whoever reaches their ports can read where their KV lies"
+
+
+def transfer_status(
+    observed: Observed, cluster: Cluster, change: ChangeView, lost: AbstractSet[str]
+) -> dict[str, Any]:
+    """Return ``status.transfer``; nothing while there are no pods of engines.
+
+    Lost pods do not count: they may stay for ever, long after their objects are gone.
+
+    Args:
+        lost: names of the pods that are lost.
+    """
+    pods = [pod for pod in observed.pods if not is_lost(pod, lost)]
+    found = certificates_by_engine(pods, observed.children)
+    if not found:
+        return {}
+    sources = set(found.values())
+    source = sources.pop() if len(sources) == 1 else Certificates.MIXED
+    status: dict[str, Any] = {"certificates": source.value}
+    if source is not Certificates.NONE and (moment := _not_after(observed, found)):
+        status["notAfter"] = moment
+    without = sum(one is Certificates.NONE for one in found.values())
+    unknown = sum(one is Certificates.UNKNOWN for one in found.values())
+    said = []
+    if without and has_certificates(cluster):
+        said.append(_without_tls(without, len(found), cluster, change))
+    if unknown:
+        said.append(_unknown(unknown, len(found)))
+    if said:
+        status["message"] = " ".join(said)
+    return status
+
+
+def tls_warning(status: object) -> str:
+    """Return the message of ``status.transfer``, on engines without TLS; empty if it has none."""
+    transfer = status.get("transfer") if isinstance(status, Mapping) else None
+    message = transfer.get("message") if isinstance(transfer, Mapping) else None
+    return message if isinstance(message, str) else ""
+
+
+def _not_after(observed: Observed, engines: Iterable[EngineName]) -> str:
+    """Return when the first certificate expires.
+
+    An engine whose certificate has expired no longer answers. So while an engine does not answer,
+    the moment in the former status stays if it is earlier.
+    """
+    reports = [observed.engines.get(engine.logical) for engine in engines]
+    moments = [report.certificate_expires for report in reports if report is not None]
+    known = [timestamp(moment) for moment in moments if moment is not None]
+    before = (observed.cluster.get("status") or {}).get("transfer") or {}
+    if None in reports or not known:
+        known.append(str(before.get("notAfter") or ""))
+    return min(filter(None, known), default="")
+
+
+def _without_tls(without: int, engines: int, cluster: Cluster, change: ChangeView) -> str:
+    tls = cluster.spec.transfer.tls.value
+    if change.paused:
+        remedy = "Set spec.rollout.paused to false to replace them"
+    elif change.replacing:
+        remedy = "They are being replaced"
+    else:
+        remedy = "Another value of spec.rollout.renew replaces them"
+    return (
+        f"{without} of {counted(engines, 'engine')} without TLS, made before spec.transfer.tls "
+        f"was {tls}: {DANGER}. {remedy}."
+    )
+
+
+def _unknown(unknown: int, engines: int) -> str:
+    return (
+        f"It is not known which certificates {unknown} of {counted(engines, 'engine')} have: their "
+        "StatefulSets and their stored revisions are gone. The operator speaks only TLS with them. "
+        "Delete their pods if they stay."
+    )

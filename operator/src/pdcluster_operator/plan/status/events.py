@@ -8,7 +8,7 @@ from typing import Any
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, find_condition
 from pdcluster_operator.api.findings import Rule
 from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
-from pdcluster_operator.plan.status.certificates import tls_warning
+from pdcluster_operator.plan.status.build import tls_warning
 from pdcluster_operator.plan.status.conditions import NEED_HELP
 from pdcluster_operator.plan.types import Event
 
