@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role, RolloutType
 from pdcluster_operator.plan.observed.pods import gpus
-from pdcluster_operator.plan.rollout.fleet import choose_indexes
-from pdcluster_operator.plan.rollout.fleet import Fleet, RoleFleet
+from pdcluster_operator.plan.rollout.fleet import Fleet, RoleFleet, choose_indexes
 from pdcluster_operator.plan.rollout.moves import Moves, next_moves
 
 SURGE, REPLACE, RECREATE = RolloutType.SURGE, RolloutType.REPLACE, RolloutType.RECREATE

@@ -1,4 +1,4 @@
-"""The ConfigMaps with a connector: which exist and can be trusted, who mounts them, when one goes.
+"""The ConfigMaps with a connector: which can be trusted, who mounts them, when one is deleted.
 
 The PDClusters of a namespace share one. Nobody owns it, so it is judged by what mounts it; then
 operators of several classes may share it, too. Two steps make sure that a pod never misses it:

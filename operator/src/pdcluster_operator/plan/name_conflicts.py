@@ -1,4 +1,4 @@
-"""When a child must not be applied although it is wanted.
+"""Reasons not to apply a desired child.
 
 Two reasons: another object has the child's name, or an object of that name is still being
 deleted. A ConfigMap that PDClusters share belongs to none of them, so its content decides. No pods

@@ -1,4 +1,4 @@
-"""Which prefill engines each decode engine keeps links to.
+"""The prefill engines that each decode engine keeps links to, as its launcher gets them.
 
 The planner remembers nothing, so the generation of a document is a hash of its content. Launchers
 only look whether it changed.

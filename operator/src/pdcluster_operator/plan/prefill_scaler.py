@@ -1,4 +1,4 @@
-"""A PrefillScaler decides how many prefill engines the PDCluster of its name has.
+"""PrefillScaler: it sets the number of prefill engines of the PDCluster of its name.
 
 The number is put into the spec before anything looks at it. So every rule holds for it, and
 no other code has to know about scalers. The scaler may bound it by the number of decode engines.

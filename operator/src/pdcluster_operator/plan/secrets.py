@@ -1,4 +1,4 @@
-"""When the Secrets with certificates and ticket keys are written; which certificates engines have.
+"""The steps that write the Secrets with certificates and ticket keys; the certificates of engines.
 
 All certificates of a cluster are made for the same period. In the next period they are made again,
 long before they expire. The kubelet brings the new files into the pods, and the engines read them

@@ -1,4 +1,4 @@
-"""What protects a cluster's pods: who they are, who may reach them, how many may be evicted.
+"""ServiceAccount, NetworkPolicies and PodDisruptionBudgets of a cluster's pods.
 
 Without ``spec.transfer.tls``, only the NetworkPolicies protect the side channel and the launchers.
 """

@@ -1,4 +1,4 @@
-"""What pods read from Secrets: certificates, the keys that sign tickets, and the API key.
+"""The Secrets that pods mount or read: certificates, keys that sign tickets, and the API key.
 
 One Secret of the operator's holds the certificates of all engines of a cluster, and a pod mounts
 those of its own engine alone. Another one holds the ticket keys. The API key is in a Secret of the

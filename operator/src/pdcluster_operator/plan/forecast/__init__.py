@@ -1,1 +1,1 @@
-"""What a change would do, played forward with the operator's own plans."""
+"""Predicts what a change of the spec would do, with the operator's own plans."""

@@ -1,4 +1,4 @@
-"""The course of a change, before it is made: the operator's own plans, one after another.
+"""Predicts the course of a change: the operator's own plans, one after another.
 
 ``make_plan`` is called as the operator calls it. Between two plans, :mod:`.world` lets the others
 do one thing. So the steps are those that the operator would take if everything goes well.

@@ -1,4 +1,4 @@
-"""What a spec wants to exist, and which of it may be created now.
+"""The objects that should exist for a spec, and which of them may be created now.
 
 :func:`desire` works in four steps, and each has a room of its own: :mod:`.targets` chooses the
 revisions, :mod:`.moves` places engines while others are still there, :mod:`.routing` says which

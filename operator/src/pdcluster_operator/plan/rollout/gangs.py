@@ -1,4 +1,4 @@
-"""Which pods get their nodes together or not at all: PodGroups, with ``spec.scheduling.gang``.
+"""PodGroups, with ``spec.scheduling.gang``: pods that get their nodes together or not at all.
 
 Three rules:
 

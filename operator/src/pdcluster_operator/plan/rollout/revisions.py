@@ -107,7 +107,7 @@ def build_revision(cluster: Cluster, revision: Revision) -> dict[str, Any]:
 
 
 def nameless(namespace: str, cluster: str, role: Role) -> EngineName:
-    """Return the name that stands in a stored template where an engine's own name will be."""
+    """Return the placeholder for an engine's name in a stored template."""
     return EngineName(namespace, cluster, role, "", 0)
 
 

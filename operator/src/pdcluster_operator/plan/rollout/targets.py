@@ -1,4 +1,4 @@
-"""Which revision the engines of each role should have, and which stored ones are kept.
+"""The revision that the engines of each role should have, and the stored ones that are kept.
 
 A stored revision is used again as long as the user's spec means the same. Both specs are
 rendered by the builder of today to find out: the one that is stored and the one of now. So
@@ -115,7 +115,7 @@ def find_targets(observed: Observed, cluster: Cluster, live: Live) -> Targets:
 
 
 def what_targets_depend_on(observed: Observed, cluster: Cluster, live: Live) -> tuple[Any, ...]:
-    """Return all that :func:`find_targets` looks at. For equal values it returns the same."""
+    """Return everything that the result of :func:`find_targets` depends on."""
     kept = tuple(child for child in observed.children if child.get("kind") == REVISION_KIND)
     status = observed.cluster.get("status") or {}
     judged = (

@@ -1,4 +1,4 @@
-"""The spec before the last change of it that replaced engines.
+"""``pdcluster rollout undo``: the spec before the last change that replaced engines.
 
 Each stored revision holds the spec that it was made from. A revision that is used again becomes the
 newest one of its role. So, of all stored specs that differ from the one of now, the last is the one

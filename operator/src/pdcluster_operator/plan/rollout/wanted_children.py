@@ -1,4 +1,4 @@
-"""The children of one spec: every object that should exist, and why.
+"""The children of one spec: every object that should exist, with a reason for each.
 
 Which engines and which routers these are, :mod:`.desired` decides.
 

@@ -1,4 +1,4 @@
-"""Which changes of the conditions become events, and which of these are warnings."""
+"""The events for changes of conditions: which changes have one, and which of them are warnings."""
 
 from __future__ import annotations
 
