@@ -19,6 +19,7 @@ from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.secrets import has_certificates
 from pdcluster_operator.plan.children import children_now, steps_to
+from pdcluster_operator.plan.launchers import assign_peers
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.name_conflicts import (
     Refusal,
@@ -30,7 +31,6 @@ from pdcluster_operator.plan.objects.ownership import is_being_deleted
 from pdcluster_operator.plan.observed.links import by_pairing_key, linkable
 from pdcluster_operator.plan.observed.pods import lost_pods, seconds_to_loss
 from pdcluster_operator.plan.observed.routers import routed_engines
-from pdcluster_operator.plan.peers import assign_peers
 from pdcluster_operator.plan.prefill_scaler import as_scaled, scaler_status
 from pdcluster_operator.plan.rollout.desired import Desired, as_it_is, desire, live_engines
 from pdcluster_operator.plan.rollout.wanted_children import Wanted

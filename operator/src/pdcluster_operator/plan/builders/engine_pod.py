@@ -1,7 +1,11 @@
-"""The pod template of an engine: the launcher as PID 1, the connector mounted beside vLLM."""
+"""The pod template of an engine, with vLLM's command line.
+
+The launcher is PID 1, and the connector is mounted beside vLLM.
+"""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from pdcluster_operator.api.labels import POD_INDEX_LABEL, TLS_LABEL, engine_labels
@@ -9,15 +13,25 @@ from pdcluster_operator.api.object_names import (
     ENGINE_METRICS_PORT,
     HTTP_PORT,
     LAUNCHER_PORT,
+    MASTER_PORT,
     SIDE_CHANNEL_PORT,
     EngineName,
     connector_name,
     service_account_name,
 )
-from pdcluster_operator.api.spec.enums import Certificates, ConnectorSource, Device
+from pdcluster_operator.api.spec.enums import (
+    Certificates,
+    ConnectorSource,
+    Device,
+    LoadFailurePolicy,
+    Role,
+    Switch,
+    Visibility,
+)
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER
 from pdcluster_operator.api.spec.resolve import (
     CACHE_FOLDER,
+    DRAIN_DEADLINE_SECONDS,
     MODEL_FOLDER,
     STOP_SECONDS,
     Engine,
@@ -33,16 +47,20 @@ from pdcluster_operator.plan.builders.connector_configmap import (
     connector_volume,
 )
 from pdcluster_operator.plan.builders.secrets import (
+    TICKET_KEY_FILE,
+    TICKET_KEY_FOLDER,
+    api_key_args,
     api_key_env,
     certificate_mount,
     certificate_volume,
     certificates_of,
     has_certificates,
+    ticket_audience,
     ticket_key_mount,
     ticket_key_volume,
     tls_labels,
+    tls_option,
 )
-from pdcluster_operator.plan.builders.vllm_args import NODE_RANK_VARIABLE, vllm_args
 from pdcluster_operator.plan.objects.merge import merge
 
 SHARED_MEMORY = {Device.CUDA: "8Gi", Device.CPU: "2Gi"}
@@ -239,3 +257,95 @@ def model_env(cluster: Cluster) -> list[dict[str, Any]]:
         ref = {"name": source.token_secret_ref.name, "key": source.token_secret_ref.key}
         env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": ref}})
     return env
+
+
+KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
+BUFFER_DEVICES = {Device.CUDA: "cuda", Device.CPU: "cpu"}
+NODE_RANK_VARIABLE = "PDCLUSTER_NODE_RANK"
+
+
+def vllm_args(cluster: Cluster, engine: Engine, name: EngineName, pairing_key: str) -> list[str]:
+    """Return the words after ``vllm serve``; the model comes first."""
+    words = [
+        engine.model,
+        "--served-model-name", cluster.served_name,
+        "--host", "0.0.0.0",  # noqa: S104 (a pod's own network)
+        "--port", str(HTTP_PORT),
+        *_parallel(engine, name),
+        *_cache(engine),
+    ]  # fmt: skip
+    if engine.model_revision:
+        words += ["--revision", engine.model_revision]
+    if engine.max_model_len is not None:
+        words += ["--max-model-len", str(engine.max_model_len)]
+    if engine.attention_backend is not None:
+        words += ["--attention-backend", engine.attention_backend]
+    words += api_key_args(cluster)
+    words += ["--kv-transfer-config", kv_transfer_config(cluster, engine.role, pairing_key)]
+    return [*words, *engine.extra_args]
+
+
+def _parallel(engine: Engine, name: EngineName) -> list[str]:
+    parallel = engine.parallelism
+    words = ["--tensor-parallel-size", str(parallel.tensor)]
+    if parallel.pipeline > 1:
+        words += ["--pipeline-parallel-size", str(parallel.pipeline)]
+    if parallel.data > 1:
+        # One API server for all ranks: the gauges of several servers cannot be added up.
+        words += ["--data-parallel-size", str(parallel.data), "--api-server-count", "1"]
+    if parallel.nodes > 1:
+        # The launcher adds --headless where the node's rank is not 0.
+        words += [
+            "--distributed-executor-backend", "mp",
+            "--nnodes", str(parallel.nodes),
+            "--node-rank", f"$({NODE_RANK_VARIABLE})",
+            "--master-addr", name.host(),
+            "--master-port", str(MASTER_PORT),
+        ]  # fmt: skip
+    return words
+
+
+def _cache(engine: Engine) -> list[str]:
+    words = []
+    if engine.block_size is not None:
+        words += ["--block-size", str(engine.block_size)]
+    on = engine.prefix_caching is Switch.ENABLED
+    words.append("--enable-prefix-caching" if on else "--no-enable-prefix-caching")
+    if engine.kv_cache_dtype is not None:
+        words += ["--kv-cache-dtype", engine.kv_cache_dtype]
+    return words
+
+
+def kv_transfer_config(cluster: Cluster, role: Role, pairing_key: str) -> str:
+    """Return the JSON of ``--kv-transfer-config``; the launcher adds ``engine_id``."""
+    transfer = cluster.spec.transfer
+    policy = "fail" if transfer.load_failure_policy is LoadFailurePolicy.FAIL else "recompute"
+    threads = {} if transfer.nixl_threads is None else {"num_threads": transfer.nixl_threads}
+    tokens = transfer.local_tokens_per_step if role is Role.DECODE else None
+    pace = {} if tokens is None else {"local_tokens_per_step": tokens}
+    document = {
+        "kv_connector": "PDClusterConnector",
+        "kv_connector_module_path": "pdcluster_connector.vllm.connector",
+        "kv_role": KV_ROLES[role],
+        "kv_buffer_device": BUFFER_DEVICES[transfer.device],
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {
+            "side_channel_host": "$(POD_IP)",
+            "side_channel_port": SIDE_CHANNEL_PORT,
+            "lease_seconds": transfer.lease_seconds,
+            "drain_deadline_seconds": DRAIN_DEADLINE_SECONDS,
+            "backends": list(transfer.backends),
+            "show_internal_names": transfer.internal_names is Visibility.SHOWN,
+            "ticket_key_file": f"{TICKET_KEY_FOLDER}/{TICKET_KEY_FILE}",
+            "ticket_audience": ticket_audience(cluster, pairing_key),
+            **threads,
+            **pace,
+            # A pod's address is not loopback, so the connector starts only with one of these two.
+            **(
+                {"tls": tls_option(cluster)}
+                if has_certificates(cluster)
+                else {"allow_insecure": True}
+            ),
+        },
+    }
+    return json.dumps(document, separators=(",", ":"))
