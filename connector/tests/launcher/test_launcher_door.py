@@ -7,13 +7,13 @@ import json
 
 import pytest
 
-from pdcluster_connector.launcher.inside_vllm import door
-from pdcluster_connector.launcher.inside_vllm.door import VARIABLE, Door, DoorFile
+from pdcluster_connector.launcher import inside_vllm
+from pdcluster_connector.launcher.inside_vllm import DOOR_VARIABLE, Door, DoorFile
 
 
 @pytest.fixture
 def file(monkeypatch, tmp_path):
-    monkeypatch.setattr(door.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(inside_vllm.tempfile, "gettempdir", lambda: str(tmp_path))
     return DoorFile()
 
 
@@ -34,7 +34,7 @@ def answer(middleware, **scope):
 
 
 def test_after_the_door_is_closed_new_requests_get_a_503(file, monkeypatch):
-    monkeypatch.setenv(VARIABLE, str(file.path))
+    monkeypatch.setenv(DOOR_VARIABLE, str(file.path))
     middleware = Door(served)
     assert answer(middleware)[0] == 200
     file.close()
@@ -49,7 +49,7 @@ def test_after_the_door_is_closed_new_requests_get_a_503(file, monkeypatch):
 
 
 def test_an_engine_that_no_launcher_started_has_no_door(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(DOOR_VARIABLE, raising=False)
     assert answer(Door(served))[0] == 200
 
 
@@ -63,6 +63,6 @@ def test_the_launcher_leaves_no_file_behind(file, tmp_path):
 
 
 def test_without_a_place_to_write_to_the_engine_serves_on(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(door.tempfile, "gettempdir", lambda: str(tmp_path / "missing"))
+    monkeypatch.setattr(inside_vllm.tempfile, "gettempdir", lambda: str(tmp_path / "missing"))
     DoorFile().close()
     assert "cannot be turned away" in capsys.readouterr().err

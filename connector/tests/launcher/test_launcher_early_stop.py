@@ -98,7 +98,7 @@ def test_process_1_ends_whenever_it_is_told_to(unpacked, model):
 def test_what_comes_before_the_handlers_is_small(pyz):
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); before = set(sys.modules)\n"
-        "import pdcluster_connector.launcher.early_stop\n"
+        "import pdcluster_connector.launcher.__main__\n"
         "print(*sorted(name for name in set(sys.modules) - before if name[:4] == 'pdcl'))\n"
         "print(len(set(sys.modules) - before))"
     )
@@ -106,5 +106,5 @@ def test_what_comes_before_the_handlers_is_small(pyz):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     ours, number = done.stdout.splitlines()
     package = "pdcluster_connector"
-    assert ours.split() == [package, f"{package}.launcher", f"{package}.launcher.early_stop"]
+    assert ours.split() == [package, f"{package}.launcher", f"{package}.launcher.__main__"]
     assert int(number) < 30

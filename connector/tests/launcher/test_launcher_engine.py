@@ -15,7 +15,7 @@ from launched import Launched, http, wait_for
 
 from loopback import free_port
 from models.tiny import model_path
-from pdcluster_connector.launcher.engine.progress import Progress, advance
+from pdcluster_connector.launcher.engine.readiness import Progress, advance
 from pdcluster_connector.protocol.launcher_documents import EngineState
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

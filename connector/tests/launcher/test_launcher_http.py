@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.identity import Identity
-from pdcluster_connector.launcher.interface.http import LauncherServer
+from pdcluster_connector.launcher.interface import LauncherServer
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.protocol.launcher_documents import EngineState
 

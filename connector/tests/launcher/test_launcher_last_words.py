@@ -14,7 +14,7 @@ from pdcluster_connector.launcher.engine.last_words import (
     choose,
     death,
 )
-from pdcluster_connector.launcher.inside_vllm.deaths import obituary
+from pdcluster_connector.launcher.inside_vllm import obituary
 
 REASONS = {
     "unknown-flag": "unrecognized arguments: --no-such-flag 3",

@@ -12,7 +12,7 @@ from launched import http, wait_for
 
 from loopback import free_port
 from pdcluster_connector.launcher.engine.engine_api import EngineApi
-from pdcluster_connector.launcher.interface.metrics_page import CONTENT_TYPE, MetricsPage
+from pdcluster_connector.launcher.interface import CONTENT_TYPE, MetricsPage
 
 
 def test_the_page_shows_the_engines_metrics_and_nothing_else(launch):

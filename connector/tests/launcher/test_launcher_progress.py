@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from launched import HERE
 
-from pdcluster_connector.launcher.engine.progress import Progress, advance
+from pdcluster_connector.launcher.engine.readiness import Progress, advance
 from pdcluster_connector.protocol.launcher_documents import EngineState
 
 BEGIN = Progress(EngineState.STARTING, "starting vLLM")

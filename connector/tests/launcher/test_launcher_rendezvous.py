@@ -15,8 +15,8 @@ from aiohttp.test_utils import TestServer
 from launched import Launched, http, wait_for
 
 from loopback import free_port
-from pdcluster_connector.launcher.multi_node import rendezvous
-from pdcluster_connector.launcher.multi_node.rendezvous import SILENCE, Followers, Leader
+from pdcluster_connector.launcher import multi_node
+from pdcluster_connector.launcher.multi_node import SILENCE, Followers, Leader
 
 pytestmark = pytest.mark.process
 
@@ -158,7 +158,7 @@ def test_a_follower_lives_until_its_leader_has_drained(node, tmp_path, first):
 
 
 async def test_a_follower_that_leaves_waits_through_a_connection_that_breaks(monkeypatch):
-    monkeypatch.setattr(rendezvous, "ASK_EVERY", 0.01)
+    monkeypatch.setattr(multi_node, "ASK_EVERY", 0.01)
     told = {"engine_id": "a.b.c.d.0/1", "token": "t", "ready": True}
     asked = 0
 

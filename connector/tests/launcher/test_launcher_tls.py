@@ -20,10 +20,10 @@ from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.identity import Identity
-from pdcluster_connector.launcher.interface.http import LauncherServer
+from pdcluster_connector.launcher.interface import LauncherServer
 from pdcluster_connector.launcher.links.link_table import LinkTable
-from pdcluster_connector.launcher.multi_node.rendezvous import Followers, Leader
-from pdcluster_connector.link_health.launcher_client import LauncherClient
+from pdcluster_connector.launcher.multi_node import Followers, Leader
+from pdcluster_connector.link_health import LauncherClient
 from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, engine_name, role_name
 from pdcluster_connector.sidechannel.peers import PeerBook
 

@@ -20,7 +20,7 @@ from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.engine.prompt_window import PromptWindow
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.identity import Identity
-from pdcluster_connector.launcher.interface.http import LauncherServer
+from pdcluster_connector.launcher.interface import LauncherServer
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.protocol import launcher_documents as documents
 from pdcluster_connector.protocol.launcher_documents import CanaryReport, CanaryState

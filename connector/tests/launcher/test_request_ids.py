@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdcluster_connector.launcher import inside_vllm
 from pdcluster_connector.launcher.arguments import engine_command
-from pdcluster_connector.launcher.inside_vllm import door
-from pdcluster_connector.launcher.inside_vllm.request_ids import MIDDLEWARE, PlainRequestIds, plain
+from pdcluster_connector.launcher.inside_vllm import PLAIN_REQUEST_IDS, PlainRequestIds, plain
 
 UUID = str(uuid.UUID(int=0x1234 << 100))
 HEX = uuid.UUID(int=0x1234 << 100).hex
@@ -75,11 +75,11 @@ def test_an_engine_has_the_middleware_unless_names_are_shown(shown):
     words = ["m", "--middleware", "mine.Own", "--kv-transfer-config", json.dumps(config)]
     command = engine_command(words, engine_id="a/b", role="decode")
     given = [w for n, w in enumerate(command.arguments) if command.arguments[n - 1] == words[1]]
-    assert given == ["mine.Own", door.MIDDLEWARE, *([] if shown is True else [MIDDLEWARE])]
+    assert given == ["mine.Own", inside_vllm.DOOR, *([] if shown is True else [PLAIN_REQUEST_IDS])]
 
 
 @pytest.mark.parametrize(
-    ("flag", "found"), [(MIDDLEWARE, PlainRequestIds), (door.MIDDLEWARE, door.Door)]
+    ("flag", "found"), [(PLAIN_REQUEST_IDS, PlainRequestIds), (inside_vllm.DOOR, inside_vllm.Door)]
 )
 def test_vllm_finds_the_class_where_the_flag_points(flag, found):
     module, _, name = flag.rpartition(".")

@@ -13,9 +13,9 @@ from aiohttp import web
 from loopback_engines import HeldQuestions, probed, until
 from msgspec.structs import replace
 
+from pdcluster_connector import link_health
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.link_health import link_keeper
-from pdcluster_connector.link_health.launcher_client import LauncherClient
+from pdcluster_connector.link_health import LauncherClient
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol import launcher_documents as links
 from pdcluster_connector.protocol import messages as m
@@ -304,7 +304,7 @@ def test_an_established_link_is_looked_at_again_and_lost_when_nothing_comes_thro
     launcher: Launcher, probe: Probe, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The side channel answers all the time: only KV memory cannot be read any more."""
-    monkeypatch.setattr(link_keeper, "CHECK_SECONDS", (0.05, 0.1))
+    monkeypatch.setattr(link_health, "CHECK_SECONDS", (0.05, 0.1))
     launcher.put(entry(serve(FIRST)))
     until(lambda: len(probe.checked) >= 3)
     until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))  # a report comes a moment later

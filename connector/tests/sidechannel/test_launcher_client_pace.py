@@ -17,8 +17,8 @@ from aiohttp import web
 from msgspec.structs import replace
 
 import virtual_time
-from pdcluster_connector.link_health import launcher_client
-from pdcluster_connector.link_health.launcher_client import LauncherClient
+from pdcluster_connector import link_health
+from pdcluster_connector.link_health import LauncherClient
 from pdcluster_connector.protocol import launcher_documents as links
 from pdcluster_connector.sidechannel.handshake import TryAgain
 
@@ -133,7 +133,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
         await asyncio.sleep(1e6)
         return TryAgain("")
 
-    monkeypatch.setattr("pdcluster_connector.link_health.link_keeper.ask_health", nobody)
+    monkeypatch.setattr("pdcluster_connector.link_health.ask_health", nobody)
     return launcher
 
 
@@ -149,7 +149,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     def session() -> aiohttp.ClientSession:
         return aiohttp.ClientSession(connector=aiohttp.UnixConnector(path))
 
-    monkeypatch.setattr(launcher_client, "client_session", session)
+    monkeypatch.setattr(link_health, "client_session", session)
 
     async def played(launcher: Launcher, story: Callable[[], Awaitable[None]]) -> None:
         runner = await launcher.serve(path)

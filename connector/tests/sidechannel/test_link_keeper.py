@@ -15,8 +15,8 @@ from loopback_engines import SHAPE, probed, shards_of
 from msgspec.structs import replace
 
 import virtual_time
+from pdcluster_connector import link_health
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.link_health import link_keeper
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol import launcher_documents as links
 from pdcluster_connector.protocol import messages as m
@@ -119,7 +119,7 @@ Tell = Callable[..., Kept]
 @pytest.fixture
 def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
     """Run ``story`` beside a keeper, in a process that has made no link before."""
-    spec = importlib.util.find_spec(link_keeper.__name__)
+    spec = importlib.util.find_spec(link_health.__name__)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

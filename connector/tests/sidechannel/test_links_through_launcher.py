@@ -15,9 +15,9 @@ from loopback_engines import probed, until
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.identity import Identity
-from pdcluster_connector.launcher.interface.http import LauncherServer
+from pdcluster_connector.launcher.interface import LauncherServer
 from pdcluster_connector.launcher.links.link_table import LinkTable
-from pdcluster_connector.link_health.launcher_client import LauncherClient
+from pdcluster_connector.link_health import LauncherClient
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.loop_thread import LoopThread

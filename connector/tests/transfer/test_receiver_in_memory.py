@@ -16,7 +16,8 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import NixlErrorKind
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
+from pdcluster_connector.testing.behaviour import Behaviour, Transfer
+from pdcluster_connector.testing.nixl import Fabric
 from pdcluster_connector.transfer.job import ReceiverOptions
 from pdcluster_connector.transfer.probing import RECENT_SECONDS
 
@@ -821,7 +822,7 @@ def test_a_check_cut_short_by_a_rebuild_accuses_nobody(rig: Rig) -> None:
 
 def test_a_cut_is_seen_within_fifteen_seconds() -> None:
     """The operator asks every second, and a report takes a moment."""
-    from pdcluster_connector.link_health.link_keeper import CHECK_SECONDS
+    from pdcluster_connector.link_health import CHECK_SECONDS
 
     assert CHECK_SECONDS[1] + RECENT_SECONDS + ReceiverOptions().check_seconds <= 14.0
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from registered_caches import full, vllm_config
 
 from pdcluster_connector.compat.shape import LayerKind
-from pdcluster_connector.vllm.kv_caches.kv_heads import heads_of, stated_totals
+from pdcluster_connector.vllm.kv_caches.layers import heads_of, stated_totals
 
 pytestmark = pytest.mark.vllm
 

@@ -22,7 +22,7 @@ from contract import ContractEngine, closing_engines, prompt
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from pdcluster_connector.vllm.scheduler_side import prompt_pace
+from pdcluster_connector.vllm.scheduler_side import local_prompts
 
 pytestmark = pytest.mark.vllm
 
@@ -382,7 +382,7 @@ def test_whatever_becomes_of_requests_nothing_is_left_of_them(
 def test_more_prompts_than_vllm_can_look_at_in_each_step_do_not_wait(
     engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_pace, "MOST_LOOKUPS", 8 * prompt_pace.LOOKUPS_OF_A_PROMPT)
+    monkeypatch.setattr(local_prompts, "MOST_LOOKUPS", 8 * local_prompts.LOOKUPS_OF_A_PROMPT)
     _, decode = under_way(engines)
     names = storm(decode, 20)
     first = first_steps(decode, names)

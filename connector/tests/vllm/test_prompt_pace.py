@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdcluster_connector.protocol.prompt_outcomes import TOKENS_PER_STEP
-from pdcluster_connector.vllm.scheduler_side.prompt_pace import (
+from pdcluster_connector.vllm.scheduler_side.local_prompts import (
     MOST_LOOKUPS,
     PromptPace,
     lookups_of,

@@ -22,8 +22,7 @@ from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks, Unfi
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.vllm.kv_caches.registration import register
 from pdcluster_connector.vllm.step_messages import ReceiveOrder, StepOrders
-from pdcluster_connector.vllm.worker_side.unfilled_blocks import UnfilledBlocks
-from pdcluster_connector.vllm.worker_side.worker import WorkerRole
+from pdcluster_connector.vllm.worker_side.worker import UnfilledBlocks, WorkerRole
 
 pytestmark = pytest.mark.vllm
 

@@ -17,7 +17,7 @@ import vllm_sources
 from version_contract import BASE, findings, our_hooks
 from vllm_sources import Sources, SourcesMissingError
 
-from pdcluster_connector.launcher.before_start.installed_versions import SUPPORTED
+from pdcluster_connector.compat.supported import SUPPORTED
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("no vLLM in this environment", allow_module_level=True)

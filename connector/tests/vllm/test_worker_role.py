@@ -25,8 +25,7 @@ from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.vllm.config import ConfigError, parse_options
 from pdcluster_connector.vllm.connector import PDClusterConnector
 from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder, StepOrders, StepReport
-from pdcluster_connector.vllm.worker_side.peer_news import NEWS_SECONDS, PeerNews
-from pdcluster_connector.vllm.worker_side.worker import receiver_options
+from pdcluster_connector.vllm.worker_side.worker import NEWS_SECONDS, PeerNews, receiver_options
 from ticket_key import KEY_FILE
 
 pytestmark = pytest.mark.vllm

@@ -14,7 +14,7 @@ from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.identity import Identity
-from pdcluster_connector.launcher.interface.http import LauncherServer
+from pdcluster_connector.launcher.interface import LauncherServer
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, role_name
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinksReport

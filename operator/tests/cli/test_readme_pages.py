@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pdcluster_connector.launcher.before_start.installed_versions import SUPPORTED
+from pdcluster_connector.compat.supported import SUPPORTED
 from pdcluster_operator.cli.main import parser
 
 ROOT = Path(__file__).parents[3]

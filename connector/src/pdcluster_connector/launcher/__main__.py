@@ -1,13 +1,42 @@
-"""``python3 -m pdcluster_connector.launcher``, for images that hold the connector."""
+"""``python3 -m pdcluster_connector.launcher``, for images that hold the connector.
+
+In a pod the launcher is process 1, and the kernel drops a SIGTERM that process 1 does not handle.
+Importing the launcher takes up to seconds on a loaded node, and a pod that is deleted meanwhile
+would wait for its whole grace period. So this module imports as little as possible and handles the
+signals first. The supervisor replaces its handlers before it starts the engine.
+"""
 
 from __future__ import annotations
 
-from pdcluster_connector.launcher.early_stop import end_when_told
+import os
+import signal
+from types import FrameType
 
-if __name__ == "__main__":
-    end_when_told()
 
-    # Imported late: a SIGTERM is heeded from here on.
+def run() -> None:
+    """Run the launcher. Exits with the engine's code."""
+    end_on_signal()
+
+    # Imported late: signals are handled from here on.
     from pdcluster_connector.launcher.main import main
 
     main()
+
+
+def end_on_signal() -> None:
+    """Handle SIGTERM and SIGINT from now on; the exit code is 128 plus the signal's number."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    # Not by an exception: an import that is under way could swallow it.
+    name = signal.Signals(number).name
+    try:
+        os.write(2, f"pdcluster: {name}: told to stop before the engine was started\n".encode())
+    finally:
+        os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    run()

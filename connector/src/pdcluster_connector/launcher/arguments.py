@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pdcluster_connector.certificate_files import TlsFiles, tls_files
-from pdcluster_connector.launcher.inside_vllm import door, request_ids
+from pdcluster_connector.launcher import inside_vllm
 from pdcluster_connector.plan.topology import node_of_data_rank
 from pdcluster_connector.protocol.launcher_documents import MAX_SIDE_CHANNELS
 
@@ -110,9 +110,9 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
     extra = config.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
         raise ArgumentError(f"{CONNECTOR_FLAG}: kv_connector_extra_config must be a JSON object")
-    words += ["--middleware", door.MIDDLEWARE]
+    words += ["--middleware", inside_vllm.DOOR]
     if extra.get("show_internal_names") is not True:
-        words += ["--middleware", request_ids.MIDDLEWARE]
+        words += ["--middleware", inside_vllm.PLAIN_REQUEST_IDS]
     if flags.get("--node-rank", "0") != "0" and "--headless" not in flags:
         # A follower runs no server. Add at the end, so no index moves. vLLM uses the last flag.
         servers = ["--api-server-count", "0"] if "--api-server-count" in flags else []

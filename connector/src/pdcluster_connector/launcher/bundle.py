@@ -23,13 +23,10 @@ _LEFT_OUT: Final = "testing"
 _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
 _SHEBANG: Final = b"#!/usr/bin/env python3\n"
 _MAIN: Final = b"""\
-from pdcluster_connector.launcher.early_stop import end_when_told
+from pdcluster_connector.launcher.__main__ import run
 
 if __name__ == "__main__":
-    end_when_told()
-    from pdcluster_connector.launcher.main import main
-
-    main()
+    run()
 """
 
 

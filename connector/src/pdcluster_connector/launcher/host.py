@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Final
 
-from pdcluster_connector.launcher.before_start import installed_versions
+from pdcluster_connector.launcher.before_start import installed, ranges, unsupported
 
 _CUDA_LIBRARY: Final = "libcuda.so.1"
 _CUDA_ERROR_NO_DEVICE: Final = 100
@@ -24,12 +24,12 @@ def document() -> dict[str, Any]:
     ``supported`` maps each module to its range. ``unsupported`` names the modules outside of it.
     ``gpus`` is None if no driver answered, and ``gpu_trouble`` says why.
     """
-    found = installed_versions.installed()
+    found = installed()
     gpus, trouble = visible_gpus()
     return {
         "versions": found,
-        "supported": installed_versions.ranges(),
-        "unsupported": installed_versions.unsupported(found, os.environ),
+        "supported": ranges(),
+        "unsupported": unsupported(found, os.environ),
         "gpus": gpus,
         "gpu_trouble": trouble,
     }

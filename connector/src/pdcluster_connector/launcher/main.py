@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 import pdcluster_connector
+from pdcluster_connector.launcher import say
 from pdcluster_connector.launcher.arguments import ArgumentError, EngineCommand, engine_command
-from pdcluster_connector.launcher.before_start import checks, installed_versions
+from pdcluster_connector.launcher.before_start import Port, installed, one_line, problems
 from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.launcher.options import Options, UsageError, parse
-from pdcluster_connector.launcher.terminal import say
 
 EX_USAGE: Final = 2
 EX_CONFIG: Final = 78
@@ -33,14 +33,14 @@ def main() -> NoReturn:
 
 
 def _run(options: Options, identity: Identity, command: EngineCommand) -> int:
-    found = installed_versions.installed()
-    say(f"{installed_versions.one_line(found)}; {options.role} engine {identity.engine_id}")
-    own = [checks.Port(options.host, options.port, "the launcher", "pass another --port before --")]
+    found = installed()
+    say(f"{one_line(found)}; {options.role} engine {identity.engine_id}")
+    own = [Port(options.host, options.port, "the launcher", "pass another --port before --")]
     if options.metrics_port and command.is_leader:
         remedy = "pass another --metrics-port before --"
-        own.append(checks.Port(options.host, options.metrics_port, "the metrics page", remedy))
-    if problems := checks.problems(command, found, os.environ, own):
-        _last_words(options.termination_log, "\n".join(problems))
+        own.append(Port(options.host, options.metrics_port, "the metrics page", remedy))
+    if wrong := problems(command, found, os.environ, own):
+        _last_words(options.termination_log, "\n".join(wrong))
         return EX_CONFIG
     # Imported late: a wrong command line is answered at once.
     import asyncio

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -11,33 +12,68 @@ import time
 from collections.abc import Mapping
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import aiohttp
 
 from pdcluster_connector.certificate_files import Tls
+from pdcluster_connector.launcher import say
 from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.launcher.engine.drain import wait_until_idle
-from pdcluster_connector.launcher.engine.engine_api import EngineApi
-from pdcluster_connector.launcher.engine.engine_polls import keep_counting, watch_health
+from pdcluster_connector.launcher.engine.engine_api import NO_ANSWER, EngineApi
 from pdcluster_connector.launcher.engine.engine_process import EngineProcess, engine_environment
 from pdcluster_connector.launcher.engine.last_words import LastLines, death
-from pdcluster_connector.launcher.engine.prompt_window import PromptWindow
+from pdcluster_connector.launcher.engine.prompt_window import PromptWindow, count_prompts
 from pdcluster_connector.launcher.engine.readiness import Readiness, reachable
 from pdcluster_connector.launcher.identity import Identity, mint_incarnation
-from pdcluster_connector.launcher.inside_vllm import door
-from pdcluster_connector.launcher.interface.http import LauncherServer
-from pdcluster_connector.launcher.interface.metrics_page import MetricsPage
+from pdcluster_connector.launcher.inside_vllm import DOOR_VARIABLE, DoorFile
+from pdcluster_connector.launcher.interface import LauncherServer, MetricsPage
 from pdcluster_connector.launcher.links import canary
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.launcher.memory import oom_kills
-from pdcluster_connector.launcher.multi_node.nodes import join, watch_followers, watch_leader
-from pdcluster_connector.launcher.multi_node.rendezvous import Followers, Leader
+from pdcluster_connector.launcher.multi_node import (
+    Followers,
+    Leader,
+    join,
+    watch_followers,
+    watch_leader,
+)
 from pdcluster_connector.launcher.options import Options
-from pdcluster_connector.launcher.terminal import say
 from pdcluster_connector.protocol import api_key
 from pdcluster_connector.protocol.addresses import url
 from pdcluster_connector.protocol.transfer_params import key_of
+
+_LOADING_POLL: Final = 0.25
+_SERVING_POLL: Final = 1.0
+_PROMPTS_POLL: Final = 10.0
+_PATIENCE: Final = 3
+
+
+async def watch_health(api: EngineApi, readiness: Readiness) -> None:
+    """Keep ``readiness`` up to date with what ``/health`` says. Runs until cancelled."""
+    failures = 0
+    while True:
+        try:
+            await api.health()
+        except NO_ANSWER as error:
+            failures += 1
+            if failures >= _PATIENCE:
+                readiness.unhealthy(str(error) or "/health did not answer in time")
+        else:
+            failures = 0
+            readiness.healthy()
+        await asyncio.sleep(_LOADING_POLL if readiness.loading else _SERVING_POLL)
+
+
+async def keep_counting(api: EngineApi, readiness: Readiness, window: PromptWindow) -> None:
+    """Keep the counts of prompts in ``window`` up to date. Runs until cancelled."""
+    while True:
+        if not readiness.loading:
+            # An engine that does not answer is the health check's matter.
+            with contextlib.suppress(*NO_ANSWER):
+                metrics = (await api.metrics()).decode(errors="replace")
+                window.add(count_prompts(metrics), time.monotonic())
+        await asyncio.sleep(_LOADING_POLL if readiness.loading else _PROMPTS_POLL)
 
 
 class Supervisor:
@@ -73,7 +109,7 @@ class Supervisor:
         self._followers = Followers(command.nodes)
         self._lines = LastLines()
         self._engine = EngineProcess(self._on_line)
-        self._door = door.DoorFile()
+        self._door = DoorFile()
         self._api: EngineApi
         self._living: asyncio.Task[int]
         self._stops = 0
@@ -150,7 +186,7 @@ class Supervisor:
     def _start_engine(self, command: EngineCommand, control: str, token: str) -> None:
         arguments = [sys.executable, "-m", self._options.runner, *command.arguments]
         environment = engine_environment(self._package, control, token)
-        self._engine.start(arguments, environment | {door.VARIABLE: str(self._door.path)})
+        self._engine.start(arguments, environment | {DOOR_VARIABLE: str(self._door.path)})
 
     # Several nodes.
 

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 
-from pdcluster_connector.launcher.inside_vllm.deaths import tell_deaths
+from pdcluster_connector.launcher.inside_vllm import tell_deaths
 
 REST_SECONDS = 0.0002
 

@@ -1,7 +1,5 @@
 """One agent of the in-memory NIXL. It copies bytes, and does to each transfer what is asked."""
 
-# ruff: noqa: D102 - the methods of an agent are documented in AgentInterface
-
 from __future__ import annotations
 
 import threading
@@ -25,7 +23,31 @@ from pdcluster_connector.nixl_io.interface import (
 )
 from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.testing.behaviour import Transfer
-from pdcluster_connector.testing.strided import check_inside, elements
+
+
+def elements(rows: Rows) -> Rows:
+    """Return (address, length) of every element of strided rows, row after row."""
+    counts = rows[:, 4].astype(np.int64)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    steps = (np.arange(counts.sum()) - first).astype(np.uint64)
+    address, length, stride = (np.repeat(rows[:, column], counts) for column in (0, 1, 3))
+    return np.stack([address + steps * stride, length], axis=1)
+
+
+def check_inside(whole: Rows, ranges: Sequence[MemoryRange], memory: Memory) -> None:
+    """Raise NixlError unless each (address, length) lies in one registered range."""
+    start = whole[:, 0]
+    stop = start + whole[:, 1]
+    covered = np.zeros(len(whole), bool)
+    for item in ranges:
+        if item.memory is memory:
+            covered |= (start >= item.address) & (stop <= item.address + item.length)
+    if not covered.all():
+        raise NixlError(NixlErrorKind.INVALID, "memory that is not registered")
+
+
+# ruff: noqa: D102 - the methods of an agent are documented in AgentInterface
+
 
 if TYPE_CHECKING:
     from pdcluster_connector.testing.nixl import Fabric

@@ -2,13 +2,16 @@
 
 ``kv_connector_module_path`` names this module. Every process of the engine imports it, also the API
 server. So it imports neither NIXL nor the roles; the constructor does that. Methods that vLLM calls
-in a step go through :mod:`guard` and never raise.
+in a step go through :func:`engine_step` and never raise.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -23,8 +26,6 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pdcluster_connector.vllm.config import ConfigError, parse_options, refuse_unsupported
-from pdcluster_connector.vllm.guard import engine_step
-from pdcluster_connector.vllm.log_handlers import share_handlers
 
 if TYPE_CHECKING:
     import torch
@@ -41,10 +42,68 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from pdcluster_connector.vllm.scheduler_side.scheduler import SchedulerRole
-    from pdcluster_connector.vllm.step_messages import StepOrders, StepReport
+    from pdcluster_connector.vllm.step_messages import StepOrders, StepReport, WorkerHandshake
     from pdcluster_connector.vllm.worker_side.worker import WorkerRole
 
 NAME = "PDClusterConnector"
+
+logger = logging.getLogger(__name__)
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def share_handlers() -> None:
+    """Log to vLLM's handlers, because they know its processes, ranks and formats."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("pdcluster_connector")
+    if not ours.handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.level)
+
+
+def engine_step(
+    fallback: Callable[[], Any], affected: Callable[..., Any] | None = None
+) -> Callable[[Method], Method]:
+    """Wrap a connector method that vLLM calls in its engine step, so that it never raises.
+
+    An exception there would end the engine and every request in it. Here it is logged with its
+    traceback and counted by the connector's ``count_fault(method, error)``, and it fails only the
+    requests that the call was about.
+
+    Args:
+        fallback: makes the value to return after an exception.
+        affected: called as ``affected(connector, error, *args)`` to fail the requests that the
+            call was about.
+    """
+
+    def wrap(method: Method) -> Method:
+        @functools.wraps(method)
+        def safe(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                logger.exception("PDClusterConnector.%s failed", method.__name__)
+                _aftermath(self, method.__name__, error, affected, args)
+                return fallback()
+
+        return cast("Method", safe)
+
+    return wrap
+
+
+def _aftermath(
+    connector: Any,
+    name: str,
+    error: Exception,
+    affected: Callable[..., Any] | None,
+    args: tuple[Any, ...],
+) -> None:
+    try:
+        connector.count_fault(name, error)
+        if affected is not None:
+            affected(connector, error, *args)
+    except Exception:
+        logger.exception("PDClusterConnector.%s: failing its requests failed too", name)
 
 
 def _no_orders() -> KVConnectorMetadata:
@@ -94,7 +153,8 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Check the workers' metadata and open the side channel; raises at start only."""
         if self._scheduler is not None:
-            self._scheduler.publish(metadata)
+            ours = cast("Mapping[tuple[int, int], WorkerHandshake]", metadata)
+            self._scheduler.publish(ours)
 
     @engine_step(fallback=lambda: None)
     def on_new_request(self, request: Request) -> None:
@@ -266,7 +326,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
         """Return the API server's Prometheus metrics."""
-        from pdcluster_connector.vllm.prometheus_metrics import PrometheusMetrics
+        from pdcluster_connector.vllm.metrics import PrometheusMetrics
 
         return PrometheusMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 

@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerShape
-from pdcluster_connector.protocol.messages import encode
+from pdcluster_connector.protocol.messages import Malformed, ShardMetadata, decode_shard, encode
+from pdcluster_connector.vllm.step_messages import WorkerHandshake
 
 Rank = tuple[int, int]
 """The (pipeline, tensor) rank of a worker."""
@@ -110,3 +112,42 @@ def _groups(shapes: Sequence[EngineShape]) -> tuple[GroupShape, ...] | None:
         for number in {layer.group for layer in shape.layers or ()}:
             found[number] = (shape.groups or ())[number]
     return tuple(found)
+
+
+class HandshakeError(RuntimeError):
+    """The workers of this engine contradict one another; the engine must not serve."""
+
+
+def join_workers(
+    workers: Mapping[tuple[int, int], WorkerHandshake], engine_id: str, ranks: int
+) -> tuple[EngineShape, list[ShardMetadata]]:
+    """Return the engine's shape and its shards, from what each (pipeline, tensor) rank says.
+
+    Args:
+        engine_id: the scheduler's; every rank must have it.
+        ranks: how many there must be.
+
+    Raises:
+        HandshakeError: a worker has another engine id or other settings, or is missing.
+    """
+    shards = []
+    for rank, worker in sorted(workers.items()):
+        if worker.engine_id != engine_id:
+            raise HandshakeError(
+                f"{Reason.ENGINE_ID_INCONSISTENT}: rank {rank} is {worker.engine_id}, the "
+                f"scheduler {engine_id}; give every rank the same engine_id"
+            )
+        if worker.shard is not None:
+            shard = decode_shard(worker.shard)
+            if isinstance(shard, Malformed):
+                raise HandshakeError(f"rank {rank} published {shard.message}")
+            shards.append(shard)
+    if len(workers) < ranks:
+        raise HandshakeError(
+            f"{Reason.SHARD_MISSING}: {len(workers)} of {ranks} ranks published their memory"
+        )
+    try:
+        shape = join_shapes({rank: decode_shape(w.shape) for rank, w in sorted(workers.items())})
+    except ValueError as error:
+        raise HandshakeError(str(error)) from None
+    return shape, shards

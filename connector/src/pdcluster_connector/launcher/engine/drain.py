@@ -1,7 +1,7 @@
 """A drain: the engine serves on until it has nothing left to do, and will get nothing more.
 
-``remaining_work.py`` says what it still has to do. ``launcher/supervisor.py`` decides
-when a drain begins.
+``engine_api.py`` says what it still has to do. ``launcher/supervisor.py`` decides when a drain
+begins.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from pdcluster_connector.launcher.engine.engine_api import NO_ANSWER, EngineApi
+from pdcluster_connector.launcher.engine.engine_api import NO_ANSWER, EngineApi, Work
 from pdcluster_connector.launcher.engine.readiness import Readiness
-from pdcluster_connector.launcher.engine.remaining_work import Work
 
 _POLL: Final = 0.5
 SETTLE_SECONDS: Final = 3.0

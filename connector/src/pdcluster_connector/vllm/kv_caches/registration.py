@@ -2,7 +2,7 @@
 
 vLLM hands over one strided view ``[block, head, token, content]`` for each layer (vLLM RFC #42082),
 whatever the physical order is. A region is read from the view's strides. A Mamba layer's view is
-``[slot, 1, 1, bytes]`` (:mod:`mamba_states`). The strides do not tell whether a block can be cut by
+``[slot, 1, 1, bytes]`` (``layers.py``). The strides do not tell whether a block can be cut by
 token; the attention backend does. For example, CPU_ATTN keeps, for each (block, head), all K tokens
 and then all V tokens, packed for the host's instruction set. Only backends that are known to keep K
 and V of one token together count as sliceable.
@@ -32,11 +32,16 @@ from pdcluster_connector.compat.supported import SCALED, token_sliceable
 from pdcluster_connector.nixl_io.interface import MemoryRange
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.slices import SLICE_BYTES, joined, sliced
-from pdcluster_connector.vllm.kv_caches.element_types import engine_dtype, layer_dtype, layer_scales
 from pdcluster_connector.vllm.kv_caches.groups import cache_groups
-from pdcluster_connector.vllm.kv_caches.kv_heads import heads_of
-from pdcluster_connector.vllm.kv_caches.layer_kinds import kind_of, token_bytes
-from pdcluster_connector.vllm.kv_caches.mamba_states import describe_states
+from pdcluster_connector.vllm.kv_caches.layers import (
+    describe_states,
+    engine_dtype,
+    heads_of,
+    kind_of,
+    layer_dtype,
+    layer_scales,
+    token_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,8 @@ def register(
         heads = heads_of(spec, kind, vllm_config, rank[1])
         parts: tuple[PartShape, ...] = ()
         held: list[Region] = []
-        own_dtype, scales = "", ""
+        own_dtype = ""
+        scales: str | None = ""
         module = modules.get(name)
         if kind is not LayerKind.MAMBA and hasattr(spec, "dtype"):
             dtype = engine_dtype(vllm_config)

@@ -24,10 +24,12 @@ from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_to
 from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.scheduler_side.decode_leases import DecodeLeases, LeaseSender
 from pdcluster_connector.vllm.scheduler_side.incoming import Incoming, Stage
-from pdcluster_connector.vllm.scheduler_side.local_prompts import LocalPrompts
+from pdcluster_connector.vllm.scheduler_side.local_prompts import (
+    LocalPrompts,
+    PromptCounts,
+    PromptPace,
+)
 from pdcluster_connector.vllm.scheduler_side.prefill import is_prefill
-from pdcluster_connector.vllm.scheduler_side.prompt_counts import PromptCounts
-from pdcluster_connector.vllm.scheduler_side.prompt_pace import PromptPace
 from pdcluster_connector.vllm.scheduler_side.ticket_check import TicketCheck
 from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder
 

@@ -21,7 +21,7 @@ from vllm.v1.request import Request
 from pdcluster_connector import __version__
 from pdcluster_connector.certificate_files import tls_of
 from pdcluster_connector.compat.counted import counted
-from pdcluster_connector.link_health.launcher_client import TOKEN_VARIABLE
+from pdcluster_connector.link_health import TOKEN_VARIABLE
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.transfer_params import key_of
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
@@ -29,13 +29,13 @@ from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.server import SideChannelServer
 from pdcluster_connector.sidechannel.ticket_key_file import TicketKeyFile
 from pdcluster_connector.vllm.config import ConnectorOptions
+from pdcluster_connector.vllm.joined_shape import join_workers
 from pdcluster_connector.vllm.kv_caches.groups import cache_groups
 from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
 from pdcluster_connector.vllm.scheduler_side.block_lists import BlockLists
 from pdcluster_connector.vllm.scheduler_side.decode import DecodeRole
+from pdcluster_connector.vllm.scheduler_side.local_prompts import PromptPace
 from pdcluster_connector.vllm.scheduler_side.prefill import PrefillRole
-from pdcluster_connector.vllm.scheduler_side.prompt_pace import PromptPace
-from pdcluster_connector.vllm.scheduler_side.worker_handshakes import join_workers
 from pdcluster_connector.vllm.step_messages import StepOrders, StepReport, WorkerHandshake
 
 logger = logging.getLogger(__name__)

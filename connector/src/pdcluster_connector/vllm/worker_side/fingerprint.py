@@ -83,7 +83,7 @@ def context_variant(config: Any, max_model_len: int) -> str:
     kinds = {str(part.get(key)) for part in parts for key in ("rope_type", "type")}
     found = []
     if kinds & _LONG_ROPES:
-        bounds = {part.get("original_max_position_embeddings") for part in parts} - {None}
+        bounds: set[Any] = {part.get("original_max_position_embeddings") for part in parts} - {None}
         found += [f"{bound}:{max_model_len > int(bound)}" for bound in sorted(bounds)]
         found = found or [str(max_model_len)]  # from where on is not known
     model, bound = _TUNED

@@ -6,11 +6,14 @@ The engine step only swaps queues: NIXL belongs to the receiver's transfer threa
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -18,13 +21,16 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from pdcluster_connector.certificate_files import tls_of
+from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
-from pdcluster_connector.link_health.launcher_client import LauncherClient
+from pdcluster_connector.link_health import LauncherClient
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
-from pdcluster_connector.plan.held_blocks import EngineBlocks, groups_of
+from pdcluster_connector.plan.geometry import Region
+from pdcluster_connector.plan.held_blocks import EngineBlocks, groups_of, unfilled
+from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import encode
-from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.sidechannel.peers import CONCERNS_ALL_RANKS, FIRST_RANK, PeerBook
 from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
 from pdcluster_connector.transfer.receiver import Receiver, ReceiveResults
 from pdcluster_connector.vllm.config import ConnectorOptions
@@ -36,15 +42,145 @@ from pdcluster_connector.vllm.joined_shape import (
 from pdcluster_connector.vllm.kv_caches.registration import Registration, register
 from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
 from pdcluster_connector.vllm.step_messages import (
+    Receipt,
     ReceiveOrder,
     StepOrders,
     StepReport,
     WorkerHandshake,
 )
 from pdcluster_connector.vllm.worker_side.fingerprint import digest_of_engine
-from pdcluster_connector.vllm.worker_side.peer_news import PeerNews
-from pdcluster_connector.vllm.worker_side.rank_results import RankResults
-from pdcluster_connector.vllm.worker_side.unfilled_blocks import UnfilledBlocks
+
+# An engine without requests makes no steps. What was found gone before may be back by the next one.
+NEWS_SECONDS: Final = 5.0
+
+
+class PeerNews:
+    """How the ranks of one engine share what they find out about peers that are gone.
+
+    Only the first rank asks its peers often whether they live (sidechannel.peers). It sends what it
+    finds to the scheduler with its step report, and the scheduler sends that to the other ranks
+    with the next orders. ``clock`` gives monotonic seconds.
+    """
+
+    def __init__(
+        self, rank: tuple[int, int], peers: PeerBook, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._first = rank == FIRST_RANK
+        self._peers = peers
+        self._clock = clock
+        self._found: deque[tuple[float, str, Failure]] = deque()  # thread-safe at both ends
+        if self._first:
+            peers.listen(self._on_gone)
+
+    def _on_gone(self, engine_id: str, failure: Failure) -> None:
+        if failure.reason in CONCERNS_ALL_RANKS:
+            self._found.append((self._clock(), engine_id, failure))
+
+    def take(self) -> dict[str, Failure]:
+        """Return what this rank has found since the last call, for the other ranks."""
+        oldest = self._clock() - NEWS_SECONDS
+        gone: dict[str, Failure] = {}
+        while self._found:
+            at, engine_id, failure = self._found.popleft()
+            if at >= oldest:
+                gone[engine_id] = failure
+        return gone
+
+    def hear(self, gone: Mapping[str, Failure]) -> None:
+        """Take in what the first rank has found."""
+        if self._first:
+            return
+        for engine_id, failure in gone.items():
+            self._peers.hear(engine_id, failure)
+
+
+logger = logging.getLogger(__name__)
+
+
+class RankResults:
+    """What one rank reports to vLLM: the requests that it has sent, received or failed to receive.
+
+    Attributes:
+        sent: requests whose blocks prefill may free.
+        unreceivable: requests whose receive could not start, and why.
+    """
+
+    def __init__(self, stats: StatsCollector) -> None:
+        self.sent: set[str] = set()
+        self.unreceivable: dict[str, str] = {}
+        self._receipts: dict[str, Receipt] = {}
+        self._stats = stats
+
+    def take(self, ended: ReceiveResults) -> KVConnectorTransferResults:
+        """Return the requests that this rank is through with, each exactly once."""
+        sent, self.sent = self.sent, set()
+        unreceivable, self.unreceivable = self.unreceivable, {}
+        for request_id, why in unreceivable.items():
+            self._failed(request_id, Reason.BACKEND_ERROR, why)
+        for request_id in ended.failed.keys() - ended.abandoned:
+            failure = ended.failed[request_id]
+            self._failed(request_id, failure.reason, failure.message)
+        for request_id, received in ended.received.items():
+            self._receipts[request_id] = Receipt(received.nbytes, received.seconds)
+        if unreceivable:
+            self._stats.receives(0, {}, {Reason.BACKEND_ERROR.value: len(unreceivable)})
+        self._stats.receives(ended.nbytes, ended.phase_seconds, ended.failures)
+        return KVConnectorTransferResults(
+            finished_sending=sent,
+            finished_recving=ended.finished | unreceivable.keys(),
+            failed_recving=set(ended.failed) | unreceivable.keys(),
+        )
+
+    def take_receipts(self) -> dict[str, Receipt]:
+        """Return what became of the receives in :meth:`take`."""
+        receipts, self._receipts = self._receipts, {}
+        return receipts
+
+    def _failed(self, request_id: str, reason: Reason, message: str) -> None:
+        self._receipts[request_id] = Receipt(0, 0.0, reason.value, message)
+        logger.warning("KV of %s was not received: %s: %s", request_id, reason.value, message)
+
+
+class UnfilledBlocks:
+    """Clears the part of a received prompt's last blocks that no token fills.
+
+    With Mamba layers, or layers of different precision, an attention block may have held other data
+    before. Its bytes may read as NaN, and attention's mask does not remove NaN (vLLM #35219). vLLM
+    therefore clears blocks before their first use. It does not clear blocks that a connector fills,
+    because it could clear data that has arrived (v1/core/kv_cache_manager.py, allocate_slots).
+    Prefill's blocks may end before decode's do, so decode clears the rest itself. If vLLM clears no
+    blocks, nothing is cleared here either.
+
+    Args:
+        kv_caches: by layer; attention's are views ``[kernel block, head, token, content]``.
+        regions: this rank's.
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        kv_caches: Mapping[str, torch.Tensor],
+        regions: Sequence[Region],
+    ) -> None:
+        self._needed = config.needs_kv_cache_zeroing
+        self._caches: dict[int, list[tuple[torch.Tensor, bool]]] = {}
+        for region in regions:
+            cut = region.token_stride is not None
+            self._caches.setdefault(region.group, []).append((kv_caches[region.layer], cut))
+
+    def clear(self, held: EngineBlocks, stop: int) -> None:
+        """Clear the bytes that no token before ``stop`` fills, in blocks of this request alone.
+
+        Call this before anything is posted. On a GPU it may still run while NIXL writes. The bytes
+        that both write are the rest of a descriptor, and prefill has cleared them as well. A packed
+        block is received whole, so it is cleared only if it holds no token.
+        """
+        for part in unfilled(held, stop) if self._needed else ():
+            whole = part.block + (part.first > 0)
+            for cache, cut in self._caches.get(part.group, ()):
+                if cut:
+                    cache[part.block, :, part.first :].zero_()
+                cache[whole : part.end].zero_()
 
 
 class WorkerRole:

@@ -3,6 +3,10 @@
 A request gets one answer, whatever it contains. Bodies are bounded, parsers accept any bytes, and
 an error is a status code with one sentence in JSON. What it serves is decided in
 ``launcher/engine/readiness.py`` and ``launcher/links/link_table.py``.
+
+The engine's metrics have a port of their own. vLLM shows them on the port of its API, and a scraper
+that reaches that port could also send requests. A NetworkPolicy can open this port to scrapers and
+the API's port to the router only.
 """
 
 from __future__ import annotations
@@ -21,10 +25,11 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from pdcluster_connector.certificate_files import Tls
+from pdcluster_connector.launcher.engine.engine_api import ApiError, ApiUnreachableError
 from pdcluster_connector.launcher.engine.prompt_window import PromptWindow
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.links.link_table import LinkTable
-from pdcluster_connector.launcher.multi_node.rendezvous import Followers, Rendezvous
+from pdcluster_connector.launcher.multi_node import Followers, Rendezvous
 from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, names_in
 from pdcluster_connector.protocol.launcher_documents import (
     MAX_DOCUMENT_BYTES,
@@ -120,7 +125,8 @@ class LauncherServer:
     async def _known_clients(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Let strangers ask for ``/readyz`` and nothing else."""
         if self._tls is not None and request.path != "/readyz":
-            certificate = request.transport and request.transport.get_extra_info("peercert")
+            transport = request.transport
+            certificate = None if transport is None else transport.get_extra_info("peercert")
             names = names_in(certificate)
             known = {OPERATOR_NAME, self._tls.server_name(self._tls.engine_id)}
             if not (known.intersection(names) if self._tls.named else certificate):
@@ -275,3 +281,50 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return _error(413, f"the body is larger than {MAX_DOCUMENT_BYTES} bytes")
     except web.HTTPException as error:
         return _error(error.status, error.reason)
+
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text format
+
+
+class MetricsPage:
+    """Serves ``GET /metrics`` and nothing else.
+
+    Args:
+        fetch: reads the engine's metrics, in Prometheus' text format.
+    """
+
+    def __init__(self, fetch: Callable[[], Awaitable[bytes]]) -> None:
+        self._fetch = fetch
+        self._asked: asyncio.Future[bytes] | None = None
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen; raises OSError where the address cannot be bound."""
+        app = web.Application(client_max_size=1)
+        app.router.add_get("/metrics", self._get_metrics)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host or None, port).start()
+
+    async def stop(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _get_metrics(self, _: web.Request) -> web.Response:
+        try:
+            text = await self._ask_once()
+        except TimeoutError:
+            return web.Response(status=503, text="the engine's /metrics did not answer in time\n")
+        except (ApiError, ApiUnreachableError) as error:
+            return web.Response(status=503, text=f"{error}\n")
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+
+    async def _ask_once(self) -> bytes:
+        """Ask the engine, or wait for the answer to a request that is already under way.
+
+        The engine gets one request, even if many scrapers ask at the same time.
+        """
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.ensure_future(self._fetch())
+        return await asyncio.shield(self._asked)

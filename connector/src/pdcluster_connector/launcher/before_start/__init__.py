@@ -1,1 +1,0 @@
-"""What is looked at before an engine starts."""

@@ -1,1 +1,0 @@
-"""Serves over HTTP what `engine` and `links` decide."""

@@ -1,1 +1,0 @@
-"""Engines whose ranks run in several pods."""
