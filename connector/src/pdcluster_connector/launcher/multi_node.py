@@ -5,10 +5,6 @@ side notices when the other has restarted or is gone, and ends its own part. A f
 to stop says so in its requests. It goes on until the leader has drained and ended. The leader's
 answer holds the token for reports. With TLS, only a client with this engine's own certificate gets
 it. Without TLS it is not encrypted, and only pods of the same cluster may reach the launcher.
-
-What the launcher of one node does about the other nodes of its engine, until the engine ends.
-
-How they speak with each other stands in :mod:`.rendezvous`.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _WORKER_DIED = re.compile(
     r"Worker proc (?P<who>\S+) died unexpectedly \(exit code: (?P<code>[^)]+)\)"
 )
 _CORE_DIED = re.compile(r"Failed core proc\(s\): \{'(?P<who>\w+)': (?P<code>-\d+)")
-# The line that :mod:`..inside_vllm.deaths` prints. A SIGKILL comes from outside, so no other line
+# The line that ``launcher/inside_vllm.py`` prints. A SIGKILL comes from outside, so no other line
 # explains it.
 KILLED = re.compile(
     r"^pdcluster: (?P<text>vLLM's process \S+) \(pid (?P<pid>\d+)\) was killed by (?P<how>.+)$"

@@ -2,7 +2,8 @@
 
 Before an engine is ready, the lines that vLLM prints say how far its start has come. A line can
 only move the state forward. No line makes an engine ready: only its ``/health`` does.
-``interface.py`` serves the state at ``/readyz``: with 200 while the engine is ready, else with 503.
+``launcher/interface.py`` serves the state at ``/readyz``: with 200 while the engine is ready, else
+with 503.
 """
 
 from __future__ import annotations
