@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from pdcluster_connector.host_memory import GIB, available_bytes, oom_kills
 from pdcluster_connector.launcher import before_start
 from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
 from pdcluster_connector.launcher.before_start import (
@@ -32,7 +33,6 @@ from pdcluster_connector.launcher.engine.drain import FORGET_SECONDS, Calm
 from pdcluster_connector.launcher.engine.engine_api import Work, work
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.identity import Identity
-from pdcluster_connector.launcher.memory import GIB, available_bytes, oom_kills
 
 
 def command(model: str, *flags: str) -> EngineCommand:
@@ -265,6 +265,25 @@ def test_the_cgroups_limit_counts(tmp_path):
     (v1 / "memory.limit_in_bytes").write_text(f"{GIB}\n")
     (v1 / "memory.usage_in_bytes").write_text("0\n")
     assert available_bytes(meminfo, v1.parent) == GIB
+
+
+def test_a_containers_file_cache_is_not_in_use(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemAvailable: {64 * GIB // 1024} kB\n")
+    v1 = tmp_path / "cgroup" / "memory"
+    v1.mkdir(parents=True)
+    cgroup = v1.parent
+    assert available_bytes(meminfo, cgroup) == 64 * GIB
+    (v1 / "memory.limit_in_bytes").write_text(f"{8 * GIB}\n")
+    (v1 / "memory.usage_in_bytes").write_text(f"{7 * GIB}\n")
+    (v1 / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {3 * GIB}\n")
+    assert available_bytes(meminfo, cgroup) == 4 * GIB
+    (cgroup / "memory.max").write_text(f"{24 * GIB}\n")
+    (cgroup / "memory.current").write_text(f"{23 * GIB}\n")
+    (cgroup / "memory.stat").write_text(f"anon {2 * GIB}\ninactive_file {21 * GIB}\n")
+    assert available_bytes(meminfo, cgroup) == 22 * GIB
+    (cgroup / "memory.max").write_text("max\n")
+    assert available_bytes(meminfo, cgroup) == 64 * GIB
 
 
 def test_out_of_memory_kills_are_counted(tmp_path):

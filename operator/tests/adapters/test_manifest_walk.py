@@ -29,7 +29,7 @@ from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api.labels import engine_of
 from pdcluster_operator.api.object_names import LAUNCHER_PORT
 from pdcluster_operator.api.rules.validate import review
-from pdcluster_operator.local.api import LocalApi
+from pdcluster_operator.local.api_server import LocalApi
 from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.plan.forecast.world import running
 from pdcluster_operator.plan.types import ConnectorBundle, Event

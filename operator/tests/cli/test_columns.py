@@ -13,9 +13,8 @@ from pdcluster_connector.protocol.launcher_documents import (
     LinkReport,
     LinkState,
 )
-from pdcluster_operator.cli.columns import Columns
 from pdcluster_operator.cli.snapshot import Condition, PodLine
-from pdcluster_operator.cli.tables import conditions_table, links_table, pods_table
+from pdcluster_operator.cli.view import Columns, conditions_table, links_table, pods_table
 
 PODS = [
     PodLine("tiny-prefill-ddrn9-0-0", "prefill", "127.0.0.2", "LoadingWeights", "loading", None, 0),

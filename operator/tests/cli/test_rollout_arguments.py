@@ -15,7 +15,7 @@ from pdcluster_operator.cli import up as up_command
 from pdcluster_operator.cli.connection import Where
 from pdcluster_operator.cli.exits import Exit
 from pdcluster_operator.cli.main import main
-from pdcluster_operator.cli.up_run import UpOptions
+from pdcluster_operator.cli.up import UpOptions
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from pods import carrying
 from forked_python import Forked, ForkedPython
 from pdcluster_operator.cli import up
 from pdcluster_operator.cli.main import main
-from pdcluster_operator.cli.up_manifest import with_names
+from pdcluster_operator.cli.up import with_names
 
 pytestmark = pytest.mark.process
 

@@ -11,11 +11,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 from loopback import free_network
-from pdcluster_operator.local.addresses import AddressBook
-from pdcluster_operator.local.api import LocalApi
+from pdcluster_operator.local.addresses import AddressBook, Names
+from pdcluster_operator.local.api_server import LocalApi
 from pdcluster_operator.local.controllers import is_ready
-from pdcluster_operator.local.kubelet.kubelet import Kubelet
-from pdcluster_operator.local.names import Names
+from pdcluster_operator.local.kubelet import Kubelet
 
 ENVIRONMENT = {"PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))}
 

@@ -18,10 +18,7 @@ from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.local.addresses import taken_everywhere
 from pdcluster_operator.local.facts import gather
-from pdcluster_operator.local.machine import available_memory
-from pdcluster_operator.local.preflight import Facts, judge
-from pdcluster_operator.local.preflight_gpus import Gpus
-from pdcluster_operator.local.preflight_models import Folder
+from pdcluster_operator.local.preflight import Facts, Folder, Gpus, judge
 
 GIB = 1 << 30
 ON_CPU = {"vllm": "0.32.0+cpu", "nixl": "1.5.1"}
@@ -120,25 +117,6 @@ def test_memory_of_all_pods_together(tmp_path: Path) -> None:
     told = found(tmp_path, replace(GOOD, asked=asked))["MemoryTooSmall"]
     assert (told.path, told.value) == ("spec.prefill.resources", "5.0 GiB")
     assert "4.0 GiB that are free" in told.message
-
-
-def test_a_containers_file_cache_is_not_in_use(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text(f"MemAvailable: {64 * GIB // 1024} kB\n")
-    v1 = tmp_path / "cgroup" / "memory"
-    v1.mkdir(parents=True)
-    cgroup = v1.parent
-    assert available_memory(meminfo, cgroup) == 64 * GIB
-    (v1 / "memory.limit_in_bytes").write_text(f"{8 * GIB}\n")
-    (v1 / "memory.usage_in_bytes").write_text(f"{7 * GIB}\n")
-    (v1 / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {3 * GIB}\n")
-    assert available_memory(meminfo, cgroup) == 4 * GIB
-    (cgroup / "memory.max").write_text(f"{24 * GIB}\n")
-    (cgroup / "memory.current").write_text(f"{23 * GIB}\n")
-    (cgroup / "memory.stat").write_text(f"anon {2 * GIB}\ninactive_file {21 * GIB}\n")
-    assert available_memory(meminfo, cgroup) == 22 * GIB
-    (cgroup / "memory.max").write_text("max\n")
-    assert available_memory(meminfo, cgroup) == 64 * GIB
 
 
 def test_a_port_that_is_taken_everywhere(tmp_path: Path) -> None:
@@ -244,7 +222,7 @@ def test_pods_are_asked_what_they_need(tmp_path: Path) -> None:
         ("decode", "initContainers")
     ]
     assert facts.models[Role.PREFILL].names == {"config.json", "model.safetensors"}
-    assert facts.models[Role.PREFILL].trouble == ""
+    assert facts.models[Role.PREFILL].problem == ""
 
 
 def test_volumes_and_secrets_that_local_mode_lacks_are_named_by_their_field(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, WATCHED, Kind, as_kept, slim
-from pdcluster_operator.local.api import LocalApi
+from pdcluster_operator.local.api_server import LocalApi
 from pdcluster_operator.plan.name_conflicts import why_not_applied
 from pdcluster_operator.plan.objects.ownership import controller_uid
 from pdcluster_operator.plan.types import (

@@ -25,9 +25,9 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.compat.supported import ANY_VERSION, SUPPORTED
 from pdcluster_connector.compat.supported import text_of as _text
+from pdcluster_connector.host_memory import GIB, MIB, available_bytes
 from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.launcher.engine.readiness import WILDCARDS
-from pdcluster_connector.launcher.memory import GIB, MIB, available_bytes
 from pdcluster_connector.protocol import api_key
 
 # The distributions that can hold each module. The first one that is installed names the version.

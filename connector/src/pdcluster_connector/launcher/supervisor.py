@@ -17,6 +17,7 @@ from typing import Any, Final
 import aiohttp
 
 from pdcluster_connector.certificate_files import Tls
+from pdcluster_connector.host_memory import oom_kills
 from pdcluster_connector.launcher import say
 from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.launcher.engine.drain import wait_until_idle
@@ -30,7 +31,6 @@ from pdcluster_connector.launcher.inside_vllm import DOOR_VARIABLE, DoorFile
 from pdcluster_connector.launcher.interface import LauncherServer, MetricsPage
 from pdcluster_connector.launcher.links import canary
 from pdcluster_connector.launcher.links.link_table import LinkTable
-from pdcluster_connector.launcher.memory import oom_kills
 from pdcluster_connector.launcher.multi_node import (
     Followers,
     Leader,

@@ -25,7 +25,7 @@ from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.cli.connection import Where, connected
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.lint import print_findings
-from pdcluster_operator.cli.manifest import read_cluster as read_file
+from pdcluster_operator.cli.lint import read_cluster as read_file
 from pdcluster_operator.plan.forecast.course import Course, Round, forecast, with_rewrites
 from pdcluster_operator.plan.types import Apply, Delete, RestartPod, Step, TryOut
 from pdcluster_operator.runtime.interfaces import ApiError, Key
@@ -82,8 +82,8 @@ def _show_course(console: Console, course: Course) -> None:
     if not course.replaced:
         console.print("  replaces no engine")
     number = 0
-    for one in course.rounds:
-        number = _show_round(console, one, number)
+    for turn in course.rounds:
+        number = _show_round(console, turn, number)
     if not course.rounds:
         console.print("  nothing is left to do")
     before, peak = course.engines
@@ -97,10 +97,11 @@ def _show_course(console: Console, course: Course) -> None:
     console.print(Text(f"the end: {course.end}", "" if course.complete else "yellow"))
 
 
-def _show_round(console: Console, one: Round, number: int) -> int:
-    if one.after:
-        console.print(Text(f"when {one.after}:", "dim"))
-    for step in one.steps:
+def _show_round(console: Console, turn: Round, number: int) -> int:
+    """Print the steps of a round; return the number of the last step."""
+    if turn.after:
+        console.print(Text(f"when {turn.after}:", "dim"))
+    for step in turn.steps:
         number += 1
         verb, kind, name = in_words(step)
         line = Text(f"{number:3}. {verb} {kind} ")

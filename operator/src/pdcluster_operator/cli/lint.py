@@ -1,10 +1,16 @@
-"""``pdcluster lint``: the admission rules, offline, all findings at once."""
+"""``pdcluster lint``: the admission rules, offline, all findings at once.
+
+It also has what other commands share with it: reading manifests, and printing findings.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.text import Text
 
@@ -13,7 +19,8 @@ from pdcluster_operator.api.labels import KIND
 from pdcluster_operator.api.rules.engines import unchecked_message
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.cli.exits import Exit, UserError
-from pdcluster_operator.cli.manifest import read_documents
+
+MAX_BYTES = 4 << 20
 
 
 def lint(files: Sequence[str]) -> Exit:
@@ -27,7 +34,7 @@ def lint(files: Sequence[str]) -> Exit:
             console.print(Text(f"{error}", style="red"))
             wrong = True
             continue
-        for number, document in enumerate(_clusters(documents)):
+        for number, document in enumerate(_clusters(documents) or documents[:1]):
             _, findings = check_manifest(
                 document, host_paths=None, mounted_certificates=None, pod_groups=None
             )
@@ -68,17 +75,67 @@ def _count(findings: Sequence[FieldError], name: str) -> str:
 
 
 def _clusters(documents: Iterable[Any]) -> list[Any]:
-    """Return the PDClusters of a file. If it has none, return its first document."""
-    documents = list(documents)
-    clusters = [
-        document
-        for document in documents
-        if isinstance(document, dict) and document.get("kind") == KIND
-    ]
-    return clusters or documents[:1]
+    """Return the PDClusters among the documents of a file."""
+    return [one for one in documents if isinstance(one, dict) and one.get("kind") == KIND]
 
 
 def _named(document: Any) -> str:
     metadata = document.get("metadata") if isinstance(document, dict) else None
     name = metadata.get("name") if isinstance(metadata, dict) else None
     return f" ({name})" if isinstance(name, str) else ""
+
+
+def read_documents(file: str) -> list[Any]:
+    """All YAML documents of a file or of standard input, empty ones aside.
+
+    Raises :class:`UserError` when it cannot be read or is no YAML.
+    """
+    try:
+        data = sys.stdin.buffer.read(MAX_BYTES + 1) if file == "-" else _read(Path(file))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}", Exit.MANIFEST) from error
+    if len(data) > MAX_BYTES:
+        raise UserError(f"{file} is larger than {MAX_BYTES >> 20} MiB", Exit.MANIFEST)
+    try:
+        documents = [document for document in yaml.safe_load_all(data) if document is not None]
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{file} is not YAML: {_first_problem(error)}", Exit.MANIFEST) from error
+    if not documents:
+        raise UserError(f"{file} is empty", Exit.MANIFEST)
+    return documents
+
+
+def read_cluster(file: str) -> Any:
+    """Return the one PDCluster of a file; other kinds beside it are left out.
+
+    Raises :class:`UserError` when there is none, or more than one.
+    """
+    documents = read_documents(file)
+    if len(documents) == 1:
+        return documents[0]
+    clusters = _clusters(documents)
+    if not clusters:
+        raise UserError(
+            f"none of the {len(documents)} objects in {file} is a {KIND}; add one, with "
+            f"kind: {KIND}",
+            Exit.MANIFEST,
+        )
+    if len(clusters) > 1:
+        raise UserError(
+            f"{file} holds {len(clusters)} objects of kind {KIND}; put one of them into a file of "
+            "its own, and name that file",
+            Exit.MANIFEST,
+        )
+    return clusters[0]
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(MAX_BYTES + 1)
+
+
+def _first_problem(error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return str(error).splitlines()[0]

@@ -13,7 +13,7 @@ import aiohttp
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.protocol.api_key import headers
 from pdcluster_operator.cli.exits import Exit, UserError
-from pdcluster_operator.cli.tables import short
+from pdcluster_operator.cli.view import short
 
 TIMEOUT_SECONDS = 120.0
 MAX_ANSWER = 16 << 20

@@ -15,8 +15,7 @@ from pdcluster_operator.api.conditions import ConditionType, find_condition
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.schema.crd import PlainDumper
 from pdcluster_operator.cli.exits import Exit, UserError
-from pdcluster_operator.cli.lint import print_findings
-from pdcluster_operator.cli.manifest import read_cluster
+from pdcluster_operator.cli.lint import print_findings, read_cluster
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.types import Apply, Observed, Plan, WriteTicketKey
 

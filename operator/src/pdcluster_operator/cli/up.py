@@ -1,26 +1,36 @@
-"""``pdcluster up``: runs a manifest on this machine, with the operator's own control loop.
-
-It checks the manifest and the machine first. ``up_run`` does the rest.
-"""
+"""``pdcluster up``: runs a manifest on this machine, with the operator's own control loop."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
+import shutil
+import signal
 import sys
+import time
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from pdcluster_connector.compat.counted import counted
+from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector, BundleError
 from pdcluster_operator.api.findings import Findings, under
+from pdcluster_operator.api.object_names import HTTP_PORT
 from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.spec.enums import Visibility
+from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.cli.exits import Exit, UserError
-from pdcluster_operator.cli.lint import print_findings
-from pdcluster_operator.cli.manifest import read_cluster
-from pdcluster_operator.cli.up_manifest import with_model, with_names
-from pdcluster_operator.cli.up_run import UpOptions, UpRun
-from pdcluster_operator.cli.view import View
+from pdcluster_operator.cli.lint import print_findings, read_cluster
+from pdcluster_operator.cli.once import ask, describe_path
+from pdcluster_operator.cli.snapshot import Snapshot, take_snapshot
+from pdcluster_operator.cli.view import View, conditions_table, links_table, waiting_for
 from pdcluster_operator.local.cluster import (
     NOT_SIMULATED,
     POD_PORTS,
@@ -29,7 +39,31 @@ from pdcluster_operator.local.cluster import (
 )
 from pdcluster_operator.local.facts import gather
 from pdcluster_operator.local.preflight import COMMAND_LINE, judge
-from pdcluster_operator.local.runs import new_run_folder
+from pdcluster_operator.runtime.queue import Key
+
+LOOK_SECONDS = 0.3
+STOP_SECONDS = 10.0
+DEATHS = 2
+"""With --once: after so many deaths of a pod while it starts, ``up`` gives up."""
+CANNOT_START = ("CreateContainerConfigError", "Unschedulable")
+PATIENCE_SECONDS = 10.0
+"""With --once: how long a pod may wait for something that this machine lacks."""
+ON_THE_WAY = ("Accepted", "KVLinksEstablished", "KVPathVerified")
+"""Conditions that say more than the lines of the pods while a cluster starts."""
+KEPT_RUNS = 5
+"""So many folders of runs stay, with their logs and volumes."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """The command line of ``pdcluster up``."""
+
+    file: str
+    once: str | None
+    max_tokens: int
+    timeout: float
+    model_dir: Path | None
+    plain: bool
 
 
 def up(options: UpOptions) -> Exit:
@@ -70,8 +104,8 @@ def up(options: UpOptions) -> Exit:
     console.print(Text(f"not simulated: {', '.join(NOT_SIMULATED)}", style="dim"), soft_wrap=True)
     with View(console, plain=options.plain) as view:
         logging.basicConfig(level=logging.WARNING, handlers=[_ToView(view)], force=True)
-        run = UpRun(options, document, cluster, console, view)
-        return asyncio.run(run.main(LocalCluster(folder, connector, view.say)))
+        local = LocalCluster(folder, connector, view.say)
+        return asyncio.run(UpRun(options, document, cluster, console, view, local).main())
 
 
 class _ToView(logging.Handler):
@@ -83,3 +117,202 @@ class _ToView(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._view.say(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+def with_model(document: Any, folder: Path | None) -> Any:
+    """Return the manifest with ``--model-dir`` as its model's source."""
+    if folder is None or not isinstance(document, dict):
+        return document
+    spec = document.get("spec")
+    model = spec.get("model") if isinstance(spec, dict) else None
+    if not isinstance(spec, dict) or not isinstance(model, dict):
+        return document
+    source = {"hostPath": {"path": os.path.abspath(folder)}}
+    return {**document, "spec": {**spec, "model": {**model, "source": source}}}
+
+
+def with_names(document: Any) -> Any:
+    """Return the manifest with ``internalNames: Shown``, unless it says otherwise."""
+    spec = document.get("spec") if isinstance(document, dict) else None
+    transfer = spec.get("transfer") if isinstance(spec, dict) else None
+    if not isinstance(spec, dict) or not isinstance(transfer, dict | None):
+        return document
+    shown = {"internalNames": Visibility.SHOWN.value, **(transfer or {})}
+    return {**document, "spec": {**spec, "transfer": shown}}
+
+
+class UpRun:
+    """Starts a cluster, does what was asked, and ends every process."""
+
+    def __init__(
+        self,
+        options: UpOptions,
+        document: dict[str, Any],
+        cluster: Cluster,
+        console: Console,
+        view: View,
+        local: LocalCluster,
+    ) -> None:
+        self._options, self._document, self._cluster = options, document, cluster
+        self._console, self._view, self._local = console, view, local
+        self._key = Key(cluster.namespace, cluster.name)
+        self._interrupts = 0
+        self._interrupted = asyncio.Event()
+
+    async def main(self) -> Exit:
+        """Start everything, do what was asked, and end every process in any case."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._interrupt)
+        async with self._local:
+            self._local.apply(self._document)
+            work = asyncio.ensure_future(self._work())
+            stop = asyncio.ensure_future(self._interrupted.wait())
+            await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
+            self._view.finish()
+            stop.cancel()
+            if not work.done():
+                work.cancel()
+            ended = (await asyncio.gather(work, return_exceptions=True))[0]
+            await self._stop()
+        if isinstance(ended, asyncio.CancelledError):
+            return Exit.INTERRUPTED
+        if isinstance(ended, BaseException):
+            raise ended
+        return ended
+
+    async def _work(self) -> Exit:
+        await self._until_ready()
+        self._view.finish()
+        snapshot = take_snapshot(self._local, self._key)
+        self._view.say(f"{self._cluster.name} is Ready: KV was seen to move from prefill to decode")
+        if self._options.once is not None:
+            return await self._ask(self._options.once)
+        self._show(snapshot)
+        url = self._endpoint()
+        request = {"model": self._cluster.served_name, "prompt": "Once upon a time"}
+        secret = f"${API_KEY_VARIABLE}"
+        sent = f' -H "Authorization: Bearer {secret}"' if self._asks_for_key else ""
+        self._print(
+            f"endpoint: {url}\n\n  curl {url}/v1/completions -H 'Content-Type: application/json' "
+            f"\\\n   {sent} -d '{json.dumps(request)}'\n\nCtrl-C stops it."
+        )
+        self._view.know_conditions(snapshot)
+        await self._watch(lambda _: False)
+        return Exit.DONE
+
+    async def _until_ready(self) -> None:
+        began = time.monotonic()
+        deadline = began + self._options.timeout if self._options.once is not None else None
+
+        def settled(snapshot: Snapshot) -> bool:
+            if snapshot.ready or deadline is None:
+                return snapshot.ready
+            for pod in snapshot.pods:
+                if pod.state == "Died" and pod.restarts + 1 >= DEATHS:
+                    raise UserError(
+                        f"{pod.name} died {pod.restarts + 1} times: {pod.end}; see {pod.log}",
+                        Exit.NOT_READY,
+                    )
+                if pod.state in CANNOT_START and time.monotonic() > began + PATIENCE_SECONDS:
+                    raise UserError(f"{pod.name} cannot start: {pod.doing}", Exit.MACHINE)
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"not Ready after {self._options.timeout:.0f} s, waiting for "
+                    f"{waiting_for(snapshot)}",
+                    Exit.NOT_READY,
+                )
+            return False
+
+        await self._watch(settled, ON_THE_WAY)
+
+    async def _watch(
+        self,
+        settled: Callable[[Snapshot], bool],
+        types: Container[str] | None = None,
+    ) -> None:
+        while True:
+            snapshot = take_snapshot(self._local, self._key)
+            self._view.show(snapshot)
+            if settled(snapshot):
+                return
+            self._view.show_conditions(snapshot, types)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _ask(self, prompt: str) -> Exit:
+        snapshot = take_snapshot(self._local, self._key)
+        decode = [
+            f"http://{pod.address}:{HTTP_PORT}" for pod in snapshot.pods if pod.role == "decode"
+        ]
+        url = self._endpoint()
+        model, tokens = self._cluster.served_name, self._options.max_tokens
+        secret = os.environ.get(API_KEY_VARIABLE) if self._asks_for_key else None
+        answer = await ask(url, model, prompt, tokens, decode, secret)
+        self._show(take_snapshot(self._local, self._key))
+        self._print(
+            f"prompt:  {prompt}\nanswer:  {answer.text!r} ({counted(answer.tokens, 'token')})\n"
+            f"KV path: {describe_path(answer)}"
+        )
+        if not answer.moved:
+            self._print("error: the KV cache did not move for this request")
+            return Exit.KV_DID_NOT_MOVE
+        return Exit.DONE
+
+    @property
+    def _asks_for_key(self) -> bool:
+        return self._cluster.spec.router.api_key_secret_ref is not None
+
+    def _endpoint(self) -> str:
+        """Return the endpoint, with an address of this machine in place of the Service's name."""
+        url = str((self._local.cluster(self._key).get("status") or {}).get("endpoint") or "")
+        scheme, _, rest = url.partition("://")
+        host, _, port = rest.partition(":")
+        address = self._local.names.resolve(host)
+        if not url or address is None:
+            raise UserError(
+                "the cluster has no router that is ready: set router.replicas to 1",
+                Exit.REQUEST_FAILED,
+            )
+        return f"{scheme}://{address}:{port}"
+
+    async def _stop(self) -> None:
+        if not self._interrupts:
+            await self._local.stop(STOP_SECONDS)
+            return
+        self._view.say("stopping every process; Ctrl-C again kills them")
+        await self._local.stop(STOP_SECONDS)
+        self._view.say("stopped")
+
+    def _interrupt(self) -> None:
+        self._interrupts += 1
+        if self._interrupts > 1:
+            self._local.kubelet.kill()
+        self._interrupted.set()
+
+    def _show(self, snapshot: Snapshot) -> None:
+        for table in (links_table(snapshot.links), conditions_table(snapshot.conditions)):
+            self._console.print()
+            self._console.print(table, soft_wrap=True)
+        self._console.print()
+
+    def _print(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+
+def new_run_folder(cluster: str) -> Path:
+    """Make a folder for logs and volumes in the user's cache; remove those of old, ended runs."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdcluster"
+    base = Path(os.environ.get("PDCLUSTER_CACHE") or cache).expanduser() / "runs"
+    base.mkdir(parents=True, exist_ok=True)
+    finished = sorted(
+        (run for run in base.iterdir() if not _is_running(run)), key=lambda run: run.stat().st_mtime
+    )
+    for run in finished[: max(0, len(finished) - KEPT_RUNS + 1)]:
+        shutil.rmtree(run, ignore_errors=True)
+    folder = base / f"{cluster}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    folder.mkdir()
+    return folder
+
+
+def _is_running(run: Path) -> bool:
+    return Path("/proc", run.name.rpartition("-")[2]).exists()

@@ -22,8 +22,7 @@ from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.once import ask, describe_path
 from pdcluster_operator.cli.snapshot import Snapshot, take_snapshot
-from pdcluster_operator.cli.tables import conditions_table, links_table, waiting_for
-from pdcluster_operator.cli.view import View
+from pdcluster_operator.cli.view import View, conditions_table, links_table, waiting_for
 from pdcluster_operator.local.cluster import LocalCluster
 from pdcluster_operator.runtime.interfaces import Key
 

@@ -1,19 +1,176 @@
-"""Shows the progress of a cluster: a live table in a terminal, otherwise lines."""
+"""What ``pdcluster up`` prints: tables, and the progress of a cluster as a live table or as lines.
+
+A table cuts no word, at any width of the terminal. The last column is free text. If the other
+columns leave too little room for it, it is printed below its row. If even the other columns are too
+wide, a row continues on the next line. Output into a pipe has no limit of width.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Container
+from collections.abc import Container, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, Group
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from pdcluster_operator.cli.snapshot import PodLine, Snapshot
-from pdcluster_operator.cli.tables import pods_table, waiting_for
+from pdcluster_connector.protocol.launcher_documents import LinkReport
+from pdcluster_operator.cli.snapshot import Condition, PodLine, Snapshot
+
+GAP = 2
+INDENT = 2
+LEAST_TEXT = 24
+"""The free text is printed beside the other columns if it has at least this many cells."""
+
+
+class Columns:
+    """A table for :meth:`rich.console.Console.print` with ``soft_wrap=True``, or in a live view.
+
+    Args:
+        headers: the names of the columns; the last one is that of the free text.
+        one_line: whether free text that is too long ends with an ellipsis, not in more lines.
+    """
+
+    def __init__(self, *headers: str, one_line: bool = False) -> None:
+        self._headers = [Text(header, style="bold") for header in headers]
+        self._rows: list[list[Text]] = []
+        self._one_line = one_line
+
+    def add(self, *cells: str | Text) -> None:
+        """Add a row; one cell for each header."""
+        self._rows.append([cell if isinstance(cell, Text) else Text(cell) for cell in cells])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield one :class:`rich.text.Text` a line."""
+        width = options.max_width if console.is_terminal else None
+        for line in self._lines(console, width):
+            line.rstrip()
+            yield line
+
+    def _lines(self, console: Console, width: int | None) -> Iterator[Text]:
+        rows = [self._headers, *self._rows]
+        widths = [max(row[n].cell_len for row in rows) for n in range(len(self._headers) - 1)]
+        taken = sum(widths) + GAP * len(widths)
+        longest = max(row[-1].cell_len for row in rows)
+        for row in rows:
+            if width is None:
+                yield Text.assemble(*_padded(row, widths), row[-1])
+            elif width - taken >= min(LEAST_TEXT, longest):
+                first, *more = self._wrapped(console, row[-1], width - taken)
+                yield Text.assemble(*_padded(row, widths), first)
+                yield from (Text(" " * taken) + line for line in more)
+            else:
+                yield from _flowing(row[:-1], widths, width)
+                if row is not self._headers and row[-1].cell_len:
+                    below = self._wrapped(console, row[-1], max(1, width - INDENT))
+                    yield from (Text(" " * INDENT) + line for line in below)
+
+    def _wrapped(self, console: Console, text: Text, width: int) -> Sequence[Text]:
+        if not self._one_line:
+            return list(text.wrap(console, width)) or [Text()]
+        short = text.copy()
+        short.truncate(width, overflow="ellipsis")
+        return [short]
+
+
+def _padded(row: Sequence[Text], widths: Sequence[int]) -> Iterator[Text]:
+    for cell, width in zip(row, widths, strict=False):
+        yield cell + Text(" " * (width - cell.cell_len + GAP))
+
+
+def _flowing(row: Sequence[Text], widths: Sequence[int], width: int) -> Iterator[Text]:
+    """Yield cells in their columns as long as they fit, whole, and the rest in further lines."""
+    line = Text()
+    for cell in _padded(row, widths):
+        if line.plain.strip() and line.cell_len + cell_len(cell.plain.rstrip()) > width:
+            yield line
+            line = Text(" " * INDENT)
+        line = line + cell
+    yield line
+
+
+STYLES = {
+    "True": "green",
+    "False": "red",
+    "Unknown": "yellow",
+    "Ready": "green",
+    "Died": "red",
+    "Established": "green",
+    "Passed": "green",
+    "Failed": "red",
+    "Pending": "yellow",
+}
+
+
+def pods_table(pods: Iterable[PodLine]) -> Columns:
+    """Return what every pod is doing."""
+    table = Columns("POD", "ROLE", "ADDRESS", "STATE", "DOING", one_line=True)
+    for pod in pods:
+        again = f" (start {pod.restarts + 1})" if pod.restarts else ""
+        state = _styled(pod.state + again, pod.state)
+        table.add(pod.name, pod.role, pod.address, state, pod.doing)
+    return table
+
+
+def links_table(links: Iterable[tuple[str, LinkReport]]) -> Columns:
+    """Return every pair of engines: whether KV can move, how fast, and whether a canary passed."""
+    table = Columns("PREFILL", "DECODE", "STATE", "SHARDS", "GB/s", "CANARY", "REASON")
+    for decode, link in links:
+        canary = link.canary.state.value
+        reason = link.canary.message or " ".join(filter(None, (link.reason, link.message)))
+        speed = f"{link.bytes_per_second / 1e9:.2f}" if link.bytes_per_second else ""
+        table.add(
+            short(link.prefill),
+            short(decode),
+            _styled(link.state.value, link.state),
+            link.shards,
+            speed,
+            _styled(canary, canary),
+            reason,
+        )
+    return table
+
+
+def conditions_table(conditions: Iterable[Condition]) -> Columns:
+    """Return the cluster's conditions, as ``kubectl describe`` shows them."""
+    table = Columns("CONDITION", "STATUS", "REASON", "MESSAGE")
+    for condition in conditions:
+        table.add(
+            condition.type,
+            _styled(condition.status, condition.status),
+            condition.reason,
+            condition.message,
+        )
+    return table
+
+
+def waiting_for(snapshot: Snapshot) -> str:
+    """Return what the cluster waits for, in one line: the conditions that do not hold."""
+    # Progressing and Available only repeat what the other conditions say.
+    parts = [
+        f"{c.type}={c.status} {c.reason}{': ' if c.message else ''}{c.message}"
+        for c in snapshot.missing
+        if c.type not in {"Progressing", "Available"} and c.reason != "WaitingForEngines"
+    ]
+    return "; ".join(parts) or next(
+        (f"{c.type}={c.status} {c.reason}: {c.message}" for c in snapshot.missing),
+        "the operator's first status",
+    )
+
+
+def short(engine: str) -> str:
+    """``prefill/0`` for a logical id ``namespace.cluster.prefill.revision.0``."""
+    parts = engine.split(".")
+    return f"{parts[2]}/{parts[4]}" if len(parts) == 5 else engine
+
+
+def _styled(text: str, key: str) -> Text:
+    return Text(text, style=STYLES.get(key, ""))
+
 
 SPINNER_WIDTH = 2
 QUIET_SECONDS = 15.0

@@ -1,12 +1,17 @@
-"""One loopback address a pod: stable for the pod's name, and free of busy ports."""
+"""Addresses of pods on this machine: one loopback address a pod, free ports, and cluster DNS."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
-from pdcluster_operator.local.listeners import listener
+from pdcluster_operator.local.api_server import LocalApi
+from pdcluster_operator.local.controllers import is_ready
 
 RESERVED_PORT = 5589
 """Bound on every address in use, so that two local clusters never choose the same one."""
@@ -112,3 +117,83 @@ def _listen(address: str, port: int) -> socket.socket | None:
         server.close()
         return None
     return server
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who listens on a port: on every address of the machine, or on the one that was asked for.
+
+    Attributes:
+        holder: `` by NAME (pid N)``, or empty if it is not known.
+    """
+
+    everywhere: bool
+    holder: str
+
+
+def listener(address: str, port: int) -> Listener | None:
+    """Return who listens on a port of an address; None if nobody is known to."""
+    packed = "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
+    everywhere = {f"{host}:{port:04X}" for host in ("00000000", "0" * 32)}
+    found = {
+        fields[9]: fields[1] in everywhere
+        for table in ("tcp", "tcp6")
+        for line in _table(Path("/proc/net", table))
+        if (fields := line.split())
+        and fields[1] in {*everywhere, f"{packed}:{port:04X}"}
+        and fields[3] == "0A"
+    }
+    # If there is also a listener on this address, the one on every address is for IPv6 only.
+    return Listener(all(found.values()), _holder(set(found))) if found else None
+
+
+def _holder(inodes: set[str]) -> str:
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if any(_socket(link) in inodes for link in (process / "fd").iterdir()):
+                return f" by {(process / 'comm').read_text().strip()} (pid {process.name})"
+    return ""
+
+
+def _socket(descriptor: Path) -> str:
+    """Return the inode of a socket; nothing for a descriptor that was closed meanwhile."""
+    try:
+        return os.readlink(descriptor).removeprefix("socket:[").removesuffix("]")
+    except OSError:
+        return ""
+
+
+def _table(path: Path) -> list[str]:
+    return path.read_text().splitlines()[1:] if path.exists() else []
+
+
+class Names:
+    """Resolves names as the cluster's DNS does."""
+
+    def __init__(self, api: LocalApi, address_of: Callable[[str], str]) -> None:
+        self._api = api
+        self._address_of = address_of
+
+    def resolve(self, name: str) -> str | None:
+        """``pod.service.namespace.svc`` or ``service.namespace.svc`` to an address, or None.
+
+        A pod's name resolves before the pod exists (its address is fixed by its name); a
+        Service's to its first ready pod.
+        """
+        labels = name.removesuffix(".").removesuffix(".cluster.local").split(".")
+        if labels[-1] != "svc":
+            return None
+        if len(labels) == 4:
+            return self._address_of(labels[0])
+        return self._service(labels[0], labels[1]) if len(labels) == 3 else None
+
+    def _service(self, name: str, namespace: str) -> str | None:
+        service = self._api.get("Service", namespace, name)
+        selector = (service or {}).get("spec", {}).get("selector") or {}
+        if not selector:
+            return None
+        for pod in self._api.list("Pod", namespace):
+            labels = pod["metadata"].get("labels") or {}
+            if is_ready(pod) and selector.items() <= labels.items():
+                return str(pod["status"]["podIP"])
+        return None

@@ -30,11 +30,10 @@ from pdcluster_operator.api.object_names import (
     certificates_name,
     ticket_key_name,
 )
-from pdcluster_operator.local.addresses import AddressBook
-from pdcluster_operator.local.api import LocalApi, Manifest
+from pdcluster_operator.local.addresses import AddressBook, Names
+from pdcluster_operator.local.api_server import LocalApi, Manifest
 from pdcluster_operator.local.controllers import Workloads
-from pdcluster_operator.local.kubelet.kubelet import Kubelet
-from pdcluster_operator.local.names import Names
+from pdcluster_operator.local.kubelet import Kubelet
 from pdcluster_operator.plan.types import (
     Delete,
     Event,

@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pdcluster_operator.local.api import LocalApi, Manifest
+from pdcluster_operator.local.api_server import LocalApi, Manifest
 
 HASH_LABEL = "controller-revision-hash"
 

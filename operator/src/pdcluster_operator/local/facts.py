@@ -16,19 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pdcluster_connector
+from pdcluster_connector.host_memory import available_bytes
 from pdcluster_operator.api.labels import engine_of
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.local.addresses import taken_everywhere
 from pdcluster_operator.local.machine import (
     Problem,
-    available_memory,
     find_problems,
     memory_request,
 )
-from pdcluster_operator.local.preflight import Facts
-from pdcluster_operator.local.preflight_gpus import VISIBLE, Gpus
-from pdcluster_operator.local.preflight_models import Folder
+from pdcluster_operator.local.preflight import VISIBLE, Facts, Folder, Gpus
 from pdcluster_operator.plan.rollout.desired import desire
 from pdcluster_operator.plan.types import ConnectorBundle, Observed
 
@@ -74,7 +72,7 @@ def gather(
         models=models,
         problems=tuple(problems),
         asked=asked,
-        free=available_memory(),
+        free=available_bytes(),
         taken=taken_everywhere(ports),
     )
 
@@ -97,7 +95,7 @@ def _pods(
 def _model_path(template: Manifest) -> str:
     """Return the folder that a pod mounts as its model; empty for a model by name."""
     volumes = template["spec"].get("volumes") or ()
-    model = next((volume for volume in volumes if volume.get("name") == "model"), {})
+    model: Manifest = next((volume for volume in volumes if volume.get("name") == "model"), {})
     return str((model.get("hostPath") or {}).get("path") or "")
 
 

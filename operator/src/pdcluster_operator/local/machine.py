@@ -1,11 +1,12 @@
-"""What this machine lacks for a pod. It is found before a process starts.
+"""This machine as a node: what it lacks for a pod, and folders that stand for volumes.
 
-These are the checks of a scheduler and a kubelet. What an engine itself needs (ports, shared
-memory, room for its KV cache) the launcher checks, here as in a cluster.
+The checks are those of a scheduler and a kubelet, before a process starts. What an engine itself
+needs (ports, shared memory, room for its KV cache) the launcher checks, here as in a cluster.
 """
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -14,8 +15,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from pdcluster_connector.host_memory import available_bytes
 from pdcluster_connector.protocol import api_key
 from pdcluster_operator.api.spec.resources import parse_quantity
+from pdcluster_operator.local.api_server import LocalApi
 from pdcluster_operator.plan.builders.secrets import CERTIFICATE_VOLUME, TICKET_KEY_VOLUME
 
 Manifest = Mapping[str, Any]
@@ -125,41 +128,6 @@ def memory_request(pod: Manifest) -> int:
     return sum(_request(container) for container in pod["spec"]["containers"])
 
 
-def available_memory(
-    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
-) -> int:
-    """Bytes that can be had without swapping, also below a container's own limit.
-
-    File cache that the kernel can drop counts as free, as in the launcher's own check. Otherwise a
-    container that has read a model once would seem full from then on. It reads cgroups of version
-    2 and 1.
-    """
-    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    for folder, limit_file, used_file, cache in (
-        (cgroup, "memory.max", "memory.current", "inactive_file "),
-        (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
-         "total_inactive_file "),
-    ):  # fmt: skip
-        try:
-            limit = (folder / limit_file).read_text().strip()
-            used = int((folder / used_file).read_text())
-            lines = (folder / "memory.stat").read_text().splitlines()
-        except (OSError, ValueError):
-            continue
-        used -= sum(int(line.split()[1]) for line in lines if line.startswith(cache))
-        return min(free, max(0, int(limit) - max(0, used))) if limit.isdigit() else free
-    return free
-
-
-def oom_kills() -> int:
-    """Count the processes that the kernel has killed for lack of memory since boot."""
-    for line in Path("/proc/vmstat").read_text().splitlines():
-        if line.startswith("oom_kill "):
-            return int(line.split()[1])
-    return 0
-
-
 def _volume_problem(volume: Manifest) -> Problem | None:
     name = volume["name"]
     if path := volume.get("hostPath", {}).get("path"):
@@ -193,7 +161,7 @@ def _volume_problem(volume: Manifest) -> Problem | None:
 
 def _memory_problem(containers: list[Manifest], promised: int) -> Problem | None:
     asked = sum(_request(container) for container in containers)
-    free = available_memory() - promised
+    free = available_bytes() - promised
     if asked <= max(free, 0):
         return None
     return Problem(
@@ -210,3 +178,40 @@ def _request(container: Manifest) -> int:
     resources = container.get("resources") or {}
     asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}.get("memory")
     return int(parse_quantity(str(asked)) or 0) if asked else 0
+
+
+def volume_folder(api: LocalApi, namespace: str, volume: Mapping[str, Any], base: Path) -> Path:
+    """Make the folder of a hostPath, emptyDir, ConfigMap or Secret volume.
+
+    Args:
+        base: folder of the pod's volumes. A hostPath is used where it is.
+
+    Raises:
+        OSError: it cannot be written, or the ConfigMap or Secret is not there yet.
+    """
+    if "hostPath" in volume:
+        return Path(volume["hostPath"]["path"])
+    folder = Path(base, volume["name"])
+    folder.mkdir(parents=True, exist_ok=True)
+    if "configMap" in volume:
+        name = volume["configMap"]["name"]
+        source = api.get("ConfigMap", namespace, name)
+        if source is None:
+            raise FileNotFoundError(0, "there is no such ConfigMap yet", name)
+        for key, text in (source.get("data") or {}).items():
+            (folder / key).write_text(text)
+        for key, encoded in (source.get("binaryData") or {}).items():
+            (folder / key).write_bytes(base64.b64decode(encoded))
+    if "secret" in volume:
+        name = volume["secret"]["secretName"]
+        source = api.get("Secret", namespace, name)
+        if source is None:
+            raise FileNotFoundError(0, "there is no such Secret", name)
+        data = source.get("data") or {}
+        items = volume["secret"].get("items") or [{"key": key, "path": key} for key in data]
+        for item in items:
+            if item["key"] not in data:
+                raise FileNotFoundError(0, f"the Secret holds no {item['key']} yet", name)
+            (folder / item["path"]).touch(mode=0o600)
+            (folder / item["path"]).write_bytes(base64.b64decode(data[item["key"]]))
+    return folder

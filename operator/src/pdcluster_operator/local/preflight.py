@@ -5,18 +5,19 @@ Each finding is something that waiting does not cure. :mod:`.facts` gathers the 
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_operator.api.findings import FieldError
+from pdcluster_operator.api.findings import FieldError, shown
 from pdcluster_operator.api.spec.enums import Device, Role
-from pdcluster_operator.api.spec.resolve import engine_places
+from pdcluster_operator.api.spec.resolve import Engine, engine_places, resolve_engine
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.local.machine import LESS_MEMORY, Lack, Problem
-from pdcluster_operator.local.preflight_gpus import Gpus, gpu_findings
-from pdcluster_operator.local.preflight_models import Folder, model_findings
 
 
 class Bar(StrEnum):
@@ -215,3 +216,167 @@ def _ports(facts: Facts) -> Iterator[FieldError]:
             f"each pod needs it on an address of its own, and all of them are taken{holder}",
             "Stop that program, or run this one in a container of its own.",
         )
+
+
+# Local mode gives no engine a GPU of its own: each sees what CUDA_VISIBLE_DEVICES leaves, and takes
+# the first of them. Two engines on one GPU run only where both say how much of it they take.
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+SHARES = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
+"""Flags that limit how much of a GPU an engine takes."""
+
+
+class GpuLack(StrEnum):
+    """Rules of this machine's GPUs."""
+
+    NO_GPU = "NoGpu"
+    TOO_FEW_GPUS = "TooFewGpus"
+    GPUS_OVERLAP = "GpusOverlap"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """The GPUs that a process of this machine sees.
+
+    Attributes:
+        count: None where no driver could be asked.
+        reason: why there is none.
+        chosen: ``CUDA_VISIBLE_DEVICES`` of this shell chose them; the machine may have more.
+    """
+
+    count: int | None
+    reason: str = ""
+    chosen: bool = False
+
+
+def gpu_findings(cluster: Cluster, gpus: Gpus) -> Iterator[FieldError]:
+    """Yield why engines would not start on these GPUs; nothing for engines on CPUs."""
+    if cluster.spec.transfer.device is not Device.CUDA:
+        return
+    if not gpus.count:
+        yield FieldError(
+            "spec.transfer.device",
+            Device.CUDA.value,
+            GpuLack.NO_GPU,
+            f"engines need GPUs: {gpus.reason or 'none is visible'}",
+            f"Use a machine with GPUs (see {VISIBLE} and nvidia-smi), or set the device to CPU "
+            "and install vLLM for CPUs.",
+        )
+        return
+    # An engine that is not wanted takes no GPU.
+    wanted = [role for role in Role if cluster.spec.role(role).replicas]
+    engines = {role: resolve_engine(cluster, role) for role in wanted}
+    small = list(_too_small(engines, gpus))
+    yield from small or _overlapping(cluster, engines, gpus)
+
+
+def _too_small(engines: dict[Role, Engine], gpus: Gpus) -> Iterator[FieldError]:
+    for role, engine in engines.items():
+        devices, needed = _devices(engine, gpus), engine.parallelism.workers
+        if needed > len(devices):
+            yield FieldError(
+                f"spec.{role}.parallelism",
+                engine.parallelism.sizes,
+                GpuLack.TOO_FEW_GPUS,
+                f"an engine needs {counted(needed, 'GPU')} and sees {len(devices)}",
+                f"Lower the sizes, or let it see more ({VISIBLE}).",
+            )
+
+
+def _overlapping(cluster: Cluster, engines: dict[Role, Engine], gpus: Gpus) -> Iterator[FieldError]:
+    """Yield one finding if several engines would take one GPU, and one of them takes all of it."""
+    count = gpus.count or 0
+    users: Counter[str] = Counter()
+    needed = 0
+    for role, engine in engines.items():
+        replicas = cluster.spec.role(role).replicas
+        needed += replicas * engine.parallelism.workers
+        for device in _devices(engine, gpus)[: engine.parallelism.workers]:
+            users[device] += replicas
+    greedy = [role for role, engine in engines.items() if not any(map(engine.last, SHARES))]
+    if not greedy or max(users.values(), default=0) < 2:
+        return
+    share = "tell both roles their share of it in extraArgs (--gpu-memory-utilization, 0.4)"
+    if needed > count:
+        rule, message = GpuLack.TOO_FEW_GPUS, f"the engines need {needed} GPUs and see {count}"
+        remedy = f"Lower replicas or sizes, or share a GPU: {share}."
+    else:
+        rule = GpuLack.GPUS_OVERLAP
+        message = "local mode assigns no GPUs: several engines would take the same one whole"
+        remedy = (
+            f"Set {VISIBLE} in the env of spec.prefill.engine and spec.decode.engine, or {share}."
+        )
+    yield FieldError(
+        f"spec.{greedy[0]}.parallelism",
+        engines[greedy[0]].parallelism.sizes,
+        rule,
+        message,
+        remedy,
+        tuple(f"spec.{role}.replicas" for role in engines),
+    )
+
+
+def _devices(engine: Engine, gpus: Gpus) -> list[str]:
+    """Return the GPUs that an engine sees; where it names none, the machine's are 0, 1, ….
+
+    CUDA counts an empty list as none, and ends a list at the first number that there is no GPU
+    for. So do we, where all GPUs of the machine were counted.
+    """
+    count = gpus.count or 0
+    own = next((var.value for var in engine.env if var.name == VISIBLE), None)
+    if own is None:
+        return [str(device) for device in range(count)]
+    named = [device.strip() for device in own.split(",") if device.strip()]
+    if gpus.chosen:
+        return named
+    return list(
+        itertools.takewhile(lambda device: not device.isdecimal() or int(device) < count, named)
+    )
+
+
+MODEL_UNUSABLE = "ModelUnusable"
+"""The rule id of these findings."""
+CONFIGS = frozenset({"config.json", "params.json"})
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+LOADED_FROM_FILES = ("auto", "safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A model's folder as it was found.
+
+    Attributes:
+        problem: why it can't be read; empty if it can.
+        names: what it holds.
+    """
+
+    path: str
+    problem: str
+    names: frozenset[str] = frozenset()
+
+
+def model_findings(
+    cluster: Cluster, models: Mapping[Role, Folder], *, from_flag: bool
+) -> Iterator[FieldError]:
+    """Yield each model's folder that engines could not load.
+
+    Args:
+        models: the folder that each role's engines mount as their model.
+        from_flag: whether ``--model-dir`` named the folder.
+    """
+    for role, folder in models.items():
+        load_format = resolve_engine(cluster, role).last("--load-format")
+        files = load_format is None or load_format.words[-1] in LOADED_FROM_FILES
+        what = folder.problem
+        if not what and not folder.names & CONFIGS:
+            what = "holds no config.json"
+        elif not what and files and not any(name.endswith(WEIGHTS) for name in folder.names):
+            what = f"holds no weights (*{', *'.join(WEIGHTS)})"
+        if what:
+            yield FieldError(
+                "--model-dir" if from_flag else "spec.model.source.hostPath.path",
+                shown(folder.path),
+                MODEL_UNUSABLE,
+                f"the model's folder {what}",
+                "Name the folder that holds the model's config, tokenizer and weights"
+                + ("." if from_flag else " with --model-dir, or put them there."),
+            )

@@ -56,8 +56,7 @@ def size_errors(cluster: Cluster) -> Iterator[FieldError]:
 def _workers(cluster: Cluster, role: Role) -> Iterator[FieldError]:
     path = f"spec.{role}.parallelism"
     parallel = cluster.spec.role(role).parallelism
-    workers = parallel.tensor * parallel.pipeline * parallel.data
-    sizes = f"tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {parallel.data}"
+    workers, sizes = parallel.workers, parallel.sizes
     if workers % parallel.nodes:
         yield FieldError(
             f"{path}.nodes",

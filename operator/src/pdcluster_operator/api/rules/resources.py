@@ -162,8 +162,7 @@ def _mismatch(request: Amount, message: str, related: tuple[str, ...], limit: st
 
 
 def _gpus(engine: Engine, limits: dict[str, Amount]) -> Iterator[FieldError]:
-    parallel = engine.parallelism
-    if parallel.tensor * parallel.pipeline * parallel.data % parallel.nodes:
+    if engine.parallelism.workers % engine.parallelism.nodes:
         return  # NodesDivideWorkers reports it
     wanted = workers_per_pod(engine)
     named = {name: amount for name, amount in limits.items() if is_accelerator(name)}

@@ -272,6 +272,16 @@ class Parallelism:
         int, Example(2), Doc("is the number of pods of one engine."), Whole(1, 256)
     ] = 1
 
+    @property
+    def workers(self) -> int:
+        """Workers of one engine: GPUs, or processes on CPUs."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def sizes(self) -> str:
+        """The factors of ``workers``, for messages."""
+        return f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:

@@ -97,8 +97,7 @@ def _model(cluster: Cluster) -> tuple[str, str | None]:
 
 def workers_per_pod(engine: Engine) -> int:
     """GPUs (or CPU workers) of one pod."""
-    parallel = engine.parallelism
-    return parallel.tensor * parallel.pipeline * parallel.data // parallel.nodes
+    return engine.parallelism.workers // engine.parallelism.nodes
 
 
 def gpus_per_pod(cluster: Cluster, engine: Engine) -> int:

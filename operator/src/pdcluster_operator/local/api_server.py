@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.runtime.interfaces import Conflict, Invalid
 
 Manifest = dict[str, Any]
@@ -65,7 +66,7 @@ class LocalApi:
             return self._put(identity, content, "ADDED")
         wanted_uid = desired["metadata"].get("uid")
         if wanted_uid not in (None, live["metadata"]["uid"]):
-            raise Conflict(f"{_say(identity)} is another object than the one applied to")
+            raise Conflict(f"{_text(identity)} is another object than the one applied to")
         metadata |= {
             key: live["metadata"][key] for key in _SERVER_FIELDS if key in live["metadata"]
         }
@@ -77,7 +78,7 @@ class LocalApi:
             live.get("data"),
             live.get("binaryData"),
         ):
-            raise Invalid(f"{_say(identity)} is immutable")
+            raise Invalid(f"{_text(identity)} is immutable")
         if content.get("spec") != live.get("spec"):
             metadata["generation"] += 1
         return self._put(identity, content, "MODIFIED")
@@ -111,9 +112,9 @@ class LocalApi:
             return
         metadata = live["metadata"]
         if uid not in (None, metadata["uid"]):
-            raise Conflict(f"{_say(_identity(live))} is another object than the one to delete")
+            raise Conflict(f"{_text(_identity(live))} is another object than the one to delete")
         if resource_version not in (None, metadata["resourceVersion"]):
-            raise Conflict(f"{_say(_identity(live))} changed since it was read")
+            raise Conflict(f"{_text(_identity(live))} changed since it was read")
         if kind != "Pod":
             self._remove(live)
         elif "deletionTimestamp" not in metadata:
@@ -128,13 +129,13 @@ class LocalApi:
 
     def now(self) -> str:
         """Return the time as Kubernetes writes it."""
-        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._clock()))
+        return timestamp(self._clock())
 
     def _put(self, identity: Identity, manifest: Manifest, event: str) -> Manifest:
         self._version += 1
         metadata = {**manifest["metadata"], "resourceVersion": str(self._version)}
         self._objects[identity] = {**manifest, "metadata": metadata}
-        self._tell(event, self._objects[identity])
+        self._notify(event, self._objects[identity])
         owners = {owner["uid"] for owner in metadata.get("ownerReferences") or ()}
         uids = {held["metadata"]["uid"] for held in self._objects.values()}
         if event == "ADDED" and owners and not owners & uids:
@@ -143,7 +144,7 @@ class LocalApi:
 
     def _remove(self, live: Manifest) -> None:
         del self._objects[_identity(live)]
-        self._tell("DELETED", live)
+        self._notify("DELETED", live)
         uid = live["metadata"]["uid"]
         for manifest in list(self._objects.values()):
             owners = manifest["metadata"].get("ownerReferences") or ()
@@ -153,7 +154,7 @@ class LocalApi:
             ):
                 self.delete(*_identity(manifest))
 
-    def _tell(self, event: str, manifest: Manifest) -> None:
+    def _notify(self, event: str, manifest: Manifest) -> None:
         for watcher in self._watchers:
             watcher(event, copy.deepcopy(manifest))
 
@@ -163,5 +164,5 @@ def _identity(manifest: Manifest) -> Identity:
     return manifest["kind"], metadata.get("namespace", "default"), metadata["name"]
 
 
-def _say(identity: Identity) -> str:
+def _text(identity: Identity) -> str:
     return f"{identity[0]} {identity[1]}/{identity[2]}"

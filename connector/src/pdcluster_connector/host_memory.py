@@ -1,4 +1,7 @@
-"""How much memory is left to a process, and how many processes died because none was left."""
+"""How much memory of this machine is left, and how many processes died because none was left.
+
+The launcher reads it in a container, and local mode on the machine itself.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,21 @@ def available_bytes(
     """Bytes that can be allocated before the kernel refuses or kills.
 
     This is the smaller of two numbers: the machine's ``MemAvailable``, and the cgroup's limit minus
-    its use. File cache that can be dropped does not count as used. Reads cgroups v1 and v2.
+    its use. File cache that can be dropped does not count as used: otherwise a container that has
+    read a model once would seem full from then on. Reads cgroups v2, else v1.
     """
-    machine = _field(meminfo, "MemAvailable:") * 1024
-    v2, v1 = cgroup, cgroup / "memory"
-    limit = _number(v2 / "memory.max") or _number(v1 / "memory.limit_in_bytes")
-    used = _number(v2 / "memory.current") or _number(v1 / "memory.usage_in_bytes")
-    cache = _field(v2 / "memory.stat", "inactive_file")
-    cache = cache or _field(v1 / "memory.stat", "total_inactive_file")
-    if not limit or limit >= _UNLIMITED:
-        return machine or _UNLIMITED
-    room = max(0, limit - max(0, used - cache))
-    return min(room, machine) if machine else room
+    machine = _field(meminfo, "MemAvailable:") * 1024 or _UNLIMITED
+    for folder, limit_file, used_file, cache in (
+        (cgroup, "memory.max", "memory.current", "inactive_file"),
+        (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+         "total_inactive_file"),
+    ):  # fmt: skip
+        if limit := _read(folder / limit_file).strip():
+            if not limit.isdecimal():  # "max"
+                break
+            used = _number(folder / used_file) - _field(folder / "memory.stat", cache)
+            return min(machine, max(0, int(limit) - max(0, used)))
+    return machine
 
 
 def oom_kills(

@@ -1,4 +1,9 @@
-"""Turns the pods of the in-memory API into processes, and reports what became of them."""
+"""A foreground mini-kubelet: the pods of the in-memory API become processes of this machine.
+
+It has at most 400 lines of code together with :mod:`.container`, which a test counts. The container
+runtime (:mod:`.shim`), the network plugin (:mod:`.addresses`) and the volumes are no part of it, as
+in a cluster.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,9 @@ from pathlib import Path
 
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.local.addresses import AddressBook, PortBusyError
-from pdcluster_operator.local.api import LocalApi, Manifest
-from pdcluster_operator.local.kubelet.container import Container
-from pdcluster_operator.local.kubelet.translate import (
+from pdcluster_operator.local.api_server import LocalApi, Manifest
+from pdcluster_operator.local.container import (
+    Container,
     Substitutions,
     kubernetes_command,
     kubernetes_environment,
@@ -22,8 +27,8 @@ from pdcluster_operator.local.machine import (
     Problem,
     find_problem,
     memory_request,
+    volume_folder,
 )
-from pdcluster_operator.local.volumes import volume_folder
 
 RETRY_SECONDS = 2.0
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the machine's own stands for the pod's

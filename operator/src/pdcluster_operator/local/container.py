@@ -1,19 +1,29 @@
-"""One container: a process behind the shim, which is restarted with back-off when it ends."""
+"""One container: a process behind the shim, with probes and restarts.
+
+Three substitutions stand for what a real node does with namespaces: a mount becomes a
+folder, a DNS name becomes its pod's address, and a bind to 0.0.0.0 becomes a bind to the
+pod's own 127.x.y.z. Everything else in a container's arguments and environment is what a
+cluster would give it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
+from pdcluster_connector.host_memory import oom_kills
+from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.local import shim
-from pdcluster_operator.local.kubelet.probes import passes
-from pdcluster_operator.local.machine import oom_kills
 
 LONGEST_BACKOFF, STEADY_SECONDS = 32.0, 60.0
 MESSAGE_BYTES = 4096
@@ -184,4 +194,98 @@ class Container:
 
 
 def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return timestamp(time.time())
+
+
+async def passes(probe: Mapping[str, Any], container: Mapping[str, Any], address: str) -> bool:
+    """One attempt, within the probe's ``timeoutSeconds``."""
+    timeout = float(probe.get("timeoutSeconds", 1))
+    target = probe.get("httpGet") or probe.get("tcpSocket") or {}
+    port = _port(target.get("port"), container)
+    with suppress(aiohttp.ClientError, OSError, asyncio.TimeoutError):
+        if "httpGet" in probe:
+            url = f"{target.get('scheme', 'HTTP')}://{address}:{port}{target.get('path', '/')}"
+            http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout))
+            async with http, http.get(url, ssl=False) as answer:  # like Kubernetes', it trusts all
+                return 200 <= answer.status < 400
+        _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), timeout)
+        writer.close()
+        return True
+    return False
+
+
+def _port(port: Any, container: Mapping[str, Any]) -> int:
+    for entry in container.get("ports") or ():
+        if entry.get("name") == port:
+            return int(entry["containerPort"])
+    return int(port)
+
+
+Manifest = Mapping[str, Any]
+
+_REFERENCE = re.compile(r"\$(\$|\(([A-Za-z_][\w.-]*)\))")
+_DNS_NAME = re.compile(r"(?<![\w.-])(?:[a-z0-9-]+\.){2,3}svc(?:\.cluster\.local)?(?![\w-])")
+_WILDCARD = re.compile(r"(?<![\d.])0\.0\.0\.0(?![\d.])")
+
+
+@dataclass(frozen=True, slots=True)
+class Substitutions:
+    """What stands for a pod's namespaces on this machine.
+
+    Attributes:
+        address: the pod's own address, which replaces 0.0.0.0.
+        folders: mount path to the folder that stands for it.
+        resolve: cluster DNS name to an address; None leaves the name as it is.
+    """
+
+    address: str
+    folders: Mapping[str, str]
+    resolve: Callable[[str], str | None]
+
+    def apply(self, text: str) -> str:
+        """One argument or environment value, as this machine needs it."""
+        # One pass, longest first: what a folder's own path holds is not replaced again.
+        mounts = sorted(self.folders, key=len, reverse=True)
+        pattern = rf"(?<![\w./-])({'|'.join(map(re.escape, mounts))})(?![\w.-])"
+        if mounts:
+            text = re.sub(pattern, lambda mount: self.folders[mount[1]], text)
+        text = _DNS_NAME.sub(lambda name: self.resolve(name[0]) or name[0], text)
+        return _WILDCARD.sub(self.address, text)
+
+
+def kubernetes_environment(pod: Manifest, container: Manifest, address: str) -> dict[str, str]:
+    """Return the container's ``env`` as a kubelet resolves it.
+
+    What comes from Secrets and ConfigMaps is left to the surrounding environment, where
+    :func:`..machine.find_problem` has looked for it.
+    """
+    values: dict[str, str] = {}
+    for entry in container.get("env") or ():
+        source = entry.get("valueFrom")
+        if source is None:
+            values[entry["name"]] = expand(entry.get("value", ""), values)
+        elif "fieldRef" in source:
+            values[entry["name"]] = _field(pod, source["fieldRef"]["fieldPath"], address)
+    return values
+
+
+def kubernetes_command(container: Manifest, environment: Mapping[str, str]) -> list[str]:
+    """``command`` and ``args`` as a kubelet expands them."""
+    words = [*(container.get("command") or ()), *(container.get("args") or ())]
+    return [expand(word, environment) for word in words]
+
+
+def expand(text: str, values: Mapping[str, str]) -> str:
+    """Replace ``$(NAME)``. An unknown name stays as it is, and ``$$`` is a dollar."""
+    return _REFERENCE.sub(lambda m: "$" if m[1] == "$" else values.get(m[2], m[0]), text)
+
+
+def _field(pod: Manifest, path: str, address: str) -> str:
+    if path in ("status.podIP", "status.hostIP"):
+        return address
+    if quoted := re.fullmatch(r"metadata\.(labels|annotations)\['(.+)'\]", path):
+        return str((pod["metadata"].get(quoted[1]) or {}).get(quoted[2], ""))
+    value: Any = pod
+    for part in path.split("."):
+        value = value.get(part, "") if isinstance(value, Mapping) else ""
+    return str(value)
