@@ -161,7 +161,7 @@ def _build(cluster: Cluster, facts: Facts, wheel: str) -> Iterator[FieldError]:
 def _pods(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
     for owner, problem in facts.problems:
         if problem.subject == "model" and problem.lack is Lack.VOLUME_UNUSABLE:
-            continue  # preflight_models has the better message
+            continue  # model_findings has the better message
         yield FieldError(
             _place(cluster, owner, problem),
             problem.subject,
