@@ -257,7 +257,7 @@ def kubernetes_environment(pod: Manifest, container: Manifest, address: str) -> 
     """Return the container's ``env`` as a kubelet resolves it.
 
     What comes from Secrets and ConfigMaps is left to the surrounding environment, where
-    :func:`..machine.find_problem` has looked for it.
+    :func:`.machine.find_problem` has looked for it.
     """
     values: dict[str, str] = {}
     for entry in container.get("env") or ():

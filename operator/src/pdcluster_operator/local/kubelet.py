@@ -43,7 +43,7 @@ class Kubelet:
     """Runs every pod of the API below ``folder``.
 
     Args:
-        resolve: cluster DNS, see :class:`..names.Names`.
+        resolve: cluster DNS, see :class:`.addresses.Names`.
         environment: what a container image would bring: PATH and the like.
     """
 
