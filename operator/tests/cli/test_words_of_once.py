@@ -220,7 +220,7 @@ def test_a_condition_is_shown_when_its_status_or_reason_changes(
 ) -> None:
     shown = Shown(monkeypatch)
     accepted, decode, *_ = CONDITIONS
-    shown.view.know_conditions(snapshot(accepted))
+    shown.view.mark_as_shown(snapshot(accepted))
     shown.view.show_conditions(snapshot(accepted, decode), {"DecodeReady", "Accepted"})
     shown.view.show_conditions(snapshot(accepted, replace(decode, message="still")))
     shown.view.show_conditions(snapshot(replace(accepted, status="False")), {"DecodeReady"})

@@ -21,7 +21,7 @@ _REASON = re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?")
 
 
 class ConditionType(StrEnum):
-    """What a PDCluster says about itself, in the order of ``status.conditions``."""
+    """Types of a PDCluster's conditions, in the order of ``status.conditions``."""
 
     ACCEPTED = "Accepted"
     PREFILL_READY = "PrefillReady"
@@ -99,7 +99,7 @@ class StatusReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a check says of one condition."""
+    """The status, reason and message of one condition, before it is written."""
 
     status: Status
     reason: str
@@ -112,18 +112,18 @@ def yes(reason: str, message: str = "") -> Verdict:
 
 
 def no(reason: str, message: str = "") -> Verdict:
-    """Return a condition that is known not to hold."""
+    """Return a condition that does not hold."""
     return Verdict(Status.FALSE, reason, message)
 
 
 def unknown(reason: str, message: str = "") -> Verdict:
-    """Return a condition of which nothing is known."""
+    """Return a condition that cannot be judged yet."""
     return Verdict(Status.UNKNOWN, reason, message)
 
 
 def find_condition(status: object, kind: str) -> Mapping[str, Any]:
-    """Return a condition from a status; empty if it is not there."""
-    # A plan asks for thirty conditions, and a check against a type is quicker than against Mapping.
+    """Return a condition of a status; empty if the status has none of this type."""
+    # A plan reads thirty conditions. The check for dict avoids the slower one for Mapping.
     conditions = status.get("conditions") if isinstance(status, (dict, Mapping)) else None
     for condition in conditions if isinstance(conditions, (list, Sequence)) else ():
         if isinstance(condition, (dict, Mapping)) and condition.get("type") == kind:
@@ -132,9 +132,9 @@ def find_condition(status: object, kind: str) -> Mapping[str, Any]:
 
 
 def own_status(status: Any) -> Any:
-    """Return a status without the conditions that others wrote into it: each manager has its own.
+    """Return a status without conditions of other field managers.
 
-    One without conditions stays as it is.
+    A status without conditions is returned as it is.
     """
     if not isinstance(status, Mapping) or "conditions" not in status:
         return status
@@ -164,10 +164,10 @@ def set_conditions(
 
 
 def readable_reason(reason: str) -> str:
-    """Return a reason that the CRD takes: ReasonUnreadable in place of one that is none.
+    """Return the reason, or ReasonUnreadable if the CRD does not accept it.
 
-    Launchers, webhooks and API servers choose reasons, too. One that is too long would make the
-    API server refuse every later write of the status.
+    Launchers, webhooks and API servers choose reasons, too. With one that is too long, the API
+    server would refuse every later write of the status.
     """
     text = str(reason)
     if len(text) <= LONGEST_REASON and _REASON.fullmatch(text):
@@ -179,13 +179,13 @@ def readable_reason(reason: str) -> str:
 def timestamp(now: float) -> str:
     """Write seconds since the epoch as Kubernetes does: UTC, whole seconds.
 
-    A plan asks for its own moment many times.
+    It is cached, because a plan writes the time of its own start many times.
     """
     return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def seconds(text: object) -> float | None:
-    """Read Kubernetes' time; None if it is none."""
+    """Parse a time as Kubernetes writes it, into seconds since the epoch; None if it is invalid."""
     if not isinstance(text, str):
         return None
     try:

@@ -1,4 +1,4 @@
-"""What is wrong, or suspicious, in a manifest, and how it is said."""
+"""Findings: errors and warnings about the fields of a manifest, and how they show values."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class FieldError:
         path: JSON path, e.g. ``spec.prefill.engine.extraArgs[2]``.
         value: the offending value, shortened.
         rule: rule id: a :class:`Rule` or a ``compat`` reason.
-        message: what is wrong, in one sentence.
-        remedy: what to do, in one sentence.
+        message: the fault, in one sentence.
+        remedy: how to correct it, in one sentence.
         related: other paths that the finding was computed from.
     """
 
@@ -114,7 +114,7 @@ def _json(value: object) -> str:
     """Write a value as a manifest has it: ``true``, ``null``, ``{"a": 1}``."""
     try:
         return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):  # YAML knows dates, and other keys than text
+    except (TypeError, ValueError):  # YAML has dates, and other keys than text
         return repr(value)
 
 
@@ -124,7 +124,7 @@ def under(path: str, parent: str) -> bool:
 
 
 def nearest(text: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most like a text, whatever its case; None if none is."""
+    """Return the known name that is nearest to a misspelt one in any case; None if none is near."""
     folded = {name.lower(): name for name in known}
     near = difflib.get_close_matches(text.lower()[:100], folded, n=1, cutoff=0.5)
     return folded[near[0]] if near else None

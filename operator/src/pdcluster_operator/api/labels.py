@@ -1,4 +1,4 @@
-"""Labels and annotations of everything that belongs to a cluster; the engine that labels name."""
+"""Labels and annotations of the objects of a PDCluster, and the names of its API."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ ENGINE_LABEL = f"{GROUP}/engine"
 POD_INDEX_LABEL = "apps.kubernetes.io/pod-index"
 APPLIED_ANNOTATION = f"{GROUP}/applied"
 RENDERED_ANNOTATION = f"{GROUP}/rendered"
-"""On a router's Deployment: its pod template before the engines' addresses, and what it was made
-from."""
+"""On a router's Deployment: its pod template without the engines' addresses, and the template's
+inputs."""
 RELEASED_ANNOTATION = f"{GROUP}/released-at"
 """On an engine's StatefulSet: since when it has no pods, because not all of them fit."""
 RELEASED_BECAUSE_ANNOTATION = f"{GROUP}/released-because"
@@ -59,9 +59,9 @@ UNUSED_ANNOTATION = f"{GROUP}/unused-since"
 
 
 def engine_of(manifest: Mapping[str, object]) -> EngineName | None:
-    """Return the name of the engine that an object's labels name; None if they name none."""
+    """Return the engine that an object belongs to by its labels; None if it belongs to none."""
     metadata = manifest.get("metadata")
-    if not isinstance(metadata, (dict, Mapping)):  # a check against a type is the quicker one
+    if not isinstance(metadata, (dict, Mapping)):  # the check for dict is the quicker one
         return None
     labels = metadata.get("labels")
     if not isinstance(labels, (dict, Mapping)):
@@ -78,7 +78,7 @@ def engine_of(manifest: Mapping[str, object]) -> EngineName | None:
 def _engine_named(
     namespace: str, cluster: str, role: str, revision: str, engine: str
 ) -> EngineName | None:
-    """Remembered, because a plan asks for the engine of each object several times."""
+    """Cached, because a plan reads the engine of each object several times."""
     index = engine.rpartition("-")[2]
     if role not in (Role.PREFILL.value, Role.DECODE.value) or not index.isdecimal():
         return None

@@ -1,4 +1,4 @@
-"""Names of everything that belongs to a cluster, with their limits; addresses and TCP ports.
+"""Names, addresses and TCP ports of the objects of a PDCluster, and the limits of names.
 
 A StatefulSet's name may have 52 characters, because Kubernetes appends a revision of 11 characters
 to it in a label of its pods. These 52 are: 34 of the cluster's name, ``-prefill-`` (9), a revision
@@ -36,7 +36,7 @@ _OWN_CONNECTOR = re.compile(rf"(.+)-connector-[0-9a-f]{{{OWN_CONNECTOR_LENGTH}}}
 
 
 def name_errors(name: object) -> list[tuple[str, str]]:
-    """Return (message, remedy) for everything wrong with a cluster's name."""
+    """Return (message, remedy) of each error in a cluster's name."""
     if not isinstance(name, str) or not name:
         return [("is missing", "Give the cluster a name.")]
     errors = []
@@ -59,7 +59,7 @@ def name_errors(name: object) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class EngineName:
-    """Which engine: names and addresses follow from it."""
+    """Identifies an engine. Its objects' names and addresses follow from it."""
 
     namespace: str
     cluster: str
@@ -117,7 +117,7 @@ def own_connector_name(cluster: str, digest: str) -> str:
 
 
 def owner_of_connector(name: str) -> str:
-    """Return the cluster whose own copy has this name; empty if it is no copy's name."""
+    """Return the cluster of a name from :func:`own_connector_name`; empty for other names."""
     found = _OWN_CONNECTOR.fullmatch(name)
     return found[1] if found else ""
 

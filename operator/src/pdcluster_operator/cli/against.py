@@ -1,4 +1,4 @@
-"""``pdcluster plan FILE --against``: what the operator would do to a cluster that runs."""
+"""``pdcluster plan FILE --against``: the steps of the operator for a cluster that runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pdcluster_operator.runtime.interfaces import ApiError, Key
 
 
 def show_plan_against(file: str, where: Where) -> Exit:
-    """Print what would follow if a file were applied now; write nothing."""
+    """Print the steps that would follow if a file were applied now; write nothing."""
     document = read_file(file)
     console = Console(highlight=False, soft_wrap=True)
     _, findings = check_manifest(document)

@@ -34,7 +34,7 @@ class Where:
 
 
 def connected(where: Where, command: Callable[[KubeClient], Awaitable[Exit]]) -> Exit:
-    """Run a command with a connection. What the API server refuses ends it with its words."""
+    """Run a command with a connection. If the API server refuses, its message ends the command."""
     return asyncio.run(_connected(where, command))
 
 

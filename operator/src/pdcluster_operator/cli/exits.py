@@ -8,7 +8,8 @@ from enum import IntEnum
 class Exit(IntEnum):
     """Exit codes of ``pdcluster``. Each command decides by itself with which one it ends.
 
-    NOT_READY also says that a change waits for somebody. MACHINE is for what this machine lacks.
+    NOT_READY also means that a change waits for a person. MACHINE means that this machine lacks
+    something.
     """
 
     DONE = 0
@@ -22,7 +23,7 @@ class Exit(IntEnum):
 
 
 class UserError(Exception):
-    """Something that the user can correct. Its text says what is wrong and what to do."""
+    """An error that the user can correct. Its text names the fault and the remedy."""
 
     def __init__(self, message: str, exit_code: Exit) -> None:
         super().__init__(message)

@@ -1,6 +1,6 @@
 """``pdcluster lint``: the admission rules, offline, all findings at once.
 
-It also has what other commands share with it: reading manifests, and printing findings.
+Other commands use its functions that read manifests and print findings.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def lint(files: Sequence[str]) -> Exit:
 
 
 def print_findings(console: Console, title: str, findings: Findings) -> None:
-    """Print a headline and every finding: path and value, what is wrong, the remedy."""
+    """Print a headline and every finding: path and value, message, remedy."""
     counts = [_count(findings.errors, "error"), _count(findings.warnings, "warning")]
     headline = Text(f"{title}: {', '.join(filter(None, counts)) or 'no errors'}", style="bold")
     console.print(headline, soft_wrap=True)

@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return int(Exit.DONE)
     except SystemExit as end:
-        # rich exits so when a pipe was closed, for example by `head`. The exit code 1 would say
+        # rich exits so when a pipe was closed, for example by `head`. The exit code 1 would mean
         # that the manifest is refused.
         if options.command == "up" or not isinstance(end.__context__, BrokenPipeError):
             raise
@@ -239,7 +239,7 @@ def _command(options: argparse.Namespace) -> Callable[[], Exit]:
 
 
 def _add_where(command: argparse.ArgumentParser) -> None:
-    """Add the options that say which cluster is meant."""
+    """Add the option that names the namespace."""
     command.add_argument(
         "-n", "--namespace", metavar="NAMESPACE", help="default: the one of the context"
     )
@@ -275,7 +275,7 @@ def _add_rollout(commands: Any) -> None:
 
 
 def _rollout(options: argparse.Namespace) -> Callable[[], Exit]:
-    """Return what the options of ``rollout`` ask for."""
+    """Return the command of ``rollout`` that the options name."""
     from pdcluster_operator.cli import rollout
     from pdcluster_operator.cli.connection import Where
 

@@ -1,4 +1,4 @@
-"""One prompt through the router, and what the KV cache did for it."""
+"""``pdcluster up --once``: one prompt through the router, and the path of its KV cache."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ RECEIVED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back.
+    """The answer to the prompt.
 
     Attributes:
         text: the generated text.
         tokens: how many tokens that is.
-        kv_path: decode's own account of the request; empty if a router took it out.
-        received: bytes that all decode engines counted meanwhile.
+        kv_path: from the decode engine; empty if a router removed it.
+        received: bytes that all decode engines received meanwhile.
     """
 
     text: str
@@ -59,7 +59,7 @@ async def ask(
     Args:
         url: base URL of the router.
         decode: base URLs of the decode engines' APIs, whose metrics are read before and after.
-        key: the API key, where the cluster asks for one.
+        key: the API key, if the cluster requires one.
 
     Raises :class:`UserError` when the request fails.
     """
@@ -82,7 +82,7 @@ async def ask(
 
 
 def describe_path(answer: Answer) -> str:
-    """Return what the KV cache did, in one sentence."""
+    """Return how the KV cache moved, in one sentence."""
     path = answer.kv_path
     if not path:
         if answer.received:

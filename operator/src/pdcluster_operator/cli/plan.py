@@ -24,7 +24,7 @@ LONGEST_BINARY = 64
 
 
 def show_plan(file: str, output: str) -> Exit:
-    """Print what the operator would do if this cluster were new."""
+    """Print the operator's steps for a cluster of which nothing exists yet."""
     console = Console(highlight=False, soft_wrap=True)
     document = read_cluster(file)
     _, findings = check_manifest(document)

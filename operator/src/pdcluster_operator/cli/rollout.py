@@ -31,15 +31,15 @@ def status(name: str, where: Where, *, watch: bool, timeout: float) -> Exit:
     async def follow(client: KubeClient) -> Exit:
         key = Key(where.namespace_or_default(), name)
         deadline = time.monotonic() + timeout if timeout else math.inf
-        said = await _said(client, key)
-        shown = _show(name, said.line, "")
-        while watch and said.complete is None:
+        latest = await _announcement(client, key)
+        shown = _show(name, latest.line, "")
+        while watch and latest.complete is None:
             if time.monotonic() > deadline:
                 raise UserError(f"not complete after {timeout:.0f} s: {shown}", Exit.NOT_READY)
             await asyncio.sleep(POLL_SECONDS)
-            said = await _said(client, key, patient=True)
-            shown = _show(name, said.line, shown)
-        return Exit.NOT_READY if said.complete is False else Exit.DONE
+            latest = await _announcement(client, key, patient=True)
+            shown = _show(name, latest.line, shown)
+        return Exit.NOT_READY if latest.complete is False else Exit.DONE
 
     return connected(where, follow)
 
@@ -78,13 +78,13 @@ def go_back(name: str, where: Where, *, dry_run: bool) -> Exit:
             )
         await change_spec(client, live, found.spec, dry_run=dry_run)
         print(f"{OBJECT}/{name} rolled back{' (dry run: nothing was written)' if dry_run else ''}")
-        _tell(found, live)
+        _print_undo(found, live)
         return Exit.DONE
 
     return connected(where, change)
 
 
-def _tell(found: Undo, live: dict[str, Any]) -> None:
+def _print_undo(found: Undo, live: dict[str, Any]) -> None:
     print(f"changed: {', '.join(found.fields)}")
     for role, revision in found.revisions.items():
         print(f"{role}: engines of revision {revision}")
@@ -92,7 +92,7 @@ def _tell(found: Undo, live: dict[str, Any]) -> None:
         print("rollout.paused is set, so engines stay as they are until `pdcluster rollout resume`")
 
 
-async def _said(client: KubeClient, key: Key, *, patient: bool = False) -> Announcement:
+async def _announcement(client: KubeClient, key: Key, *, patient: bool = False) -> Announcement:
     """Ask how far the rollout is. A patient question may go without an answer."""
     try:
         return announce(await _live(client, key))

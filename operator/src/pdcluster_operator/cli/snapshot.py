@@ -1,4 +1,4 @@
-"""What ``pdcluster up`` shows of a running cluster, from the API, launchers and logs."""
+"""The state of a cluster that ``pdcluster up`` runs, from the API, launchers and logs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAITS_FOR_ENGINES = "waits until every engine answers"
 
 @dataclass(frozen=True, slots=True)
 class PodLine:
-    """One pod: what it is, where, and what it is doing.
+    """One pod, as ``up`` shows it.
 
     Attributes:
         state: one CamelCase word.
@@ -65,7 +65,7 @@ class Snapshot:
 
     @property
     def missing(self) -> tuple[Condition, ...]:
-        """Conditions that do not hold, Ready aside: what the cluster waits for."""
+        """Conditions other than Ready that do not hold: the cluster waits for them."""
         return tuple(c for c in self.conditions if c.status != "True" and c.type != "Ready")
 
 

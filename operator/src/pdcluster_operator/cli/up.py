@@ -49,7 +49,7 @@ CANNOT_START = ("CreateContainerConfigError", "Unschedulable")
 PATIENCE_SECONDS = 10.0
 """With --once: how long a pod may wait for something that this machine lacks."""
 ON_THE_WAY = ("Accepted", "KVLinksEstablished", "KVPathVerified")
-"""Conditions that say more than the lines of the pods while a cluster starts."""
+"""Conditions that are shown while a cluster starts. The lines of the pods cover the others."""
 KEPT_RUNS = 5
 """So many folders of runs stay, with their logs and volumes."""
 
@@ -132,7 +132,7 @@ def with_model(document: Any, folder: Path | None) -> Any:
 
 
 def with_names(document: Any) -> Any:
-    """Return the manifest with ``internalNames: Shown``, unless it says otherwise."""
+    """Return the manifest with ``internalNames: Shown``, unless it sets the field."""
     spec = document.get("spec") if isinstance(document, dict) else None
     transfer = spec.get("transfer") if isinstance(spec, dict) else None
     if not isinstance(spec, dict) or not isinstance(transfer, dict | None):
@@ -142,7 +142,7 @@ def with_names(document: Any) -> Any:
 
 
 class UpRun:
-    """Starts a cluster, does what was asked, and ends every process."""
+    """Starts a cluster, runs until the prompt is answered or Ctrl-C, and ends every process."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class UpRun:
         self._interrupted = asyncio.Event()
 
     async def main(self) -> Exit:
-        """Start everything, do what was asked, and end every process in any case."""
+        """Start everything, run, and end every process in any case."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._interrupt)
@@ -197,7 +197,7 @@ class UpRun:
             f"endpoint: {url}\n\n  curl {url}/v1/completions -H 'Content-Type: application/json' "
             f"\\\n   {sent} -d '{json.dumps(request)}'\n\nCtrl-C stops it."
         )
-        self._view.know_conditions(snapshot)
+        self._view.mark_as_shown(snapshot)
         await self._watch(lambda _: False)
         return Exit.DONE
 

@@ -107,7 +107,7 @@ STYLES = {
 
 
 def pods_table(pods: Iterable[PodLine]) -> Columns:
-    """Return what every pod is doing."""
+    """Return one row a pod."""
     table = Columns("POD", "ROLE", "ADDRESS", "STATE", "DOING", one_line=True)
     for pod in pods:
         again = f" (start {pod.restarts + 1})" if pod.restarts else ""
@@ -117,7 +117,7 @@ def pods_table(pods: Iterable[PodLine]) -> Columns:
 
 
 def links_table(links: Iterable[tuple[str, LinkReport]]) -> Columns:
-    """Return every pair of engines: whether KV can move, how fast, and whether a canary passed."""
+    """Return one row a link: whether KV can move, how fast, and whether a canary passed."""
     table = Columns("PREFILL", "DECODE", "STATE", "SHARDS", "GB/s", "CANARY", "REASON")
     for decode, link in links:
         canary = link.canary.state.value
@@ -149,8 +149,8 @@ def conditions_table(conditions: Iterable[Condition]) -> Columns:
 
 
 def waiting_for(snapshot: Snapshot) -> str:
-    """Return what the cluster waits for, in one line: the conditions that do not hold."""
-    # Progressing and Available only repeat what the other conditions say.
+    """Return the conditions that do not hold, in one line."""
+    # Progressing and Available only repeat the other conditions.
     parts = [
         f"{c.type}={c.status} {c.reason}{': ' if c.message else ''}{c.message}"
         for c in snapshot.missing
@@ -174,7 +174,7 @@ def _styled(text: str, key: str) -> Text:
 
 SPINNER_WIDTH = 2
 QUIET_SECONDS = 15.0
-"""After this time without a change, the plain view repeats what the cluster waits for."""
+"""After this time without a change, the plain view repeats the conditions that do not hold."""
 
 
 class View:
@@ -218,7 +218,7 @@ class View:
     def show(self, snapshot: Snapshot) -> None:
         """Show a snapshot. Changes of pods are printed as lines; a live table shows everything."""
         for pod in snapshot.pods:
-            self._tell(pod)
+            self._print_change(pod)
         waiting = waiting_for(snapshot)
         if self._live is not None:
             elapsed = time.monotonic() - self._began
@@ -239,12 +239,12 @@ class View:
                 detail = f" - {condition.message}" if condition.message else ""
                 self.say(f"{condition.type}: {state}{detail}")
 
-    def know_conditions(self, snapshot: Snapshot) -> None:
+    def mark_as_shown(self, snapshot: Snapshot) -> None:
         """Remember that these conditions were shown: another output has printed them."""
         for condition in snapshot.conditions:
             self._last[f"condition {condition.type}"] = f"{condition.status} {condition.reason}"
 
-    def _tell(self, pod: PodLine) -> None:
+    def _print_change(self, pod: PodLine) -> None:
         # A live table shows messages as they change; lines are for changes of state.
         detail = f" - {pod.doing}" if pod.doing else ""
         key = pod.state if self._live is not None else f"{pod.state}{detail}"

@@ -121,10 +121,10 @@ def _listen(address: str, port: int) -> socket.socket | None:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Who listens on a port: on every address of the machine, or on the one that was asked for.
+    """A process that listens on a port, on every address of the machine or on one.
 
     Attributes:
-        holder: `` by NAME (pid N)``, or empty if it is not known.
+        holder: `` by NAME (pid N)``, or empty if /proc does not show it.
     """
 
     everywhere: bool
@@ -132,7 +132,7 @@ class Listener:
 
 
 def listener(address: str, port: int) -> Listener | None:
-    """Return who listens on a port of an address; None if nobody is known to."""
+    """Return the listener on a port of an address, from /proc/net; None if there is none."""
     packed = "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
     everywhere = {f"{host}:{port:04X}" for host in ("00000000", "0" * 32)}
     found = {

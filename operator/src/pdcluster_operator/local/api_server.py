@@ -35,7 +35,7 @@ class LocalApi:
         self._clock = clock
 
     def watch(self, watcher: Watcher) -> None:
-        """Call ``watcher(ADDED|MODIFIED|DELETED, object)`` for what is there and what comes."""
+        """Call ``watcher(ADDED|MODIFIED|DELETED, object)`` for each object, and each change."""
         self._watchers.append(watcher)
         for manifest in list(self._objects.values()):
             watcher("ADDED", copy.deepcopy(manifest))
@@ -53,7 +53,7 @@ class LocalApi:
         ]
 
     def apply(self, desired: Manifest) -> Manifest:
-        """Create the object, or change it to what ``desired`` says. The status stays."""
+        """Create the object, or replace all of it but its status by ``desired``."""
         identity = _identity(desired)
         live = self._objects.get(identity)
         content = {key: copy.deepcopy(value) for key, value in desired.items() if key != "status"}

@@ -1,4 +1,4 @@
-"""A whole control plane in one process: the same control loop over memory and processes."""
+"""A whole control plane in one process: the operator's control loop, an API server, a kubelet."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class LocalCluster:
     Args:
         folder: logs and stand-ins for volumes.
         connector: the connector that is mounted into engine pods.
-        say: one line for the person at the terminal.
+        say: prints one line to the terminal.
         first_address: where the search for free loopback addresses starts.
     """
 
@@ -217,7 +217,7 @@ class _ApiPort:
 
 
 class _Events:
-    """Logs events. The terminal shows conditions, which say the same."""
+    """Logs events. The terminal shows conditions, which hold the same facts."""
 
     async def publish(self, cluster: Mapping[str, Any], events: Iterable[Event]) -> None:
         for event in events:

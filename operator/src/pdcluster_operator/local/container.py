@@ -1,9 +1,8 @@
 """One container: a process behind the shim, with probes and restarts.
 
-Three substitutions stand for what a real node does with namespaces: a mount becomes a
-folder, a DNS name becomes its pod's address, and a bind to 0.0.0.0 becomes a bind to the
-pod's own 127.x.y.z. Everything else in a container's arguments and environment is what a
-cluster would give it.
+Three substitutions stand for the namespaces of a real node: a mount becomes a folder, a DNS name
+becomes its pod's address, and a bind to 0.0.0.0 becomes a bind to the pod's own 127.x.y.z. All
+other arguments and variables of a container are those that it has in a cluster.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Gathers what :mod:`.preflight` judges: files, ports, memory, and the engines' Python.
 
-The engines' Python is asked in a process of its own. It imports nothing of vLLM, so it takes
-about a second.
+The versions in the engines' Python are read by a process of that Python. It does not import vLLM,
+so it takes about a second.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def gather(
 
     Args:
         document: the PDCluster; ``cluster`` is the same, parsed.
-        environment: what a container inherits.
+        environment: variables that a container inherits.
         ports: that each pod binds.
     """
     problems: list[tuple[str, Problem]] = []
@@ -80,7 +80,7 @@ def gather(
 def _pods(
     document: Manifest, cluster: Cluster, connector: ConnectorBundle
 ) -> Iterator[tuple[Role | None, Manifest, int]]:
-    """Yield (role, pod template, number of pods) of what the operator would create."""
+    """Yield (role, pod template, number of pods) of each workload of the plan."""
     observed = Observed(
         cluster=document, children=(), pods=(), engines={}, links={}, connector=connector
     )
@@ -116,7 +116,7 @@ def _folder(path: str) -> Folder:
 
 
 def _ask(environment: Mapping[str, str]) -> tuple[str, dict[str, Any], str]:
-    """Ask the engines' Python; returns (its path, its answer, why it gave none)."""
+    """Run the engines' Python; return (its path, its answer, why there is no answer)."""
     python = shutil.which("python3", path=environment["PATH"]) or "python3"
     source = str(Path(pdcluster_connector.__file__).parent.parent)
     try:

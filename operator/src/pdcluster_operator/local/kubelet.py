@@ -44,7 +44,7 @@ class Kubelet:
 
     Args:
         resolve: cluster DNS, see :class:`.addresses.Names`.
-        environment: what a container image would bring: PATH and the like.
+        environment: variables that a container image would set, such as PATH.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Kubelet:
         }
 
     def promised(self) -> int:
-        """Count bytes that pods which started just now have asked for and hardly taken yet."""
+        """Return the memory, in bytes, that pods younger than PROMISE_SECONDS have requested."""
         now = asyncio.get_running_loop().time()
         return sum(
             memory_request(run.pod)

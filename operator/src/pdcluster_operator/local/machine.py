@@ -1,4 +1,4 @@
-"""This machine as a node: what it lacks for a pod, and folders that stand for volumes.
+"""This machine as a node: why a pod cannot start on it, and folders that stand for volumes.
 
 The checks are those of a scheduler and a kubelet, before a process starts. What an engine itself
 needs (ports, shared memory, room for its KV cache) the launcher checks, here as in a cluster.
@@ -34,7 +34,7 @@ LESS_MEMORY = (
 
 
 class Lack(StrEnum):
-    """What this machine lacks for a pod: the rule ids of a pre-flight."""
+    """Rule ids of a pre-flight: why this machine cannot run a pod."""
 
     NOT_SIMULATED = "NotSimulated"
     VOLUME_UNUSABLE = "VolumeUnusable"
@@ -53,8 +53,8 @@ class Problem:
         reason: Kubernetes' reason.
         lack: ours.
         subject: the volume, program or variable that it is about.
-        what: what is wrong, in one sentence.
-        remedy: what to do, in one sentence.
+        what: the fault, in one sentence.
+        remedy: how to correct it, in one sentence.
     """
 
     reason: str
@@ -65,7 +65,7 @@ class Problem:
 
     @property
     def message(self) -> str:
-        """Both sentences, as a kubelet would say them."""
+        """Both sentences, as in the message of a kubelet."""
         return f"{self.what}: {self.remedy}"
 
 
@@ -75,7 +75,7 @@ def find_problem(pod: Manifest, environment: Mapping[str, str], promised: int) -
     Args:
         pod: the pod to be started.
         environment: what its containers inherit, PATH among it.
-        promised: bytes of memory that pods which run already have asked for and not yet used.
+        promised: bytes of memory that running pods have requested and not yet used.
     """
     first = next(find_problems(pod, environment), None)
     return first or _memory_problem(pod["spec"]["containers"], promised)
@@ -124,7 +124,7 @@ def find_problems(pod: Manifest, environment: Mapping[str, str]) -> Iterator[Pro
 
 
 def memory_request(pod: Manifest) -> int:
-    """Bytes of memory that a pod's containers ask for."""
+    """Bytes of memory that a pod's containers request."""
     return sum(_request(container) for container in pod["spec"]["containers"])
 
 

@@ -1,6 +1,6 @@
-"""What keeps a manifest from running on this machine: facts in, findings out. Pure.
+"""Findings about whether a manifest can run on this machine, from facts about it. Pure.
 
-Each finding is something that waiting does not cure. :mod:`.facts` gathers the facts.
+A fault that may pass by itself is no finding. :mod:`.facts` gathers the facts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.local.machine import LESS_MEMORY, Lack, Problem
 
 
-class Bar(StrEnum):
+class PreflightRule(StrEnum):
     """Rules of a whole manifest. Those of a pod are in :class:`.machine.Lack`."""
 
     ONCE_NEEDS_ROUTER = "OnceNeedsRouter"
@@ -30,7 +30,7 @@ class Bar(StrEnum):
     WRONG_BUILD = "WrongBuild"
 
 
-COMMAND_LINE = frozenset({Bar.ONCE_NEEDS_ROUTER, Bar.ONCE_NEEDS_ENGINES})
+COMMAND_LINE = frozenset({PreflightRule.ONCE_NEEDS_ROUTER, PreflightRule.ONCE_NEEDS_ENGINES})
 """Rules that the command line breaks, not the machine."""
 
 
@@ -40,15 +40,15 @@ class Facts:
 
     Attributes:
         python: the program that engines run in.
-        silence: why that Python could not be asked; empty if it was.
+        silence: why that Python did not answer; empty if it did.
         versions: module -> version, or ``missing``.
         supported: module -> the versions that the connector works with.
-        unsupported: modules whose version is out of that range.
+        unsupported: modules with a version out of that range.
         gpus: the GPUs that engines would see.
         models: the folder that each role's engines mount as their model.
-        problems: what a kubelet would say of each pod: (role or ``router``, problem).
-        asked: bytes of memory that the pods of each role ask for.
-        free: bytes of memory that can be had.
+        problems: why pods cannot start: (role or ``router``, problem).
+        asked: bytes of memory that the pods of each role request.
+        free: bytes of memory that are free.
         taken: ports that pods need and that are taken on every address, with their holders.
     """
 
@@ -66,7 +66,7 @@ class Facts:
 
 
 def judge(cluster: Cluster, facts: Facts, *, once: bool, model_flag: bool) -> list[FieldError]:
-    """Return everything that keeps a manifest from running here, each thing once.
+    """Return all findings, each once.
 
     Args:
         once: whether one prompt is to be sent and answered.
@@ -89,7 +89,7 @@ def _once(cluster: Cluster) -> Iterator[FieldError]:
         yield FieldError(
             "spec.router.replicas",
             "0",
-            Bar.ONCE_NEEDS_ROUTER,
+            PreflightRule.ONCE_NEEDS_ROUTER,
             "--once sends its prompt through the router, and none is wanted",
             "Set router.replicas to 1, or leave --once out.",
         )
@@ -98,7 +98,7 @@ def _once(cluster: Cluster) -> Iterator[FieldError]:
             yield FieldError(
                 f"spec.{role}.replicas",
                 "0",
-                Bar.ONCE_NEEDS_ENGINES,
+                PreflightRule.ONCE_NEEDS_ENGINES,
                 f"--once waits until the cluster is Ready, and without {role} engines it never is",
                 "Set at least 1, or leave --once out.",
             )
@@ -109,7 +109,7 @@ def _python(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
         yield FieldError(
             "spec.engine",
             facts.python,
-            Bar.PYTHON_SILENT,
+            PreflightRule.PYTHON_SILENT,
             f"the Python of the engines could not be asked what it holds: {facts.silence}",
             "Correct that Python, or put another one first on PATH.",
         )
@@ -124,7 +124,7 @@ def _python(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
             yield FieldError(
                 "spec.engine",
                 facts.python,
-                Bar.MODULE_MISSING,
+                PreflightRule.MODULE_MISSING,
                 f"engines run in this Python, and it has no module {module}",
                 f"{install}{rest}.",
             )
@@ -151,7 +151,7 @@ def _build(cluster: Cluster, facts: Facts, wheel: str) -> Iterator[FieldError]:
     yield FieldError(
         "spec.transfer.device",
         device.value,
-        Bar.WRONG_BUILD,
+        PreflightRule.WRONG_BUILD,
         f"vLLM {version} in {facts.python} runs {runs}",
         f"Set the device to {other.value}, or install the other build: pip install "
         f"'{wheel}{facts.supported.get('vllm', '')}'.",
@@ -172,7 +172,7 @@ def _pods(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
 
 
 def _place(cluster: Cluster, owner: str, problem: Problem) -> str:
-    """Return the field that a kubelet's problem comes from; where none is known, the template."""
+    """Return the field that causes a pod's problem; by default, the pod template."""
     known = {
         "model": "spec.model.source.persistentVolumeClaim",
         "cache": "spec.model.cache",
@@ -238,7 +238,7 @@ class Gpus:
     """The GPUs that a process of this machine sees.
 
     Attributes:
-        count: None where no driver could be asked.
+        count: None if no driver answered.
         reason: why there is none.
         chosen: ``CUDA_VISIBLE_DEVICES`` of this shell chose them; the machine may have more.
     """
@@ -346,7 +346,7 @@ class Folder:
 
     Attributes:
         problem: why it can't be read; empty if it can.
-        names: what it holds.
+        names: of the files in it.
     """
 
     path: str

@@ -1,1 +1,1 @@
-"""What admission checks."""
+"""The rules of admission, one module a subject; ``validate`` applies all of them."""

@@ -1,6 +1,6 @@
-"""What a pod template may mount where engines have their certificates.
+"""Rules of the certificates that a pod template mounts into engines (``spec.transfer.tls``).
 
-With ``spec.transfer.tls: Mounted`` it has to mount the files. With ``Enabled`` the operator does.
+With ``Mounted`` the template has to mount the files. With ``Enabled`` the operator mounts its own.
 
 A Secret or a CSI driver may hold anything, so there are no findings about those. A volume that can
 never hold the files is an error. An emptyDir that no container fills is only a warning: a webhook
@@ -38,7 +38,7 @@ Volume = tuple[str, Mapping[str, Any]]
 
 
 def mount_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield what is wrong with the mounts of each role's engine container."""
+    """Yield errors in the mounts of each role's engine container."""
     for role in Role:
         if cluster.spec.transfer.tls is TlsMode.MOUNTED:
             yield from _of_role(cluster, role)
@@ -47,7 +47,7 @@ def mount_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def mount_warnings(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield what is legal in the volumes that hold certificates, but suspicious."""
+    """Yield volumes of certificates that are legal, but probably do not work."""
     for role in Role:
         if cluster.spec.transfer.tls is TlsMode.MOUNTED:
             volumes = _volumes(cluster, role)
@@ -71,7 +71,7 @@ def support_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def support_warnings(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield the same as a warning, where it is not known which operator it will be."""
+    """Yield the same as a warning, for ``pdcluster lint``, which does not see the operator."""
     for error in support_errors(cluster):
         message = "an operator of a default install has no certificate that such engines trust"
         yield replace(error, message=message)
@@ -167,7 +167,7 @@ def _secrets(volume: Mapping[str, Any]) -> list[object]:
 
 
 def volume_errors(role: Role, path: str, volume: Mapping[str, Any]) -> Iterator[FieldError]:
-    """Yield why a volume that engines mount at the folder can never hold the files.
+    """Yield an error if a volume that engines mount at the folder can never hold the files.
 
     Args:
         path: of the volume in the spec.
@@ -193,7 +193,7 @@ def volume_errors(role: Role, path: str, volume: Mapping[str, Any]) -> Iterator[
 def volume_warnings(
     cluster: Cluster, role: Role, path: str, volume: Mapping[str, Any]
 ) -> Iterator[FieldError]:
-    """Yield what is legal in such a volume, but does not do what the user means."""
+    """Yield settings of such a volume that are legal, but probably not meant."""
     empty = _begins_empty(volume)
     writers = _writers(cluster, role, volume) if empty else {}
     if empty and not writers:
@@ -260,7 +260,7 @@ def _ends(path: str, container: Mapping[str, Any]) -> bool:
 
 
 def _sources(path: str, volume: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield what a volume's files come from, with the path; nothing if Kubernetes does not say."""
+    """Yield (path, source) of the sources of a volume's files that Kubernetes describes."""
     for kind in (*_NAMED, "downwardAPI"):
         if isinstance(source := volume.get(kind), Mapping):
             yield f"{path}.{kind}", {**source, "kind": kind}
@@ -271,7 +271,7 @@ def _sources(path: str, volume: Mapping[str, Any]) -> Iterator[tuple[str, Mappin
 
 
 def _paths(source: Mapping[str, Any]) -> set[str] | None:
-    """Return the files that a source gives; None if that is not known."""
+    """Return the paths of the files of a source; None for a source that may hold any file."""
     kind = source["kind"]
     if kind in _NAMED and not source.get("items"):
         return None

@@ -1,7 +1,7 @@
 """Rules of the engines: the sizes of each role, and whether the two roles can exchange KV.
 
 The rules about KV are in the connector's ``compat/``, because the handshake applies the same ones.
-This module says which field of the spec a refusal comes from. A rule that compares two engines
+This module adds the field of the spec that a refusal comes from. A rule that compares two engines
 needs values that a manifest may leave out. Such a rule is checked when the engines connect to each
 other.
 """
@@ -103,7 +103,7 @@ CHOSEN_BY_VLLM = ("block_size", "kv_dtype")
 
 
 def pair_findings(cluster: Cluster) -> Findings:
-    """Return refusals as errors, and the fields that only the engines know."""
+    """Return refusals as errors, and the EngineShape fields that the spec does not set."""
     shapes = {role: engine_shape(cluster, resolve_engine(cluster, role)) for role in Role}
     findings = check(shapes[Role.PREFILL], shapes[Role.DECODE])
     refused = [finding for finding in findings if finding.verdict is Verdict.REFUSED]
@@ -192,7 +192,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
 
 
 def unchecked_message(fields: Iterable[str]) -> str:
-    """Return what is not checked yet, when it will be, and what checks it earlier.
+    """Return a sentence about rules that only the engines can check, and how to check them earlier.
 
     Args:
         fields: names of ``EngineShape`` fields, from ``Findings.unchecked``.

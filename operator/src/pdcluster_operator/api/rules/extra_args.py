@@ -1,4 +1,4 @@
-"""Rules of extraArgs and env: flags and variables that are refused, or do not do what is meant.
+"""Rules of extraArgs and env: flags and variables that are refused, or that have no effect.
 
 Refused are flags and variables that the operator sets itself, flags with which the connector does
 not start, and flags that contradict a field of the spec.
@@ -75,7 +75,7 @@ def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def _overlaid_keys(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield API keys in pod templates: the processes would ask for different keys."""
+    """Yield API keys in pod templates: router and engines would require different keys."""
     for path, template, ours in pod_templates(cluster):
         for place, entry in containers(template):
             env = entry.get("env") if entry.get("name") == ours else None
@@ -206,7 +206,7 @@ def _eager_pipeline(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def variable_warnings(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield variables that UCX or vLLM accept, but that do not do what the user means."""
+    """Yield variables that UCX or vLLM accept, but that harm or have no effect here."""
     for path, engine in engine_places(cluster):
         for place, var in enumerate(engine.env):
             yield from _variable(cluster, f"{path}.env[{place}]", var.name, var.value)

@@ -1,4 +1,4 @@
-"""What engines that start together need: a cluster with PodGroups, and pods of one priority."""
+"""Rules of ``spec.scheduling.gang``: an API server with PodGroups, and pods of one priority."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pdcluster_operator.api.spec.types import Cluster
 
 GANG = "spec.scheduling.gang"
 FIELDS = ("priorityClassName", "preemptionPolicy", "schedulerName")
-"""What Kubernetes' scheduler wants to be equal in all pods of a PodGroup."""
+"""Fields that must be equal in all pods of a PodGroup."""
 
 
 def gang_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield what the scheduler would refuse in the pods of a PodGroup."""
+    """Yield fields with which the scheduler refuses the pods of a PodGroup."""
     if cluster.spec.scheduling.gang is not Switch.ENABLED:
         return
     specs = {role: pod_spec(cluster.spec.role(role).pod_template) for role in Role}
@@ -57,6 +57,6 @@ def pod_group_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def pod_group_warnings(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield the same as a warning, where it is not known which API server it will be."""
+    """Yield the same as a warning, for ``pdcluster lint``, which does not see the API server."""
     for error in pod_group_errors(cluster):
         yield replace(error, message="an API server serves no PodGroups by default")

@@ -1,4 +1,4 @@
-"""What pods get of their nodes: folders, namespaces and the rights of root.
+"""Rules of the access to nodes: hostPath, host namespaces and privileged containers.
 
 Whoever may mount a folder of a node can read it, so an operator may forbid hostPath.
 """
@@ -37,7 +37,7 @@ def host_path_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def host_path_warnings(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield the same places as warnings, where it is not known what the operator admits."""
+    """Yield the same places as warnings, for ``pdcluster lint``, which sees no operator."""
     for error in host_path_errors(cluster):
         yield replace(error, message="mounts a folder of the node, which a default install refuses")
 

@@ -1,4 +1,4 @@
-"""Rules about what engines load: images, as far as their names say what is in them, and weights."""
+"""Rules of images and weights: versions, moving tags and branches, differences between roles."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Image:
 
     @property
     def release(self) -> tuple[int, int] | None:
-        """The release (major, minor) that the tag says; None if it says none."""
+        """The release (major, minor) in the tag; None if the tag is no release."""
         match = _RELEASE.fullmatch(self.tag)
         return (int(match[1]), int(match[2])) if match else None
 
@@ -61,7 +61,7 @@ def parse_image(reference: str) -> Image:
 
 
 def image_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield images of vLLM's own whose release this connector does not work with."""
+    """Yield images of the vLLM project with a release that this connector does not support."""
     for place in dict.fromkeys(_place(cluster, role) for role in Role):
         if place.strict and RELEASED.fullmatch(parse_image(place.reference).repository):
             yield from _version(place)

@@ -1,4 +1,4 @@
-"""Rules of the network: the peers that a spec lets in, and what carries KV between engines."""
+"""Rules of the network: peers of NetworkPolicies, NIXL's backends, and RDMA."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ WITH_VALUES = (SelectorOperator.IN, SelectorOperator.NOT_IN)
 
 
 def network_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield what is wrong with the peers that a spec lets in."""
+    """Yield errors in the peers that may reach the router and the metrics."""
     yield from peer_errors("spec.monitoring.scrapeFrom", cluster.spec.monitoring.scrape_from)
     yield from peer_errors("spec.router.allowFrom", cluster.spec.router.allow_from or ())
 
 
 def peer_errors(path: str, peers: Sequence[NetworkPeer]) -> Iterator[FieldError]:
-    """Yield what is wrong with a list of peers at ``path``."""
+    """Yield errors in a list of peers at ``path``."""
     for number, peer in enumerate(peers):
         here = f"{path}[{number}]"
         selectors = {"podSelector": peer.pod_selector, "namespaceSelector": peer.namespace_selector}

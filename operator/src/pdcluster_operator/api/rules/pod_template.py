@@ -25,7 +25,7 @@ IDENTITIES = {"containers": "name", "initContainers": "name", "volumes": "name",
 
 
 def pod_template_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield what Kubernetes would refuse."""
+    """Yield fields that Kubernetes would refuse, at most MOST_ERRORS of a template."""
     for path, template, ours in pod_templates(cluster):
         found = itertools.chain(
             _object(path, "V1PodTemplateSpec", template),
@@ -46,7 +46,7 @@ def pod_template_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def env_source_errors(path: str, source: Mapping[str, Any] | None) -> Iterator[FieldError]:
-    """Yield what Kubernetes would refuse in the source of a variable of spec.engine.env."""
+    """Yield fields that Kubernetes would refuse in the source of a variable of spec.engine.env."""
     yield from itertools.islice(_value(path, "V1EnvVarSource", source), MOST_ERRORS)
 
 
@@ -122,7 +122,7 @@ def _life(path: str, template: Mapping[str, object]) -> Iterator[FieldError]:
 
 
 def _value(path: str, kind: str, value: object) -> Iterator[FieldError]:
-    """Yield what is wrong with a value. ``null`` is right for every type: it removes a field."""
+    """Yield errors in a value. ``null`` is right for every type: it removes a field."""
     if value is None or kind == "any":
         return
     if kind.startswith("["):

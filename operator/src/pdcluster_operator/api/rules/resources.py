@@ -1,4 +1,4 @@
-"""Requests and limits of the engines' pods, with what the operator and a pod template add."""
+"""Rules of requests and limits, with those that the operator and a pod template add."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Amount:
 
 
 def resource_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield what Kubernetes would refuse, and counts of GPUs that do not fit the engine."""
+    """Yield amounts that Kubernetes would refuse, and counts of GPUs that do not fit the engine."""
     for role in Role:
         engine = resolve_engine(cluster, role)
         requests, limits = (
@@ -65,7 +65,7 @@ def resource_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def resource_warnings(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield engines whose pods ask for no memory: a node may have too little for them."""
+    """Yield engines whose pods request no memory: a node may have too little for them."""
     for role in Role:
         engine = resolve_engine(cluster, role)
         if not any("memory" in _amounts(cluster, engine, kind) for kind in ("requests", "limits")):

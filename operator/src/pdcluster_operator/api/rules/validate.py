@@ -69,11 +69,12 @@ def check_manifest(
     mounted_certificates: bool | None = True,
     pod_groups: bool | None = True,
 ) -> tuple[Cluster, Findings]:
-    """Parse and validate: everything that is wrong, at once.
+    """Parse a manifest and apply all rules; return all findings at once.
 
     Args:
         host_paths: whether folders of the nodes may be mounted. Whoever installs the operator
-            decides. With None the operator is not known: a warning says what the default is.
+            decides. None is for ``pdcluster lint``, which does not see the operator: a warning
+            names the default.
         one_node: whether all pods run on one machine, as in local mode.
         mounted_certificates: whether the operator has a certificate for engines whose certificates
             are mounted. None as above.
@@ -155,8 +156,8 @@ class Review:
     """The answer to one admission review.
 
     Attributes:
-        errors: what refuses the manifest; none admits it.
-        warnings: lines for whoever sent it.
+        errors: the manifest is refused if there are any.
+        warnings: lines for the client.
     """
 
     errors: tuple[FieldError, ...]
@@ -164,7 +165,7 @@ class Review:
 
     @property
     def message(self) -> str:
-        """Every error on a line of its own: path, value, what is wrong, rule, remedy."""
+        """Every error on a line of its own, as in ``str(FieldError)``."""
         count = len(self.errors)
         head = "1 field is" if count == 1 else f"{count} fields are"
         lines = "".join(f"\n  {error}" for error in self.errors)

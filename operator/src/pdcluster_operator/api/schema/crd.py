@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -41,92 +41,117 @@ MAX_LABELS = 32
 
 def crd() -> dict[str, Any]:
     """Return the CRD as a manifest."""
+    return custom_resource(
+        KIND,
+        PLURAL,
+        f"{KIND} is a model served by vLLM with prefill and decode on separate engines.",
+        short_names=["pdc"],
+        scale={
+            "specReplicasPath": ".spec.decode.replicas",
+            "statusReplicasPath": ".status.replicas",
+            "labelSelectorPath": ".status.selector",
+        },
+        columns=_columns(),
+        spec=object_schema(Spec, "spec is what the user wants."),
+        status=status_schema(),
+        rules=[
+            Cel(
+                f"size(self.metadata.name) <= {NAME_LIMIT}",
+                f"metadata.name may have {NAME_LIMIT} characters (rule NameUnusable)",
+            ),
+            Cel(
+                "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+                "metadata.name must be a DNS-1035 label (rule NameUnusable)",
+            ),
+        ],
+    )
+
+
+def custom_resource(
+    kind: str,
+    plural: str,
+    description: str,
+    *,
+    short_names: Sequence[str] = (),
+    scale: Mapping[str, str],
+    columns: Sequence[Mapping[str, Any]],
+    spec: Mapping[str, Any],
+    status: Mapping[str, Any],
+    rules: Iterable[Cel] = (),
+) -> dict[str, Any]:
+    """Return the CRD of a namespaced kind with the subresources status and scale.
+
+    Args:
+        columns: that ``kubectl get`` prints.
+        spec: its schema, as ``status`` is.
+        rules: of the whole object.
+    """
+    names: dict[str, Any] = {
+        "kind": kind,
+        "listKind": f"{kind}List",
+        "plural": plural,
+        "singular": kind.lower(),
+    }
+    schema: dict[str, Any] = {
+        "type": "object",
+        "description": description,
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string", "description": f"apiVersion is {API_VERSION}."},
+            "kind": {"type": "string", "description": f"kind is {kind}."},
+            "metadata": {"type": "object"},
+            "spec": spec,
+            "status": status,
+        },
+    }
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "metadata": {"name": f"{plural}.{GROUP}"},
         "spec": {
             "group": GROUP,
             "scope": "Namespaced",
-            "names": {
-                "kind": KIND,
-                "listKind": f"{KIND}List",
-                "plural": PLURAL,
-                "singular": KIND.lower(),
-                "shortNames": ["pdc"],
-            },
+            "names": names | ({"shortNames": short_names} if short_names else {}),
             "versions": [
                 {
                     "name": VERSION,
                     "served": True,
                     "storage": True,
-                    "subresources": {"status": {}, "scale": _scale()},
-                    "additionalPrinterColumns": _columns(),
-                    "schema": {"openAPIV3Schema": _schema()},
+                    "subresources": {"status": {}, "scale": scale},
+                    "additionalPrinterColumns": columns,
+                    "schema": {"openAPIV3Schema": schema | validations(rules)},
                 }
             ],
         },
     }
 
 
-def _scale() -> dict[str, str]:
-    return {
-        "specReplicasPath": ".spec.decode.replicas",
-        "statusReplicasPath": ".status.replicas",
-        "labelSelectorPath": ".status.selector",
-    }
+def validations(rules: Iterable[Cel]) -> dict[str, Any]:
+    """Return the part of a schema that holds an object's rules; empty if it has none."""
+    found = [{"rule": rule.rule, "message": rule.message} for rule in rules]
+    return {"x-kubernetes-validations": found} if found else {}
+
+
+def column(name: str, path: str, kind: str = "string", **more: Any) -> dict[str, Any]:
+    """Return a column that ``kubectl get`` prints."""
+    return {"name": name, "type": kind, "jsonPath": path, **more}
 
 
 def _columns() -> list[dict[str, Any]]:
     def condition(kind: str, field: str) -> str:
         return f'.status.conditions[?(@.type=="{kind}")].{field}'
 
-    paths = {
-        "Available": condition("Available", "status"),
-        "Ready": condition("Ready", "status"),
-        "Prefill": ".status.prefill",
-        "Decode": ".status.decode",
-        "Links": ".status.links",
-        "Model": ".status.model",
-    }
-    columns: list[dict[str, Any]] = [
-        {"name": name, "type": "string", "jsonPath": path} for name, path in paths.items()
+    return [
+        column("Available", condition("Available", "status")),
+        column("Ready", condition("Ready", "status")),
+        column("Prefill", ".status.prefill"),
+        column("Decode", ".status.decode"),
+        column("Links", ".status.links"),
+        column("Model", ".status.model"),
+        column("Age", ".metadata.creationTimestamp", "date"),
+        column("Reason", condition("Ready", "reason"), priority=1),
+        column("Certificates", ".status.transfer.certificates", priority=1),
     ]
-    age = {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}
-    reason = condition("Ready", "reason")
-    wide = {"Reason": reason, "Certificates": ".status.transfer.certificates"}
-    more = [
-        {"name": name, "type": "string", "jsonPath": path, "priority": 1}
-        for name, path in wide.items()
-    ]
-    return [*columns, age, *more]
-
-
-def _schema() -> dict[str, Any]:
-    return {
-        "type": "object",
-        "description": (
-            f"{KIND} is a model served by vLLM with prefill and decode on separate engines."
-        ),
-        "required": ["spec"],
-        "properties": {
-            "apiVersion": {"type": "string", "description": f"apiVersion is {API_VERSION}."},
-            "kind": {"type": "string", "description": f"kind is {KIND}."},
-            "metadata": {"type": "object"},
-            "spec": object_schema(Spec, "spec is what the user wants."),
-            "status": status_schema(),
-        },
-        "x-kubernetes-validations": [
-            {
-                "rule": f"size(self.metadata.name) <= {NAME_LIMIT}",
-                "message": f"metadata.name may have {NAME_LIMIT} characters (rule NameUnusable)",
-            },
-            {
-                "rule": "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
-                "message": "metadata.name must be a DNS-1035 label (rule NameUnusable)",
-            },
-        ],
-    }
 
 
 def object_schema(cls: type[Any], description: str) -> dict[str, Any]:
@@ -143,11 +168,7 @@ def object_schema(cls: type[Any], description: str) -> dict[str, Any]:
     rules = list(getattr(cls, "RULES", ()))
     if getattr(cls, "ONE_OF", False):
         rules.append(_one_of([field.json_name for field in fields]))
-    if rules:
-        schema["x-kubernetes-validations"] = [
-            {"rule": rule.rule, "message": rule.message} for rule in rules
-        ]
-    return schema
+    return schema | validations(rules)
 
 
 def _one_of(names: list[str]) -> Cel:

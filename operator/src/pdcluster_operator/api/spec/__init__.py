@@ -1,1 +1,1 @@
-"""The spec: its types, its parsing, and its defaults."""
+"""The spec of a PDCluster: its types, its parsing, and the settings derived from it."""

@@ -2,7 +2,7 @@
 
 vLLM takes ``--flag value`` and ``--flag=value``, underscores for hyphens, short names,
 ``--no-`` for off, dotted keys of JSON flags, and (by argparse) unambiguous beginnings of
-a long name. All of these must be seen through, or an owned flag could slip past.
+a long name. All of these are resolved here. Otherwise a flag of the operator could be overridden.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def parse_flags(words: Sequence[str]) -> tuple[tuple[Flag, ...], tuple[int, ...]
 
 @lru_cache(maxsize=256)
 def _parsed(words: tuple[str, ...]) -> tuple[tuple[Flag, ...], tuple[int, ...]]:
-    """Remembered, because each rule asks for the flags, and most clusters have the same ones."""
+    """Cached, because each rule reads the flags, and most clusters have the same ones."""
     flags: list[Flag] = []
     stray: list[int] = []
     starts = [place for place, word in enumerate(words) if _is_flag(word)]

@@ -28,7 +28,7 @@ class TlsMode(StrEnum):
 
 
 class Certificates(StrEnum):
-    """Whose certificates engines have, as the status says it."""
+    """The source of the engines' certificates, in the status."""
 
     OPERATOR = "Operator"
     MOUNTED = "Mounted"
@@ -45,7 +45,7 @@ class Device(StrEnum):
 
 
 class Backend(StrEnum):
-    """NIXL's transport backends that the schema knows. Not all of them can carry KV."""
+    """NIXL's transport backends in the schema. Not all of them can carry KV."""
 
     UCX = "UCX"
     GDS = "GDS"

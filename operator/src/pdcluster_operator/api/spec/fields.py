@@ -99,7 +99,7 @@ class FieldInfo:
 
     @property
     def item_info(self) -> FieldInfo:
-        """What a list says about its items."""
+        """The description of a list's items."""
         return _describe(self.name, self.item, required=True, default=None, doc=self.doc)
 
     def mark(self, kind: type[Any]) -> Any:
@@ -132,7 +132,7 @@ def describe(cls: type[Any]) -> tuple[FieldInfo, ...]:
     """Return all fields of an API dataclass, in order.
 
     Raises:
-        TypeError: a field lacks a Doc or has a type the API does not know.
+        TypeError: a field has no Doc, or a type that is not supported.
     """
     if cls not in _described:
         _described[cls] = _describe_all(cls)
@@ -192,7 +192,7 @@ def _kind(hint: Any) -> tuple[Kind, Any]:
 
 
 def as_manifest(value: Any) -> Any:
-    """Return a parsed value as JSON again, without what was not given."""
+    """Return a parsed value as JSON, without fields that were not given."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {field.json_name: getattr(value, field.name) for field in describe(type(value))}
         return {

@@ -60,7 +60,7 @@ class ParseResult:
 
 
 def parse_cluster(manifest: object) -> ParseResult:
-    """Parse a whole manifest. It may be any JSON value: what is wrong becomes an error.
+    """Parse a whole manifest, which may be any JSON value. It raises nothing: faults are errors.
 
     Unknown fields are errors in ``spec``; ``metadata`` and ``status`` belong to Kubernetes.
     """
@@ -101,7 +101,7 @@ def _text(value: object) -> str:
 
 
 class Reader:
-    """Reads values; ``errors`` holds what was wrong with them."""
+    """Reads values, and collects the errors in ``errors``."""
 
     def __init__(self) -> None:
         self.errors: list[FieldError] = []

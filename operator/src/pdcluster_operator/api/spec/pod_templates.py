@@ -12,7 +12,7 @@ from pdcluster_operator.api.spec.types import Cluster
 ENGINE_CONTAINER = "engine"
 ROUTER_CONTAINER = "router"
 CERTIFICATE_FOLDER = "/pdcluster-tls"
-"""Where an engine's container has its certificate, whoever made it."""
+"""The folder of the certificate in an engine's container, the operator's or a mounted one."""
 
 
 def _read_fields() -> Iterator[tuple[str, dict[str, str]]]:
@@ -52,7 +52,7 @@ def containers(template: Mapping[str, Any] | None) -> Iterator[tuple[str, Mappin
 
 
 def engine_container(cluster: Cluster, role: Role) -> tuple[str, Mapping[str, Any]]:
-    """Return what a role's template says of the engine's container, with its path."""
+    """Return (path, container) of the engine's container in a role's template; else ``{}``."""
     template = cluster.spec.role(role).pod_template
     for path, entry in containers(template):
         if path.startswith("spec.containers") and entry.get("name") == ENGINE_CONTAINER:

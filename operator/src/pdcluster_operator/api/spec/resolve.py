@@ -1,4 +1,4 @@
-"""What follows from a spec: the merged settings of a role's engines, and the grace periods."""
+"""Derives from a spec the merged settings of a role's engines, and the grace periods of pods."""
 
 from __future__ import annotations
 
@@ -109,10 +109,10 @@ DRAIN_DEADLINE_SECONDS = 30
 STOP_SECONDS = 20
 STOP_MARGIN_SECONDS = 10
 ROUTER_LINGER_SECONDS = 20
-"""For so long a router that is told to end takes new connections.
+"""Seconds after SIGTERM in which a router still accepts connections.
 
-A Service sends some for a moment longer. And while no other router is ready, it sends all of them:
-a new router on the same node is ready after a few seconds.
+A Service sends new ones for a moment longer. While no other router is ready, it sends all of them.
+A new router on the same node is ready after a few seconds.
 """
 
 

@@ -1,4 +1,4 @@
-"""Resources of pods: quantities, kinds of resources, and what the operator adds to the user's."""
+"""Resources of pods: quantities, kinds of resources, and the limits that the operator adds."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def is_countable(name: str) -> bool:
 
 
 def takes_no_gpus(cluster: Cluster, role: Role) -> bool:
-    """Whether a role's pod template asks for 0 GPUs, because they come in another way.
+    """Whether a role's pod template sets 0 GPUs, because pods get them by a claim.
 
     ``null`` would mean the same, but ``kubectl apply`` drops every null of an object.
     """

@@ -337,7 +337,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """One PDCluster: who it is and what it wants."""
+    """One PDCluster: its identity and its spec."""
 
     name: str
     namespace: str
