@@ -39,7 +39,7 @@ from pdcluster_operator.local.cluster import (
 )
 from pdcluster_operator.local.facts import gather
 from pdcluster_operator.local.preflight import COMMAND_LINE, judge
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import Key
 
 LOOK_SECONDS = 0.3
 STOP_SECONDS = 10.0
