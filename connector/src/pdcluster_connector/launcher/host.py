@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Final
 
-from pdcluster_connector.launcher.before_start import installed, ranges, unsupported
+from pdcluster_connector.launcher.installed_versions import installed, ranges, unsupported
 
 _CUDA_LIBRARY: Final = "libcuda.so.1"
 _CUDA_ERROR_NO_DEVICE: Final = 100

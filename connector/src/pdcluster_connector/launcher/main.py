@@ -10,8 +10,9 @@ from typing import Final, NoReturn
 import pdcluster_connector
 from pdcluster_connector.launcher import say
 from pdcluster_connector.launcher.arguments import ArgumentError, EngineCommand, engine_command
-from pdcluster_connector.launcher.before_start import Port, installed, one_line, problems
+from pdcluster_connector.launcher.before_start import Port, problems
 from pdcluster_connector.launcher.identity import Identity
+from pdcluster_connector.launcher.installed_versions import installed, one_line
 from pdcluster_connector.launcher.options import Options, UsageError, parse
 
 EX_USAGE: Final = 2
