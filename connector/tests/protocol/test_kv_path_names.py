@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdcluster_connector.protocol.transfer_params import (
+from pdcluster_connector.protocol.kv_path import (
     KEY_PARAMETER,
     has_key,
     key_of,

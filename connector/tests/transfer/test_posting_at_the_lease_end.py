@@ -24,7 +24,7 @@ def test_the_slot_and_the_connection_are_given_back() -> None:
     job.reads.append(Read(0, one, one, words.take()))
     transfers = Transfers(
         words,
-        tell=lambda job, event: job.machine.on(event, 10.0) and None,
+        dispatch=lambda job, event: job.machine.on(event, 10.0) and None,
         broken=lambda *_: None,
         settle=lambda _: None,
         clock=lambda: 10.0,

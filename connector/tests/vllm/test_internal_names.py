@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from contract import ContractEngine, closing_engines, prompt
 
-from pdcluster_connector.protocol.transfer_params import KEY_PARAMETER, key_of
+from pdcluster_connector.protocol.kv_path import KEY_PARAMETER, key_of
 
 pytestmark = pytest.mark.vllm
 

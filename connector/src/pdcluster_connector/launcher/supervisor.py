@@ -41,7 +41,7 @@ from pdcluster_connector.launcher.multi_node import (
 from pdcluster_connector.launcher.options import Options
 from pdcluster_connector.protocol import api_key
 from pdcluster_connector.protocol.addresses import url
-from pdcluster_connector.protocol.transfer_params import key_of
+from pdcluster_connector.protocol.kv_path import key_of
 
 _LOADING_POLL: Final = 0.25
 _SERVING_POLL: Final = 1.0

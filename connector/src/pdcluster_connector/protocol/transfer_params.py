@@ -1,17 +1,13 @@
 """``kv_transfer_params``: what requests and answers say about KV that waits elsewhere.
 
 A request has the ticket, which is one string, next to the keys that routers read. An answer has
-``kv_path``: what the KV path did for this request. Engine ids name the Kubernetes namespace, the
-cluster and the engine. A client gets them only if the manifest allows it. The launcher's canary
-always gets them.
+``kv_path`` (``kv_path.py``): what the KV path did for this request.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
@@ -73,32 +69,3 @@ def passed_on(params: Mapping[str, Any] | None) -> dict[str, Any]:
     if isinstance(given, str) and 0 < len(given) <= MAX_TRANSFER_ID:
         return {"transfer_id": given}
     return {}
-
-
-KEY_PARAMETER: Final = "kv_path_key"
-
-
-def key_of(token: str) -> str:
-    """Derive the key that reveals names from the launcher's token; empty without a token.
-
-    The token itself is not sent, because vLLM may log a request's parameters.
-    """
-    if not token:
-        return ""
-    return hmac.new(token.encode(), b"kv_path", hashlib.sha256).hexdigest()
-
-
-def has_key(params: Mapping[str, Any] | None, key: str) -> bool:
-    """Whether a request's ``kv_transfer_params`` hold the key. Does not raise."""
-    given = params.get(KEY_PARAMETER) if isinstance(params, Mapping) else None
-    if not key or not isinstance(given, str):
-        return False
-    return hmac.compare_digest(given.encode(errors="replace"), key.encode())
-
-
-def without_names(path: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``kv_path`` without engine ids, and without the message, which may hold addresses."""
-    return {name: part for name, part in path.items() if name not in _NAMES}
-
-
-_NAMES: Final = ("prefill", "decode", "message")

@@ -23,8 +23,8 @@ from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.launcher.engine.engine_api import ApiError, ApiUnreachableError, EngineApi
 from pdcluster_connector.launcher.links.link_table import LinkRow, LinkTable
 from pdcluster_connector.protocol.engine_id import id_of_rank
+from pdcluster_connector.protocol.kv_path import KEY_PARAMETER
 from pdcluster_connector.protocol.launcher_documents import CanaryReport, CanaryState, LinkState
-from pdcluster_connector.protocol.transfer_params import KEY_PARAMETER
 
 _FIRST_RETRY: Final = 2.0
 _LAST_RETRY: Final = 60.0

@@ -16,10 +16,11 @@ from vllm.v1.request import Request, RequestStatus
 
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.kv_path import has_key, without_names
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
-from pdcluster_connector.protocol.transfer_params import has_key, passed_on, without_names
+from pdcluster_connector.protocol.transfer_params import passed_on
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_token, smallest_block
 from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.scheduler_side.decode_leases import DecodeLeases, LeaseSender

@@ -23,7 +23,7 @@ from pdcluster_connector.certificate_files import tls_of
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.link_health import TOKEN_VARIABLE
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.transfer_params import key_of
+from pdcluster_connector.protocol.kv_path import key_of
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.server import SideChannelServer

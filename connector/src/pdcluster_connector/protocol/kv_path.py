@@ -1,0 +1,39 @@
+"""Who learns which engines took part in a request: ``kv_path`` in an answer's parameters.
+
+Engine ids name the Kubernetes namespace, the cluster and the engine. A client gets them only if the
+manifest allows it. The launcher's canary always gets them. The launcher imports this module, so it
+imports nothing that is heavy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from typing import Any, Final
+
+KEY_PARAMETER: Final = "kv_path_key"
+_NAMES: Final = ("prefill", "decode", "message")
+
+
+def key_of(token: str) -> str:
+    """Derive the key that reveals names from the launcher's token; empty without a token.
+
+    The token itself is not sent, because vLLM may log a request's parameters.
+    """
+    if not token:
+        return ""
+    return hmac.new(token.encode(), b"kv_path", hashlib.sha256).hexdigest()
+
+
+def has_key(params: Mapping[str, Any] | None, key: str) -> bool:
+    """Whether a request's ``kv_transfer_params`` hold the key. Does not raise."""
+    given = params.get(KEY_PARAMETER) if isinstance(params, Mapping) else None
+    if not key or not isinstance(given, str):
+        return False
+    return hmac.compare_digest(given.encode(errors="replace"), key.encode())
+
+
+def without_names(path: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``kv_path`` without engine ids, and without the message, which may hold addresses."""
+    return {name: part for name, part in path.items() if name not in _NAMES}
