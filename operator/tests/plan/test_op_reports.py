@@ -45,6 +45,9 @@ JSON = st.recursive(
 )
 
 
+NEXT = {"prefill": "q"}
+
+
 def engine(**fields: object) -> EngineReport | Malformed:
     return decode_engine(json.dumps({"engine": "e", **fields}).encode())
 
@@ -68,12 +71,29 @@ def test_any_bytes_are_read_or_refused(raw: bytes) -> None:
     assert isinstance(report, Malformed) or all(one.bytes_per_second >= 0 for one in report.links)
 
 
-@pytest.mark.parametrize("document", [None, [], {}, {"links": {}}, {"engine": 3}, {"engine": ""}])
+@pytest.mark.parametrize(
+    "document",
+    [
+        None,
+        [],
+        {},
+        {"links": {}},
+        {"engine": 3},
+        {"engine": ""},
+        {"engine": 3, "engine_id": "e/1", "links": {"prefill": "p"}, "revision": 7},
+    ],
+)
 def test_what_is_no_report(document: object) -> None:
     raw = json.dumps(document).encode()
     assert isinstance(decode_engine(raw), Malformed)
     assert isinstance(decode_links(raw), Malformed)
     assert isinstance(decode_changes(raw), Malformed)
+
+
+@pytest.mark.parametrize("wrong", [None, 7, {}, {"prefill": "p"}, "many"])
+def test_what_is_no_list_of_links_is_no_report(wrong: object) -> None:
+    document = {"engine": "e", "engine_id": "e/1", "links": wrong}
+    assert isinstance(decode_links(json.dumps(document).encode()), Malformed)
 
 
 def test_what_an_older_launcher_leaves_out_has_a_default() -> None:
@@ -104,8 +124,10 @@ def test_a_state_of_a_newer_launcher_is_unknown() -> None:
 
 def test_how_many_links_there_may_be() -> None:
     entry = {"prefill": "p"}
-    assert isinstance(links(*[entry] * 4096), LinksReport)
-    assert isinstance(links(*[entry] * 4097), Malformed)
+    for count in (4096, 4097):
+        report = links(*[entry] * count)
+        assert isinstance(report, LinksReport)
+        assert len(report.links) == 4096
 
 
 @pytest.mark.parametrize(
@@ -114,9 +136,9 @@ def test_how_many_links_there_may_be() -> None:
      ("2", False), (True, False), (10**30, False)],
 )  # fmt: skip
 def test_a_data_parallel_size(value: object, valid: bool) -> None:
-    report = engine(data_parallel_size=value)
-    assert isinstance(report, EngineReport) is valid
-    assert not isinstance(report, EngineReport) or report.data_parallel_size == value
+    report = engine(ready=True, data_parallel_size=value)
+    size = value if valid else None
+    assert report == EngineReport(engine="e", ready=True, data_parallel_size=size)
 
 
 @pytest.mark.parametrize(
@@ -125,39 +147,57 @@ def test_a_data_parallel_size(value: object, valid: bool) -> None:
      ("1800000000", False), (253402300800, False), (10**18, False), (True, False)],
 )  # fmt: skip
 def test_when_a_certificate_expires(value: object, valid: bool) -> None:
-    report = engine(certificate_expires=value)
-    assert isinstance(report, EngineReport) is valid
-    assert not isinstance(report, EngineReport) or report.certificate_expires == value
+    report = engine(ready=True, certificate_expires=value)
+    moment = value if valid else None
+    assert report == EngineReport(engine="e", ready=True, certificate_expires=moment)
 
 
 @pytest.mark.parametrize(
-    ("value", "valid"),
-    [(0, True), (1, True), (0.5, True), (10**18, True), (2 * 10**18, False), (-1, False),
-     ("1", False), (True, False), (None, False), (float("inf"), False), (float("nan"), False)],
+    ("value", "read"),
+    [(0, 0.0), (1, 1.0), (0.5, 0.5), (10**18, 1e18), (2 * 10**18, 0.0), (-1, 0.0), ("1", 0.0),
+     (True, 0.0), (None, 0.0)],
 )  # fmt: skip
-def test_a_bandwidth_that_cannot_be_is_refused(value: object, valid: bool) -> None:
-    found = link(bytes_per_second=value)
-    assert (found is not None) is valid
-    assert found is None or found.bytes_per_second == value
+def test_a_bandwidth_that_cannot_be_is_not_known(value: object, read: float) -> None:
+    report = links({"prefill": "p", "state": "Established", "bytes_per_second": value}, NEXT)
+    first = LinkReport("p", state=LinkState.ESTABLISHED, bytes_per_second=read)
+    assert report == LinksReport("e", "e/1", (first, LinkReport("q")))
 
 
-@pytest.mark.parametrize("value", [-1, 2**63, "1", True, None])
-def test_an_amount_of_kv_that_cannot_be_is_refused(value: object) -> None:
-    assert link(canary={"bytes": value}) is None
+@pytest.mark.parametrize("value", [-1, 2**63, 10**30, "1", True, None])
+def test_an_amount_of_kv_that_cannot_be_is_not_known(value: object) -> None:
+    found = link(state="Established", canary={"state": "Passed", "bytes": value})
+    assert found is not None
+    assert (found.state, found.canary) == ("Established", CanaryReport(CanaryState.PASSED))
 
 
 @pytest.mark.parametrize("field", ["role", "engine_id", "side_channel", "api"])
 def test_each_name_of_an_engine_is_bounded(field: str) -> None:
-    assert isinstance(engine(**{field: "x" * 512}), EngineReport)
+    assert engine(**{field: "x" * 512}) == EngineReport(engine="e", **{field: "x" * 512})
     for wrong in ("x" * 513, 7, ["x"], None):
-        assert isinstance(engine(**{field: wrong}), Malformed)
+        assert engine(ready=True, **{field: wrong}) == EngineReport(engine="e", ready=True)
 
 
-@pytest.mark.parametrize("field", ["prefill", "prefill_engine_id", "reason", "shards"])
+@pytest.mark.parametrize("field", ["prefill_engine_id", "reason", "shards"])
 def test_each_name_of_a_link_is_bounded(field: str) -> None:
-    assert link(**{field: "x" * 512}) is not None
+    assert link(**{field: "x" * 512}) == LinkReport("p", **{field: "x" * 512})
     for wrong in ("x" * 513, 7, ["x"], None):
-        assert link(**{field: wrong}) is None
+        assert link(state="Failed", **{field: wrong}) == LinkReport("p", state=LinkState.FAILED)
+
+
+@pytest.mark.parametrize("wrong", [7, None, [], {}, {"prefill": ""}, {"prefill": "x" * 513}])
+def test_a_link_to_nobody_hides_no_other_link(wrong: object) -> None:
+    assert links(wrong, NEXT) == LinksReport("e", "e/1", (LinkReport("q"),))
+
+
+@pytest.mark.parametrize("wrong", [7, None, "Passed", [{"state": "Passed"}]])
+def test_a_canary_that_cannot_be_read_has_not_passed(wrong: object) -> None:
+    assert link(state="Established", canary=wrong) == LinkReport("p", state=LinkState.ESTABLISHED)
+
+
+@pytest.mark.parametrize("wrong", [7, None, ["Ready"]])
+def test_a_state_that_cannot_be_read_is_that_of_the_beginning(wrong: object) -> None:
+    assert engine(ready=True, state=wrong) == EngineReport(engine="e", ready=True)
+    assert link(state=wrong) == LinkReport("p")
 
 
 def test_a_long_message_is_cut() -> None:
@@ -175,15 +215,15 @@ def test_what_is_true_or_false_is_so_only_in_json(value: bool) -> None:
     report = engine(ready=value, routed=value)
     assert isinstance(report, EngineReport)
     assert (report.ready, report.routed) == (value, value)
-    for other in (int(value), str(value), [value]):
-        assert isinstance(engine(ready=other), Malformed)
-        assert isinstance(engine(routed=other), Malformed)
+    for other in (int(value), str(value), [value], None):
+        assert engine(ready=other, routed=other) == EngineReport(engine="e")
 
 
 def test_versions_are_bounded() -> None:
-    assert isinstance(engine(versions={f"{n}": "v" * 512 for n in range(64)}), EngineReport)
-    assert isinstance(engine(versions={f"{n}": "v" for n in range(65)}), Malformed)
-    assert isinstance(engine(versions=[1]), Malformed)
+    most = {f"{n}": "v" * 512 for n in range(64)}
+    assert engine(versions=most) == EngineReport(engine="e", versions=most)
+    for wrong in ({**most, "more": "v"}, {"vllm": "v" * 513}, {"vllm": 1}, [1]):
+        assert engine(versions=wrong) == EngineReport(engine="e")
 
 
 def test_prompts_that_are_not_counted_yet_are_not_those_that_are_never_counted() -> None:
@@ -197,7 +237,12 @@ def test_prompts_that_are_not_counted_yet_are_not_those_that_are_never_counted()
     assert never.prompts is msgspec.UNSET
     for report in (known, unknown, never):
         assert decode_links(encode_json(report)) == report
-    assert isinstance(links(prompts=7), Malformed)
+    for wrong in (7, "many", [1, 2]):
+        assert links(prompts=wrong) == unknown
+    counts = links(prompts={"prompts": 40, "local": "few", "cause": 7, "window_seconds": -1})
+    assert isinstance(counts, LinksReport)
+    assert counts.prompts
+    assert (counts.prompts.prompts, counts.prompts.local, counts.prompts.cause) == (40, 0, "")
 
 
 def test_both_ends_of_the_peers_document_and_of_the_link_table():

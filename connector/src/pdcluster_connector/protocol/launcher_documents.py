@@ -12,18 +12,21 @@ launcher joins these reports, and the operator reads the result::
     launcher -> operator   GET  /v1/changes   ChangesReport
 
 The other end may be one version older or newer. Unknown fields are ignored, a missing field has its
-default, and an unknown state is read as Unknown. Every ``decode_*`` maps any bytes to a document or
-to :class:`Malformed`, and never raises.
+default, and an unknown state is read as Unknown. In what the operator reads, an optional field with
+a wrong value counts as missing: one such field must not make an engine unreachable. Every
+``decode_*`` maps any bytes to a document or to :class:`Malformed`, and never raises.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, Any, Final, Self, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
-from msgspec.structs import force_setattr
+from msgspec.structs import FieldInfo, fields, force_setattr
 
 from pdcluster_connector.compat.shape import Identifier, ParallelSize
 from pdcluster_connector.plan.topology import node_of_data_rank
@@ -42,6 +45,7 @@ MAX_ANSWER_BYTES = 4 * 1024 * 1024
 """For documents that the operator reads."""
 MAX_SIDE_CHANNELS = 4096  # of all peers together: each data-parallel rank has one
 MAX_MESSAGE = 1024
+MAX_LINKS = 4096
 LEAST_PROMPTS = 20
 """With fewer prompts, one of them would be more than five percent."""
 
@@ -290,7 +294,7 @@ class LinksReport(Struct, frozen=True):
 
     engine: Identifier
     engine_id: Label
-    links: Annotated[tuple[LinkReport, ...], Meta(max_length=4096)]
+    links: Annotated[tuple[LinkReport, ...], Meta(max_length=MAX_LINKS)]
     prompts: PromptsReport | UnsetType | None = UNSET
 
 
@@ -308,9 +312,71 @@ class ChangesReport(Struct, frozen=True, omit_defaults=True):
 
 _PEERS = msgspec.json.Decoder(PeersDocument)
 _REPORT = msgspec.json.Decoder(RankReport)
-_ENGINE = msgspec.json.Decoder(EngineReport)
-_LINKS = msgspec.json.Decoder(LinksReport)
-_CHANGES = msgspec.json.Decoder(ChangesReport)
+
+
+_Report = TypeVar("_Report", bound=Struct)
+
+# Fields that are reports, or lists of them. These are read field by field, too.
+_PARTS: Final[dict[tuple[type[Struct], str], type[Struct]]] = {
+    (ChangesReport, "readyz"): EngineReport,
+    (ChangesReport, "links"): LinksReport,
+    (LinksReport, "links"): LinkReport,
+    (LinksReport, "prompts"): PromptsReport,
+    (LinkReport, "canary"): CanaryReport,
+}
+
+
+def _reader(kind: type[_Report]) -> Callable[[bytes], _Report]:
+    """Return a decoder that reads a document field by field if it cannot be read as a whole."""
+    whole = msgspec.json.Decoder(kind).decode
+
+    def read(raw: bytes) -> _Report:
+        try:
+            return whole(raw)
+        except msgspec.ValidationError:
+            return _converted(msgspec.json.decode(raw), kind)
+
+    return read
+
+
+def _converted(value: object, kind: type[_Report]) -> _Report:
+    """Make a report of what can be read; raises ValidationError if a required field cannot."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        if not isinstance(value, dict):
+            raise
+        given: dict[str, Any] = {}
+        for field in fields(kind):
+            if field.name in value:
+                try:
+                    given[field.name] = _field(value[field.name], kind, field)
+                except msgspec.ValidationError:
+                    if field.required:
+                        raise
+                    with suppress(msgspec.ValidationError):  # it is there, but its value is unknown
+                        given[field.name] = msgspec.convert(None, field.type)
+            elif field.required:
+                raise
+    return kind(**given)
+
+
+def _field(value: object, kind: type[Struct], field: FieldInfo) -> object:
+    part = _PARTS.get((kind, field.name))
+    if part is not None and isinstance(value, dict):
+        value = _converted(value, part)
+    elif part is not None and isinstance(value, list):
+        found: list[Struct] = []
+        for entry in value[:MAX_LINKS]:
+            with suppress(msgspec.ValidationError):
+                found.append(_converted(entry, part))
+        value = found
+    return msgspec.convert(value, field.type)
+
+
+_ENGINE = _reader(EngineReport)
+_LINKS = _reader(LinksReport)
+_CHANGES = _reader(ChangesReport)
 
 
 def encode_json(message: Struct) -> bytes:
@@ -367,14 +433,14 @@ def decode_report(raw: bytes) -> RankReport | Malformed:
 
 def decode_engine(raw: bytes) -> EngineReport | Malformed:
     """Decode ``/readyz``."""
-    return bounded(raw, MAX_ANSWER_BYTES, _ENGINE.decode)
+    return bounded(raw, MAX_ANSWER_BYTES, _ENGINE)
 
 
 def decode_links(raw: bytes) -> LinksReport | Malformed:
     """Decode ``/v1/links``."""
-    return bounded(raw, MAX_ANSWER_BYTES, _LINKS.decode)
+    return bounded(raw, MAX_ANSWER_BYTES, _LINKS)
 
 
 def decode_changes(raw: bytes) -> ChangesReport | Malformed:
     """Decode ``/v1/changes``."""
-    return bounded(raw, MAX_ANSWER_BYTES, _CHANGES.decode)
+    return bounded(raw, MAX_ANSWER_BYTES, _CHANGES)
