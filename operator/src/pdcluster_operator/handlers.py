@@ -17,7 +17,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 import click
@@ -42,6 +42,13 @@ IDENTITY: Any = "pdcluster-operator"
 REFUSED = 422
 LEAVE_SECONDS = 0.5
 NEVER = 10 * 365 * 86_400.0  # seconds; an event loop sleeps no infinity
+OK, TOO_MANY, SERVER_ERROR = 200, 429, 500
+AGAIN = frozenset({401, 403})
+"""What kopf does not give up at; so it is with ``SERVER_ERROR`` and more."""
+PAUSE_SECONDS = 5.0
+"""How long kopf waits after an answer that would end it, before it asks again."""
+FORGOTTEN = b'{"type":"ERROR","object":{"kind":"Status","code":410,"reason":"Expired"}}\n'
+"""The line of a watch after which kopf lists again."""
 
 
 @kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)
@@ -184,35 +191,99 @@ class _NothingStored(kopf.DiffBaseStorage, kopf.ProgressStorage):
         return essence
 
 
-class _Response(aiohttp.ClientResponse):
-    """An answer to kopf, whose parser gives up at documents that anybody may write.
+class _Line(msgspec.Struct):
+    """A line of a watch; see the watch events of Kubernetes' API."""
 
-    See ``document_of``.
+    type: str
+
+
+_LINE = msgspec.json.Decoder(_Line)
+
+
+class _Response(aiohttp.ClientResponse):
+    """An answer to kopf, which gives up at many that a server, a proxy or a user can cause.
+
+    Documents may be too deep for its parser; see ``document_of``. It repeats a request after a
+    403, a 5xx and a broken connection, and logs in again after a 401. Any other refusal, an error
+    within a watch, and an answer that is no JSON would end its process. So it is told that a watch
+    is forgotten, or that a list was broken off: then it lists again.
     """
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
         await super().start(connection)
-        if self.url.query.get("watch") == "true" and self.ok:
-            self.content = _ShallowLines(self.content)  # type: ignore[assignment]
+        if self._is_repeated():
+            return self
+        if self.status == TOO_MANY:  # kopf would wait for as long as anybody asks
+            raise aiohttp.ClientConnectionError(f"{self.url}: {self.status} {self.reason}")
+        if self._is_watch():
+            self.content = _ShallowLines(self.content, refused=not self.ok)  # type: ignore[assignment]
+            self.status = min(self.status, OK)
+        elif not self.ok and self._is_list():
+            await _broken_off(f"{self.url}: {self.status} {self.reason}")
         return self
+
+    async def text(self, encoding: str | None = None, errors: str = "replace") -> str:
+        return await super().text(encoding, errors)
 
     async def json(self, **more: Any) -> Any:
         try:
-            return document_of(await self.read())
+            document = document_of(await self.read())
         except ValueError:
-            return await super().json(**more)  # raises what kopf expects
+            document = None
+        if isinstance(document, dict):
+            return document
+        if self.ok and self._is_list():
+            await _broken_off(f"{self.url}: the answer is no JSON object")
+        return await super().json(**more)  # raises what kopf expects
+
+    def _is_repeated(self) -> bool:
+        return self.status in AGAIN or self.status >= SERVER_ERROR
+
+    def _is_watch(self) -> bool:
+        return self.url.query.get("watch") == "true"
+
+    def _is_list(self) -> bool:
+        return self.url.name in (PDCLUSTER.plural, PREFILL_SCALER.plural)
+
+
+async def _broken_off(why: str) -> NoReturn:
+    """Raise what kopf takes for an answer that broke off. It makes no pause of its own then."""
+    await asyncio.sleep(PAUSE_SECONDS)
+    raise aiohttp.ClientPayloadError(why)
 
 
 class _ShallowLines:
-    def __init__(self, content: aiohttp.StreamReader) -> None:
+    """The lines of a watch.
+
+    Args:
+        refused: whether there are none, because the watch was refused.
+    """
+
+    def __init__(self, content: aiohttp.StreamReader, *, refused: bool) -> None:
         self._content = content
+        self._refused = refused
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._content, name)
 
     async def iter_chunked(self, _: int) -> Any:
-        async for line in shallow(self._content.iter_any()):
-            yield line + b"\n"
+        heard = False
+        if self._refused:
+            await asyncio.sleep(PAUSE_SECONDS)
+            yield FORGOTTEN
+            return
+        try:
+            async for line in shallow(self._content.iter_any()):
+                if _LINE.decode(line).type == "ERROR":
+                    await asyncio.sleep(PAUSE_SECONDS)
+                    yield FORGOTTEN
+                    return
+                yield line + b"\n"
+                heard = True
+        except ValueError as error:
+            await _broken_off(str(error))
+        if not heard:  # the server ends what has just begun, and kopf would ask again at once
+            await asyncio.sleep(PAUSE_SECONDS)
 
 
 def _configure(settings: kopf.OperatorSettings) -> None:

@@ -27,6 +27,7 @@ from pdcluster_operator.adapters.api_server.kinds import POD
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.runtime.interfaces import ApiError
 
+BOOKMARK = b'{"type": "BOOKMARK", "object": {}}\n'
 DEEPEST = 9_990  # the API server refuses what has more than 10,000 levels
 
 
@@ -114,7 +115,7 @@ async def test_kopf_is_given_documents_that_its_parser_can_read() -> None:
             return web.Response(status=503, text="a page of a proxy")
         if "watch" not in request.query:
             return web.Response(body=deep, content_type="application/json")
-        return web.Response(body=b'{"type": "ADDED", "object": ' + deep + b"}\n" + b"{}\n")
+        return web.Response(body=b'{"type": "ADDED", "object": ' + deep + b"}\n" + BOOKMARK)
 
     application = web.Application()
     application.router.add_get("/{path:.*}", answer)
@@ -126,6 +127,6 @@ async def test_kopf_is_given_documents_that_its_parser_can_read() -> None:
             watch = await session.get(there.make_url("/?watch=true"))
             text = b"".join([part async for part in watch.content.iter_chunked(1)])
             lines = [json.loads(line) for line in text.splitlines()]
-            assert [one.get("type") for one in lines] == ["ADDED", None]
+            assert [one.get("type") for one in lines] == ["ADDED", "BOOKMARK"]
             with pytest.raises(ContentTypeError):
                 await (await session.get(there.make_url("/?error=1"))).json()
