@@ -97,10 +97,14 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Server,
         KubeClient(reaching(there), connections=0) as client,
     ):
 
-        async def run(kind: Any = POD, age: float = AGE) -> Reflector:
+        async def run(
+            kind: Any = POD, age: float = AGE, *, elsewhere: bool = False, told: bool = False
+        ) -> Reflector:
             """Watch until the server has nothing left to answer."""
             loop: Any = known
-            watch = Reflector(client, loop, kind, "ns", age)
+            watch = Reflector(client, loop, kind, "ns", age, elsewhere=elsewhere)
+            if told:
+                watch.see("MODIFIED", {**pod("told", 1), "kind": kind.name})
             running = asyncio.create_task(watch.run(asyncio.Event()))
             ended = asyncio.create_task(known.ended.wait())
             async with asyncio.timeout(60):
@@ -328,3 +332,47 @@ async def test_a_watch_that_fails_again_and_again_waits_longer(
     known.streams = [500, [], 500, 500, [line("MODIFIED", pod("a", 10))], 500]
     await run()
     assert bounds == [0.001, 0.003, 0.005, 0.005, 0.001]
+
+
+async def test_a_version_that_is_forgotten_twice_is_no_dead_watch(
+    server: tuple[Server, Run],
+) -> None:
+    """As after a LIST that took long, or an API server that has just started."""
+    known, run = server
+    known.streams = [410, 410, [line("BOOKMARK", pod("", 40))], 410]
+    known.pages = [page(str(9 + 10 * n), pod("a", 3 + 10 * n)) for n in range(3)]
+    assert (await run()).trouble() is None
+
+
+async def test_a_watch_that_reports_again_is_not_dead(server: tuple[Server, Run]) -> None:
+    """Its next LIST comes minutes later, and the kubelet would end the process before."""
+    _, run = server
+    watch = await run()
+    watch._unheard = reflector.DEAD_AFTER
+    assert watch.trouble() is not None
+    watch.see("MODIFIED", {**pod("a", 50), "kind": "Pod"})
+    assert watch.trouble() is None
+
+
+async def test_kopfs_watch_is_dead_too_where_changes_are_rare(server: tuple[Server, Run]) -> None:
+    """Each change would wait for a LIST, and no two LISTs in a row would find one."""
+    known, run = server
+    known.streams = [[]] * 100
+    known.pages = [
+        page("9", pod("a", 3)),
+        page("15", pod("a", 11)),
+        *(page(str(n), pod("a", 12)) for n in (21, 22, 23)),
+        page("30", pod("a", 25)),
+    ]
+    known.kept = {"12": pod("a", 12)}
+    watch = await run(age=0.0, elsewhere=True, told=True)
+    assert "dead" in str(watch.trouble())
+
+
+async def test_what_kopf_has_not_found_is_watched_here(server: tuple[Server, Run]) -> None:
+    """kopf looks once for what the API server has, and a new kind may come there a moment later."""
+    known, run = server
+    known.pages = [page("9", pod("a", 3))]
+    known.streams = [[line("ADDED", pod("b", 10))]]
+    await run(elsewhere=True)
+    assert ("ADDED", "b", "10") in known.seen

@@ -55,7 +55,8 @@ DEAD_AFTER = 2
 """So many LISTs in a row have shown changes, and the watch before each of them had no line.
 
 One can be chance: a change between the end of a watch and the LIST. A healthy watch has a bookmark
-each minute.
+each minute. Those of kopf's watches do not come here, so LISTs between them may show no change: it
+would have reported what the first LIST has shown.
 """
 
 
@@ -105,7 +106,8 @@ class Reflector:
         client: has a connection for each watch.
         namespace: whose objects are listed and watched; None for all.
         age: seconds after which a watch ends and its kind is listed again.
-        elsewhere: whether kopf watches the kind, and this reflector only lists it.
+        elsewhere: whether kopf watches the kind. This reflector only lists it then, as soon as kopf
+            has reported an object of it: kopf looks once for what the API server has.
 
     Attributes:
         why_not: why the last attempt failed; empty if it did not.
@@ -126,6 +128,7 @@ class Reflector:
         self._path = kind.path(namespace)
         self._age = age
         self._elsewhere = elsewhere
+        self._was_told = False  # whether kopf has reported anything
         self._sooner = asyncio.Event()
         self._last = ""  # the version of the last LIST
         self._version = ""  # that the next watch goes on from; empty: list first
@@ -157,7 +160,7 @@ class Reflector:
             try:
                 if not self._version or _now() >= self._due:
                     await self._list()
-                elif self._elsewhere:
+                elif self._elsewhere and self._was_told:
                     await self._wait_until_due()
                 elif not await self._follow():
                     pause = self._after_a_failure()
@@ -167,6 +170,7 @@ class Reflector:
                 pause = self._after_a_failure()
                 if error.reason in FORGOTTEN:
                     self._version = ""
+                    self._heard = True  # a dead watch says nothing
                 else:
                     self._say(str(error))
             self._tried = True
@@ -175,7 +179,8 @@ class Reflector:
 
     def see(self, event: str | None, manifest: Mapping[str, Any]) -> None:
         """Take in what kopf reports; see :meth:`Reflectors.see`."""
-        self._heard = True
+        self._heard = self._was_told = True
+        self._unheard = 0
         kept = as_kept(manifest, self.kind, self._store.same)
         self._loop.see(event or "MODIFIED", kept)
         if event is None and self._due - _now() > SOON:
@@ -218,7 +223,10 @@ class Reflector:
             self._loop.see("DELETED", gone)
             news = True
         self._loop.set_served(kind.name, served=True)
-        self._unheard = self._unheard + 1 if news and self._listed and not self._heard else 0
+        if news and self._listed and not self._heard:
+            self._unheard += 1
+        elif self._heard or not self._was_told:
+            self._unheard = 0
         self._heard = False
         self._version, self._due = version, due
         self._listed, self.why_not = True, ""
@@ -249,7 +257,7 @@ class Reflector:
             async for line in self._client.lines(self._path, query):
                 self._take(line)
                 heard = self._heard = True
-                self._failures, self.why_not = 0, ""
+                self._failures, self._unheard, self.why_not = 0, 0, ""
         except ValueError as error:
             raise ApiError("ApiServerUnreachable", f"GET {self._path}: {error}") from error
         return heard or _now() >= self._due
