@@ -44,11 +44,11 @@ def test_the_stage_follows_from_status_and_children(
     assert stage_of(live, has_children=has_children) is stage
 
 
-@pytest.mark.parametrize("stage", list(Stage))
-def test_only_the_first_children_are_created_after_an_old_report(stage: Stage) -> None:
-    limit = FIRST_CHILDREN_SECONDS if stage is Stage.NEW else JUST_REPORTED_SECONDS
-    assert not needs_live_check(stage, limit - 0.1)
-    assert needs_live_check(stage, limit)
+@pytest.mark.parametrize("first", [True, False])
+def test_only_the_first_children_are_created_after_an_old_report(first: bool) -> None:
+    limit = FIRST_CHILDREN_SECONDS if first else JUST_REPORTED_SECONDS
+    assert not needs_live_check(limit - 0.1, first=first)
+    assert needs_live_check(limit, first=first)
 
 
 def test_which_steps_create_an_object() -> None:

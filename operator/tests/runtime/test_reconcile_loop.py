@@ -678,6 +678,21 @@ async def test_a_ghost_in_the_store_has_no_children() -> None:
     assert world.store.children(KEY) == ()
 
 
+async def test_a_ghost_has_first_children_at_most_once() -> None:
+    """Kubernetes' garbage collector deletes them, and the store may hold the ghost for minutes."""
+    world = World()
+    world.port.fail["status"] = ApiError("NotFound", "it is gone")
+    with pytest.raises(ApiError):
+        await world.reconcile()
+    for child in world.store.children(KEY):
+        world.store.drop(child)
+    world.now += JUST_REPORTED_SECONDS
+    world.port.uid = "made-anew-meanwhile"
+    world.port.writes.clear()
+    assert await world.reconcile() == 2.0
+    assert world.port.writes == []
+
+
 async def test_a_new_cluster_is_written_without_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Nobody, "publish", AsyncMock())
     world = World()

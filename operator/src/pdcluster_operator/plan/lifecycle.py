@@ -49,7 +49,7 @@ def stage_of(cluster: Manifest, *, has_children: bool) -> Stage:
     return Stage.AVAILABLE if available.get("status") == Status.TRUE else Stage.STARTING
 
 
-def needs_live_check(stage: Stage, reported_seconds: float) -> bool:
+def needs_live_check(reported_seconds: float, *, first: bool) -> bool:
     """Whether to read a PDCluster from the API server before children are created for it.
 
     The cache may still hold one that was deleted, and children that are created for it afterwards
@@ -58,8 +58,8 @@ def needs_live_check(stage: Stage, reported_seconds: float) -> bool:
 
     Args:
         reported_seconds: how long ago the API server reported the PDCluster.
+        first: whether it is new, and this process has created no children for it yet.
     """
-    first = stage is Stage.NEW
     return reported_seconds >= (FIRST_CHILDREN_SECONDS if first else JUST_REPORTED_SECONDS)
 
 

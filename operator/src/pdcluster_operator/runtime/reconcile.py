@@ -110,6 +110,7 @@ class Reconciler:
         self._executor = Executor(api, self._secrets, self._rewrites, may_write)
         self._ended = EndedNamespaces(store.uids)
         self._memos: OrderedDict[Key, Memo] = OrderedDict()
+        self._began: dict[Key, str] = {}  # UIDs of the clusters that got first children from us
         self._wrote: dict[Key, float] = {}  # when each status was written, or first was missing
         self._waiting: set[Key] = set()  # clusters with a status that waits
 
@@ -173,6 +174,7 @@ class Reconciler:
     def leave(self, key: Key) -> None:
         """Forget a cluster that is gone, or that another operator may change from now on."""
         self._memos.pop(key, None)
+        self._began.pop(key, None)
         self._wrote.pop(key, None)
         self._waiting.discard(key)
         self._secrets.forget(key)
@@ -218,11 +220,16 @@ class Reconciler:
         return min((one for one in (wait, plan.requeue_after, again) if one), default=None)
 
     async def _is_still_there(self, key: Key, cluster: Manifest, stage: Stage, plan: Plan) -> bool:
-        """Whether the steps of a plan may be performed: the store may hold a deleted cluster."""
+        """Whether the steps of a plan may be performed: the store may hold a deleted cluster.
+
+        If it does, Kubernetes deletes what is created for it, and it looks new once more.
+        """
         if not creates(plan.steps) or not self._may_write(key):
             return True
         uid = str(cluster["metadata"]["uid"])
-        if not needs_live_check(stage, self._store.reported_seconds(key, uid)):
+        first = stage is Stage.NEW and self._began.get(key) != uid
+        self._began[key] = uid
+        if not needs_live_check(self._store.reported_seconds(key, uid), first=first):
             return True
         return await self._api_server.read_uid(key) == uid
 
