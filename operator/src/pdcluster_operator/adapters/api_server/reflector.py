@@ -162,7 +162,7 @@ class Reflector:
                     await self._list()
                 elif self._elsewhere and self._was_told:
                     await self._wait_until_due()
-                elif not await self._follow():
+                elif not await (self._follow_until_told() if self._elsewhere else self._follow()):
                     pause = self._after_a_failure()
             except NotFound as error:
                 pause = self._not_served(error)
@@ -179,8 +179,10 @@ class Reflector:
 
     def see(self, event: str | None, manifest: Mapping[str, Any]) -> None:
         """Take in what kopf reports; see :meth:`Reflectors.see`."""
-        self._heard = self._was_told = True
-        self._unheard = 0
+        if not self._was_told:
+            self._was_told = True
+            self._sooner.set()
+        self._heard, self._unheard = True, 0
         kept = as_kept(manifest, self.kind, self._store.same)
         self._loop.see(event or "MODIFIED", kept)
         if event is None and self._due - _now() > SOON:
@@ -236,6 +238,18 @@ class Reflector:
             self._sooner.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._sooner.wait(), left)
+
+    async def _follow_until_told(self) -> bool:
+        """Watch until kopf has reported an object, which shows that it watches."""
+        following = asyncio.create_task(self._follow())
+        told = asyncio.create_task(self._sooner.wait())
+        try:
+            await asyncio.wait((following, told), return_when=asyncio.FIRST_COMPLETED)
+            return not following.done() or following.result()
+        finally:
+            for one in (following, told):
+                one.cancel()
+            await asyncio.gather(following, told, return_exceptions=True)
 
     async def _follow(self) -> bool:
         """Watch until the server ends it, at the latest when the kind is listed again.
