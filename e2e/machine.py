@@ -144,6 +144,15 @@ def _no_pid1() -> str:
     return "" if unshared(*PROCESSES) else "no process namespace can be made"
 
 
+def _no_small_shm() -> str:
+    """A /dev/shm of its own, as ``test_nixl_options`` has."""
+    words = unshared("--mount")
+    if not words:
+        return "no mount namespace can be made"
+    refusal = _refusal(*words, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
+    return refusal and f"nothing can be mounted at /dev/shm ({refusal})"
+
+
 def _few_files() -> str:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return f"a process may open {hard} files" if 0 <= hard < OPEN_FILES else ""
@@ -160,6 +169,7 @@ SHOWS = {
     "cgroup": "an engine that the kernel kills because memory is short",
     "network": "KV over a network that drops packets",
     "pid1": "a launcher that is process 1 of its namespace",
+    "shm": "NIXL beside a /dev/shm with little room",
     "files": "a side channel with thousands of connections",
 }
 PROBES: dict[str, Callable[[], str]] = {
@@ -167,5 +177,6 @@ PROBES: dict[str, Callable[[], str]] = {
     "cgroup": _no_cgroup,
     "network": _no_network,
     "pid1": _no_pid1,
+    "shm": _no_small_shm,
     "files": _few_files,
 }

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from typing import Any
 
 import numpy as np
 import pytest
 from nixl_prefill import Agents, PrefillProcess, patient
 from transfer_rig import Decode, FakePeers
 
+import machine
 from pdcluster_connector.nixl_io import nixl_agent
 from pdcluster_connector.nixl_io.interface import NixlError, NixlErrorKind
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
@@ -16,19 +20,39 @@ from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 pytestmark = pytest.mark.nixl
 
 LIMIT = "UCX_RCACHE_MAX_UNRELEASED"
+ALLOC = "UCX_POSIX_ALLOC"
+LEAST_SHM = "UCX_POSIX_SHM_MIN_SIZE"
+# Five workers of UCX find room for none, for some and for all; UCX leaves 16 MiB alone.
+SHORT = """
+import os
+from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
+
+for left in (2, 15, 16, 17, 20, 24, 28, 32, 36, 44):
+    with open("/dev/shm/filler", "wb") as filler:
+        shm = os.statvfs("/dev/shm")
+        os.posix_fallocate(filler.fileno(), 0, shm.f_bavail * shm.f_frsize - (left << 20))
+        agent = NixlAgent(f"a{left}", num_threads=4)
+        assert agent.metadata()
+        agent.close()
+    os.unlink("/dev/shm/filler")
+    print("made beside", left)
+"""
 
 
-@pytest.mark.parametrize(("set_by_user", "expected"), [(None, "1024"), ("7", "7")])
+@pytest.mark.parametrize(
+    ("variable", "set_by_user", "expected"),
+    [(LIMIT, None, "1024"), (LIMIT, "7", "7"), (ALLOC, None, "md"), (ALLOC, "mmap", "mmap")],
+)
 def test_ucx_is_told_before_nixl_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, set_by_user: str | None, expected: str
+    monkeypatch: pytest.MonkeyPatch, variable: str, set_by_user: str | None, expected: str
 ) -> None:
-    monkeypatch.delenv(LIMIT, raising=False)
+    monkeypatch.delenv(variable, raising=False)
     if set_by_user is not None:
-        monkeypatch.setenv(LIMIT, set_by_user)
+        monkeypatch.setenv(variable, set_by_user)
     found = []
 
     def load() -> None:
-        found.append(os.environ.get(LIMIT))
+        found.append(os.environ.get(variable))
         raise NixlError(NixlErrorKind.INVALID, "only looked at")
 
     monkeypatch.setattr(nixl_agent, "_load_nixl", load)
@@ -49,6 +73,43 @@ def test_threads_and_options_reach_the_backend() -> None:
         agent.close()
     with pytest.raises(NixlError):
         NixlAgent("three", backend_options=[("UCX", "num_workers", "many")])
+
+
+@pytest.mark.needs("shm")
+def test_an_agent_is_made_however_little_shared_memory_is_left() -> None:
+    mounted = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+    words = ("sh", "-c", mounted, "sh", sys.executable, "-X", "faulthandler", "-c", SHORT)
+    done = subprocess.run(
+        [*machine.unshared("--mount"), *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("made beside") == 10
+    assert "uses no /dev/shm" in done.stderr
+
+
+def test_a_backend_that_fails_is_tried_without_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(LEAST_SHM, raising=False)
+    api = nixl_agent._load_nixl()
+    create, seen = api.nixl_agent.create_backend, []
+
+    def fails_first(agent: Any, backend: str, options: dict[str, str]) -> Any:
+        seen.append(os.environ.get(LEAST_SHM))
+        if seen[-1] != "inf":
+            raise api.nixlBind.nixlBackendError("no room")
+        return create(agent, backend, options)
+
+    monkeypatch.setattr(api.nixl_agent, "create_backend", fails_first)
+    NixlAgent("a").close()
+    assert seen == [None, "inf"]
+    assert LEAST_SHM not in os.environ
+    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "uses no /dev/shm; with it: nixl: nixlBackendError: no room" in said
+    monkeypatch.setenv(LEAST_SHM, "1m")  # its user's own choice
+    with pytest.raises(NixlError):
+        NixlAgent("b")
+    assert seen[2:] == ["1m"]
 
 
 def test_large_reads_that_threads_share_are_right_to_the_byte() -> None:

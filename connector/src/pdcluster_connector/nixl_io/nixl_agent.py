@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 import secrets
 import weakref
@@ -32,6 +33,7 @@ from pdcluster_connector.nixl_io.interface import (
 from pdcluster_connector.plan.descriptors import Rows
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 _ALL = frozenset(NixlErrorKind)
 _GONE = frozenset({NixlErrorKind.DISCONNECTED})
@@ -61,7 +63,11 @@ UCX_DEFAULTS = {
     # By default, UCX keeps registrations of freed memory without a limit. vLLM sets the same value
     # when it imports NIXL. UCX reads it once, when NIXL is loaded.
     "UCX_RCACHE_MAX_UNRELEASED": "1024",
+    # If less than 16 MiB of /dev/shm are left, UCX makes no more buffers there. By default it then
+    # takes other memory for an interface that is already open, and crashes (openucx/ucx #11732).
+    "UCX_POSIX_ALLOC": "md",
 }
+_LEAST_SHM = "UCX_POSIX_SHM_MIN_SIZE"
 
 
 @contextmanager
@@ -82,6 +88,16 @@ def _waiting_progress_thread(api: Any) -> Iterator[None]:
         yield
     finally:
         bindings.nixlAgentConfig = original
+
+
+@contextmanager
+def _without_shm() -> Iterator[None]:
+    """Let UCX use no /dev/shm, as if it were too small. Peers are read by its other transports."""
+    os.environ[_LEAST_SHM] = "inf"
+    try:
+        yield
+    finally:
+        del os.environ[_LEAST_SHM]
 
 
 class NixlAgent:
@@ -122,7 +138,7 @@ class NixlAgent:
             options = {option: value for of, option, value in backend_options if of == backend}
             if num_threads:
                 options["num_threads"] = str(num_threads)
-            self._call(partial(self._agent.create_backend, backend, options))
+            self._create(backend, options)
         if not self._agent.backends:
             raise NixlError(NixlErrorKind.INVALID, f"nixl has no backend of {list(backends)}")
 
@@ -206,6 +222,21 @@ class NixlAgent:
             raise AgentSurvivedError(
                 NixlErrorKind.INTERNAL, f"something still holds nixl agent {self.name}", flying=True
             )
+
+    def _create(self, backend: str, options: dict[str, str]) -> None:
+        """Create a backend. UCX's workers take 4 MiB of /dev/shm each, while there is room."""
+        create = partial(self._agent.create_backend, backend, options)
+        failed = ""
+        try:
+            self._call(create)
+        except NixlError as error:
+            if error.kind is not NixlErrorKind.TRANSPORT or _LEAST_SHM in os.environ:
+                raise
+            failed = str(error)
+        if failed:
+            with _without_shm():
+                self._call(create)
+            logger.warning("%s uses no /dev/shm; with it: %s", self.name, failed)
 
     def _drop(self, item: Dlist | Handle) -> None:
         """Drop nixl's own object, which would keep the agent alive."""
