@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 
@@ -38,10 +39,12 @@ async def serve_pages(
     numbers = web.Application()
     numbers.router.add_get("/metrics", exposition)
     for app, port in ((health, health_port), (numbers, metrics_port)):
+        # Cancelled while it opens a port, aiohttp would leave the port open.
+        listener = stack.enter_context(socket.create_server((host, port)))
         runner = web.AppRunner(app, access_log=None, handle_signals=False)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, host, port).start()
+        await web.SockSite(runner, listener).start()
 
 
 def _page(check: Check) -> Callable[[web.Request], Awaitable[web.Response]]:
