@@ -19,18 +19,17 @@ a wrong value counts as missing: one such field must not make an engine unreacha
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
 from enum import StrEnum
-from typing import Annotated, Any, Final, Self, TypeVar
+from typing import Annotated, Final, Self
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
-from msgspec.structs import FieldInfo, fields, force_setattr
+from msgspec.structs import force_setattr
 
 from pdcluster_connector.compat.shape import Identifier, ParallelSize
 from pdcluster_connector.plan.topology import node_of_data_rank
 from pdcluster_connector.protocol.addresses import split_address
+from pdcluster_connector.protocol.field_by_field import reader_of
 from pdcluster_connector.protocol.messages import (
     Malformed,
     Rank,
@@ -313,9 +312,6 @@ class ChangesReport(Struct, frozen=True, omit_defaults=True):
 _PEERS = msgspec.json.Decoder(PeersDocument)
 _REPORT = msgspec.json.Decoder(RankReport)
 
-
-_Report = TypeVar("_Report", bound=Struct)
-
 # Fields that are reports, or lists of them. These are read field by field, too.
 _PARTS: Final[dict[tuple[type[Struct], str], type[Struct]]] = {
     (ChangesReport, "readyz"): EngineReport,
@@ -324,59 +320,9 @@ _PARTS: Final[dict[tuple[type[Struct], str], type[Struct]]] = {
     (LinksReport, "prompts"): PromptsReport,
     (LinkReport, "canary"): CanaryReport,
 }
-
-
-def _reader(kind: type[_Report]) -> Callable[[bytes], _Report]:
-    """Return a decoder that reads a document field by field if it cannot be read as a whole."""
-    whole = msgspec.json.Decoder(kind).decode
-
-    def read(raw: bytes) -> _Report:
-        try:
-            return whole(raw)
-        except msgspec.ValidationError:
-            return _converted(msgspec.json.decode(raw), kind)
-
-    return read
-
-
-def _converted(value: object, kind: type[_Report]) -> _Report:
-    """Make a report of what can be read; raises ValidationError if a required field cannot."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError:
-        if not isinstance(value, dict):
-            raise
-        given: dict[str, Any] = {}
-        for field in fields(kind):
-            if field.name in value:
-                try:
-                    given[field.name] = _field(value[field.name], kind, field)
-                except msgspec.ValidationError:
-                    if field.required:
-                        raise
-                    with suppress(msgspec.ValidationError):  # it is there, but its value is unknown
-                        given[field.name] = msgspec.convert(None, field.type)
-            elif field.required:
-                raise
-    return kind(**given)
-
-
-def _field(value: object, kind: type[Struct], field: FieldInfo) -> object:
-    part = _PARTS.get((kind, field.name))
-    if part is not None and isinstance(value, dict):
-        value = _converted(value, part)
-    elif part is not None and isinstance(value, list):
-        found: list[Struct] = []
-        for entry in value[:MAX_LINKS]:
-            with suppress(msgspec.ValidationError):
-                found.append(_converted(entry, part))
-        value = found
-    return msgspec.convert(value, field.type)
-
-
-_ENGINE = _reader(EngineReport)
-_LINKS = _reader(LinksReport)
-_CHANGES = _reader(ChangesReport)
+_ENGINE = reader_of(EngineReport, _PARTS, MAX_LINKS)
+_LINKS = reader_of(LinksReport, _PARTS, MAX_LINKS)
+_CHANGES = reader_of(ChangesReport, _PARTS, MAX_LINKS)
 
 
 def encode_json(message: Struct) -> bytes:
