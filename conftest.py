@@ -143,8 +143,9 @@ def pytest_terminal_summary(
 
 
 def needs(item: pytest.Item) -> list[str]:
-    """Return the features that the marks of a test name."""
-    return [feature for mark in item.iter_markers("needs") for feature in mark.args]
+    """Return the features that a test needs. An engine of local mode has several processes."""
+    named = [feature for mark in item.iter_markers("needs") for feature in mark.args]
+    return [*named, "rings"] if item.get_closest_marker("local") else named
 
 
 def _inside(arg: str) -> list[str]:

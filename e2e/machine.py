@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 OPEN_FILES = 12_000
+ROOM_OF_RINGS = 256 << 20
+"""vLLM asks for 160 MiB before it makes a ring of messages, and fills little of it."""
 
 
 def without() -> frozenset[str]:
@@ -153,6 +155,15 @@ def _no_small_shm() -> str:
     return refusal and f"nothing can be mounted at /dev/shm ({refusal})"
 
 
+def _no_rings() -> str:
+    try:
+        status = os.statvfs("/dev/shm")
+    except OSError as error:
+        return f"there is no /dev/shm ({error.strerror})"
+    free = status.f_bavail * status.f_frsize
+    return "" if free >= ROOM_OF_RINGS else f"/dev/shm has {free >> 20} MiB free"
+
+
 def _few_files() -> str:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return f"a process may open {hard} files" if 0 <= hard < OPEN_FILES else ""
@@ -171,6 +182,7 @@ SHOWS = {
     "pid1": "a launcher that is process 1 of its namespace",
     "shm": "NIXL beside a /dev/shm with little room",
     "files": "a side channel with thousands of connections",
+    "rings": "engines of several processes",
 }
 PROBES: dict[str, Callable[[], str]] = {
     "fp8": _ask_vllm,
@@ -179,4 +191,5 @@ PROBES: dict[str, Callable[[], str]] = {
     "pid1": _no_pid1,
     "shm": _no_small_shm,
     "files": _few_files,
+    "rings": _no_rings,
 }

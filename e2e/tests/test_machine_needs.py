@@ -107,6 +107,16 @@ def test_an_unknown_feature_cannot_be_forced_off(tmp_path: Path) -> None:
     assert "passed" not in said
 
 
+@pytest.mark.process
+def test_local_mode_needs_room_for_what_its_processes_share(tmp_path: Path) -> None:
+    sample = "import pytest\n\n@pytest.mark.local\ndef test_it():\n    raise AssertionError\n"
+    said = run_pytest(tmp_path, sample, PDCLUSTER_WITHOUT="rings")
+    assert "engines of several processes: PDCLUSTER_WITHOUT names rings (1 test in" in said
+    assert "1 failed" in run_pytest(
+        tmp_path, sample.replace("local", "nixl"), PDCLUSTER_WITHOUT="rings"
+    )
+
+
 def test_features_are_forced_off_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     for said, meant in (("", ()), ("fp8", ("fp8",)), (" fp8, cgroup,", ("fp8", "cgroup"))):
         monkeypatch.setenv("PDCLUSTER_WITHOUT", said)

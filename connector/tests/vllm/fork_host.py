@@ -19,6 +19,9 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import machine
 import pdcluster_connector
 
 SOURCES = Path(pdcluster_connector.__file__).parents[1]
@@ -200,7 +203,13 @@ class ForkHost:
         return self._connection.recv()
 
     def engine(self, name: str, connector: dict[str, Any] | None = None, **llm: Any) -> Engine:
-        """Fork an engine; not ready yet. ``connector`` is its kv-transfer-config."""
+        """Fork an engine; not ready yet. ``connector`` is its kv-transfer-config.
+
+        The test is skipped if this machine has no room for what the engine's processes share.
+        """
+        ranks = llm.get("tensor_parallel_size", 1) * llm.get("pipeline_parallel_size", 1)
+        if ranks > 1 and (why := machine.reason(["rings"])):
+            pytest.skip(why)
         name = f"{name}{next(self._count)}"
         address = str(self.folder / name)
         log = self.folder / f"{name}.log"
