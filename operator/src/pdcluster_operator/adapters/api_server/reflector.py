@@ -128,7 +128,7 @@ class Reflector:
         self._path = kind.path(namespace)
         self._age = age
         self._elsewhere = elsewhere
-        self._was_told = False  # whether kopf has reported anything
+        self._kopf_reports = False  # whether kopf has reported anything
         self._sooner = asyncio.Event()
         self._last = ""  # the version of the last LIST
         self._version = ""  # that the next watch goes on from; empty: list first
@@ -160,9 +160,9 @@ class Reflector:
             try:
                 if not self._version or _now() >= self._due:
                     await self._list()
-                elif self._elsewhere and self._was_told:
+                elif self._elsewhere and self._kopf_reports:
                     await self._wait_until_due()
-                elif not await (self._follow_until_told() if self._elsewhere else self._follow()):
+                elif not await (self._follow_until_kopf() if self._elsewhere else self._follow()):
                     pause = self._after_a_failure()
             except NotFound as error:
                 pause = self._not_served(error)
@@ -179,8 +179,8 @@ class Reflector:
 
     def see(self, event: str | None, manifest: Mapping[str, Any]) -> None:
         """Take in what kopf reports; see :meth:`Reflectors.see`."""
-        if not self._was_told:
-            self._was_told = True
+        if not self._kopf_reports:
+            self._kopf_reports = True
             self._sooner.set()
         self._heard, self._unheard = True, 0
         kept = as_kept(manifest, self.kind, self._store.same)
@@ -227,7 +227,7 @@ class Reflector:
         self._loop.set_served(kind.name, served=True)
         if news and self._listed and not self._heard:
             self._unheard += 1
-        elif self._heard or not self._was_told:
+        elif self._heard or not self._kopf_reports:
             self._unheard = 0
         self._heard = False
         self._version, self._due = version, due
@@ -239,17 +239,17 @@ class Reflector:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._sooner.wait(), left)
 
-    async def _follow_until_told(self) -> bool:
+    async def _follow_until_kopf(self) -> bool:
         """Watch until kopf has reported an object, which shows that it watches."""
         following = asyncio.create_task(self._follow())
-        told = asyncio.create_task(self._sooner.wait())
+        reported = asyncio.create_task(self._sooner.wait())
         try:
-            await asyncio.wait((following, told), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((following, reported), return_when=asyncio.FIRST_COMPLETED)
             return not following.done() or following.result()
         finally:
-            for one in (following, told):
+            for one in (following, reported):
                 one.cancel()
-            await asyncio.gather(following, told, return_exceptions=True)
+            await asyncio.gather(following, reported, return_exceptions=True)
 
     async def _follow(self) -> bool:
         """Watch until the server ends it, at the latest when the kind is listed again.
@@ -325,7 +325,7 @@ class Reflectors:
 
     Args:
         age: see :class:`Reflector`.
-        elsewhere: kinds that kopf watches. They are only listed here.
+        elsewhere: kinds that kopf watches. They are only listed here, as soon as kopf reports them.
     """
 
     def __init__(
