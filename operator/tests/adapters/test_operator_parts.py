@@ -363,7 +363,7 @@ def test_the_charts_command_lines_are_read():
             "--log-format=json",
         ]
     )
-    assert options.namespace == ["a", "b"]
+    assert options.namespaces == ["a", "b"]
     assert options.webhook_service == ("system", "pdcluster-webhook")
     assert command.parser().parse_args(["webhook", "--certificate-folder=/certificate"])
 

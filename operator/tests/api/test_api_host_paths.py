@@ -68,7 +68,7 @@ def test_the_remedy_names_options_that_there_are():
     flags = re.findall(r"--[a-z][-a-z]+", REMEDY)
     assert flags == ["--allow-host-path-models"]
     for command in (["run"], ["webhook", "--certificate-folder", "/x"]):
-        assert parser().parse_args([*command, *flags]).allow_host_path_models is True
+        assert parser().parse_args([*command, *flags]).host_path_models is True
     values = yaml.safe_load((ROOT / "charts" / "pdcluster" / "values.yaml").read_text())
     (named,) = re.findall(r"operator\.([A-Za-z]+)", REMEDY)
     assert named in values["operator"]

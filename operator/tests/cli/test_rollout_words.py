@@ -12,13 +12,15 @@ import pytest
 import virtual_time
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.cli import rollout
-from pdcluster_operator.cli.connection import Where
 from pdcluster_operator.cli.exits import Exit, UserError
-from pdcluster_operator.plan.rollout.announce import Announcement
-from pdcluster_operator.plan.rollout.undo import Undo
+from pdcluster_operator.cli.main import parser
+from pdcluster_operator.cli.rollout import Announcement, Undo
 from pdcluster_operator.runtime.interfaces import ApiError, Key
 
-HERE = Where(None, "ns")
+
+def run(verb: str, *words: str) -> Exit:
+    """Run ``pdcluster rollout`` for the PDCluster ``ns/tiny``."""
+    return rollout.rollout(parser().parse_args(["rollout", verb, "tiny", "-n", "ns", *words]))
 
 
 class Cluster:
@@ -37,8 +39,8 @@ class Cluster:
         self.written: list[tuple[Any, dict[str, Any]]] = []
         self.stored: Undo | None = None
 
-        def connected(where: Where, command: Callable[[Any], Any]) -> Exit:
-            assert where is HERE
+        def connected(context: str | None, command: Callable[[Any], Any]) -> Exit:
+            assert context is None
             return virtual_time.run(command(self))
 
         async def read_cluster(client: Any, key: Key) -> dict[str, Any] | None:
@@ -90,7 +92,7 @@ def test_each_change_is_a_line_until_the_end(
         waits("2 of 2"),
         Announcement("end", complete),
     ]
-    assert rollout.status("tiny", HERE, watch=True, timeout=0.0) == code
+    assert run("status") == code
     assert lines(capsys) == [f'PDCluster "tiny": {line}' for line in ("1 of 2", "2 of 2", "end")]
     assert cluster.asked == [0.0, 1.0, 2.0, 3.0]
 
@@ -103,7 +105,7 @@ def test_who_does_not_watch_gets_one_line(
     cluster: Cluster, capsys: pytest.CaptureFixture[str], said: bool | None, code: Exit
 ) -> None:
     cluster.says = [Announcement("1 of 2", said)]
-    assert rollout.status("tiny", HERE, watch=False, timeout=0.0) == code
+    assert run("status", "--no-watch") == code
     assert lines(capsys) == ['PDCluster "tiny": 1 of 2']
     assert len(cluster.asked) == 1
 
@@ -111,12 +113,12 @@ def test_who_does_not_watch_gets_one_line(
 def test_after_the_timeout_it_says_how_far_it_is(cluster: Cluster) -> None:
     cluster.says = [waits("1 of 2")]
     with pytest.raises(UserError, match=r"^not complete after 5 s: 1 of 2$") as ended:
-        rollout.status("tiny", HERE, watch=True, timeout=5.0)
+        run("status", "--timeout=5")
     assert ended.value.exit == Exit.NOT_READY
     assert cluster.asked[-1] == 6.0
     cluster.says = [*[waits("1 of 2")] * 7200, Announcement("end", True)]
     cluster.asked.clear()
-    assert rollout.status("tiny", HERE, watch=True, timeout=0.0) == Exit.DONE
+    assert run("status") == Exit.DONE
     assert len(cluster.asked) == 7201, "without a timeout it waits for ever"
 
 
@@ -125,24 +127,20 @@ def test_a_server_that_is_away_for_a_while_ends_no_watch(
 ) -> None:
     away = ApiError("ApiServerUnreachable", "no answer")
     cluster.says = [waits("1 of 2"), away, away, Announcement("end", True)]
-    assert rollout.status("tiny", HERE, watch=True, timeout=0.0) == Exit.DONE
+    assert run("status") == Exit.DONE
     assert lines(capsys)[1:] == [
         'PDCluster "tiny": waits for the API server: no answer', 'PDCluster "tiny": end',
     ]  # fmt: skip
     cluster.says = [away]
     with pytest.raises(ApiError, match="no answer"):
-        rollout.status("tiny", HERE, watch=True, timeout=0.0)
+        run("status")
 
 
 def test_a_cluster_that_is_not_there_is_named(cluster: Cluster) -> None:
     cluster.live = None
-    for call in (
-        lambda: rollout.status("tiny", HERE, watch=True, timeout=0.0),
-        lambda: rollout.hold("tiny", HERE, paused=True),
-        lambda: rollout.go_back("tiny", HERE, dry_run=False),
-    ):
+    for verb in ("status", "pause", "resume", "undo"):
         with pytest.raises(UserError, match='no PDCluster "tiny" in namespace "ns"') as missing:
-            call()
+            run(verb)
         assert missing.value.exit == Exit.REQUEST_FAILED
     assert cluster.written == []
 
@@ -167,7 +165,7 @@ def test_a_rollout_is_held_and_let_go(
     said: str,
 ) -> None:
     cluster.live = {"spec": before}
-    assert rollout.hold("tiny", HERE, paused=paused) == Exit.DONE
+    assert run("pause" if paused else "resume") == Exit.DONE
     assert cluster.written == [(after, {})]
     assert lines(capsys) == [f"pdcluster.pdcluster.dev/tiny {said}"]
 
@@ -182,7 +180,7 @@ def test_what_is_so_already_is_not_written(
 ) -> None:
     cluster.live = {"spec": {"rollout": before}}
     with pytest.raises(UserError, match=rf"^pdcluster.pdcluster.dev/tiny is {said}$") as ended:
-        rollout.hold("tiny", HERE, paused=paused)
+        run("pause" if paused else "resume")
     assert ended.value.exit == Exit.REQUEST_FAILED
     assert cluster.written == []
 
@@ -197,7 +195,7 @@ def test_an_undo_says_what_changes_and_what_keeps_it(
 ) -> None:
     cluster.live = {"spec": {"a": 1, "rollout": {"paused": paused}}}
     cluster.stored = Undo(BACK, {Role.DECODE: "aaaaa"}, ("spec.a", "spec.b"))
-    assert rollout.go_back("tiny", HERE, dry_run=dry_run) == Exit.DONE
+    assert run("undo", *["--dry-run"] * dry_run) == Exit.DONE
     assert cluster.written == [(BACK, {"dry_run": dry_run})]
     first, changed, engines, *more = lines(capsys)
     assert first.startswith("pdcluster.pdcluster.dev/tiny rolled back")
@@ -208,5 +206,5 @@ def test_an_undo_says_what_changes_and_what_keeps_it(
 
 def test_without_another_revision_nothing_is_written(cluster: Cluster) -> None:
     with pytest.raises(UserError, match=r"no other revision of pdcluster\.pdcluster\.dev/tiny"):
-        rollout.go_back("tiny", HERE, dry_run=False)
+        run("undo")
     assert cluster.written == []

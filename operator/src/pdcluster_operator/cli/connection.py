@@ -4,43 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from pdcluster_operator.adapters.api_server.client import KubeClient
-from pdcluster_operator.adapters.api_server.kubeconfig import (
-    NotConnected,
-    find_configuration,
-    namespace_of_context,
-)
+from pdcluster_operator.adapters.api_server.kubeconfig import NotConnected, find_configuration
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.runtime.interfaces import ApiError
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
-    """Which cluster a command talks to.
+def connected(context: str | None, command: Callable[[KubeClient], Awaitable[Exit]]) -> Exit:
+    """Run a command with a connection. If the API server refuses, its message ends the command.
 
-    Attributes:
+    Args:
         context: of the kubeconfig; None is its current one.
-        namespace: None is the one of the context.
     """
-
-    context: str | None = None
-    namespace: str | None = None
-
-    def namespace_or_default(self) -> str:
-        """Return the namespace as kubectl would choose it."""
-        return self.namespace or namespace_of_context(self.context)
+    return asyncio.run(_connected(context, command))
 
 
-def connected(where: Where, command: Callable[[KubeClient], Awaitable[Exit]]) -> Exit:
-    """Run a command with a connection. If the API server refuses, its message ends the command."""
-    return asyncio.run(_connected(where, command))
-
-
-async def _connected(where: Where, command: Callable[[KubeClient], Awaitable[Exit]]) -> Exit:
+async def _connected(context: str | None, command: Callable[[KubeClient], Awaitable[Exit]]) -> Exit:
     try:
-        configuration = await find_configuration(context=where.context)
+        configuration = await find_configuration(context=context)
     except NotConnected as error:
         raise UserError(str(error), Exit.MACHINE) from error
     async with KubeClient(configuration) as client:

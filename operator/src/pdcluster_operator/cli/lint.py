@@ -5,6 +5,7 @@ Other commands use its functions that read manifests and print findings.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,11 +24,11 @@ from pdcluster_operator.cli.exits import Exit, UserError
 MAX_BYTES = 4 << 20
 
 
-def lint(files: Sequence[str]) -> Exit:
+def lint(options: argparse.Namespace) -> Exit:
     """Check every PDCluster of every file; DONE when none has an error."""
     console = Console(highlight=False, soft_wrap=True)
     wrong = False
-    for file in files:
+    for file in options.files:
         try:
             documents = read_documents(file)
         except UserError as error:

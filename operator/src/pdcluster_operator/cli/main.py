@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -115,12 +115,8 @@ def parser() -> argparse.ArgumentParser:
     )
     lint.add_argument("files", nargs="+", metavar="FILE", help="manifest in YAML; - is stdin")
 
-    plan = commands.add_parser(
-        "plan",
-        help="print what the operator would do, for a new cluster or for one that runs",
-        description=PLAN_DETAILS,
-        formatter_class=RAW,
-    )
+    summary = "print what the operator would do, for a new cluster or for one that runs"
+    plan = _add(commands, "plan", summary, PLAN_DETAILS)
     plan.add_argument("file", metavar="FILE", help="manifest in YAML; - is stdin")
     plan.add_argument(
         "-o",
@@ -140,12 +136,7 @@ def parser() -> argparse.ArgumentParser:
 
     _add_rollout(commands)
 
-    up = commands.add_parser(
-        "up",
-        help="run a manifest on this machine, without Kubernetes",
-        description=UP_DETAILS,
-        formatter_class=RAW,
-    )
+    up = _add(commands, "up", "run a manifest on this machine, without Kubernetes", UP_DETAILS)
     up.add_argument("file", metavar="FILE", help="manifest in YAML; - is stdin")
     up.add_argument(
         "--once",
@@ -186,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command = _command(options)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        return int(command())
+        return int(command(options))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return int(error.exit)
@@ -203,39 +194,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(Exit.DONE)
 
 
-def _command(options: argparse.Namespace) -> Callable[[], Exit]:
+def _command(options: argparse.Namespace) -> Callable[[argparse.Namespace], Exit]:
     # Each command imports only what it needs: lint starts in a tenth of a second.
     if options.command == "lint":
         from pdcluster_operator.cli.lint import lint
 
-        return partial(lint, options.files)
+        return lint
     if options.command == "rollout":
-        return _rollout(options)
+        from pdcluster_operator.cli.rollout import rollout
+
+        return rollout
     if options.command == "plan" and options.against is not None:
         from pdcluster_operator.cli.against import show_plan_against
-        from pdcluster_operator.cli.connection import Where
 
-        where = Where(options.against or None, options.namespace)
-        return partial(show_plan_against, options.file, where)
+        return show_plan_against
     if options.command == "plan":
         from pdcluster_operator.cli.plan import show_plan
 
-        return partial(show_plan, options.file, options.output)
+        return show_plan
     if importlib.util.find_spec("pdcluster_operator.local") is None:
         raise UserError(NO_LOCAL_MODE, Exit.MACHINE)
-    from pdcluster_operator.cli.up import UpOptions, up
+    from pdcluster_operator.cli.up import up
 
-    return partial(
-        up,
-        UpOptions(
-            file=options.file,
-            once=options.once,
-            max_tokens=options.max_tokens,
-            timeout=options.timeout,
-            model_dir=options.model_dir,
-            plain=options.plain,
-        ),
+    return up
+
+
+def _add(
+    commands: Any, word: str, summary: str, description: str, epilog: str = ""
+) -> argparse.ArgumentParser:
+    """Add a command whose help keeps its lines as they are."""
+    command: argparse.ArgumentParser = commands.add_parser(
+        word, help=summary, description=description, epilog=epilog, formatter_class=RAW
     )
+    return command
 
 
 def _add_where(command: argparse.ArgumentParser) -> None:
@@ -247,57 +238,34 @@ def _add_where(command: argparse.ArgumentParser) -> None:
 
 def _add_rollout(commands: Any) -> None:
     """Add ``rollout`` and its subcommands."""
-    rollout = commands.add_parser(
-        "rollout",
-        help="follow, pause, resume or undo the rollout of a PDCluster",
-        description=ROLLOUT,
-        epilog=ROLLOUT_EXAMPLES,
-        formatter_class=RAW,
-    )
+    summary = "follow, pause, resume or undo the rollout of a PDCluster"
+    rollout = _add(commands, "rollout", summary, ROLLOUT, ROLLOUT_EXAMPLES)
     verbs = rollout.add_subparsers(dest="verb", required=True, metavar="VERB")
-    status = _verb(verbs, "status", "wait until a rollout is complete", ROLLOUT_STATUS)
+    status = _add(verbs, "status", "wait until a rollout is complete", ROLLOUT_STATUS)
+    pause = _add(verbs, "pause", "keep engines as they are", "Sets spec.rollout.paused.")
+    resume = _add(
+        verbs, "resume", "let engines follow the spec", "Sets spec.rollout.paused to false."
+    )
+    undo = _add(verbs, "undo", "go back to the engines before the last change", ROLLOUT_UNDO)
+    for verb in (status, pause, resume, undo):
+        verb.add_argument("name", metavar="NAME", help="of the PDCluster")
+        _add_where(verb)
+        verb.add_argument(
+            "--context", metavar="CONTEXT", help="of the kubeconfig; default: its current one"
+        )
     status.add_argument(
         "--timeout",
         type=_seconds,
-        default=0.0,
+        default=math.inf,
         metavar="DURATION",
         help="give up after this time, such as 90s, 30m or 1h (default: never)",
     )
     status.add_argument(
         "--no-watch", action="store_true", help="print one line, and do not wait for the end"
     )
-    _verb(verbs, "pause", "keep engines as they are", "Sets spec.rollout.paused.")
-    _verb(verbs, "resume", "let engines follow the spec", "Sets spec.rollout.paused to false.")
-    back = _verb(verbs, "undo", "go back to the engines before the last change", ROLLOUT_UNDO)
-    back.add_argument(
+    undo.add_argument(
         "--dry-run", action="store_true", help="print what would change, and write nothing"
     )
-
-
-def _rollout(options: argparse.Namespace) -> Callable[[], Exit]:
-    """Return the command of ``rollout`` that the options name."""
-    from pdcluster_operator.cli import rollout
-    from pdcluster_operator.cli.connection import Where
-
-    name, where = options.name, Where(options.context, options.namespace)
-    if options.verb == "status":
-        watch, timeout = not options.no_watch, options.timeout
-        return partial(rollout.status, name, where, watch=watch, timeout=timeout)
-    if options.verb == "undo":
-        return partial(rollout.go_back, name, where, dry_run=options.dry_run)
-    return partial(rollout.hold, name, where, paused=options.verb == "pause")
-
-
-def _verb(verbs: Any, word: str, summary: str, description: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = verbs.add_parser(
-        word, help=summary, description=description, formatter_class=RAW
-    )
-    command.add_argument("name", metavar="NAME", help="of the PDCluster")
-    _add_where(command)
-    command.add_argument(
-        "--context", metavar="CONTEXT", help="of the kubeconfig; default: its current one"
-    )
-    return command
 
 
 def _seconds(text: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,67 +17,71 @@ from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.schema.crd import PlainDumper
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.lint import print_findings, read_cluster
+from pdcluster_operator.plan import types
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.types import Apply, Observed, Plan, WriteTicketKey
 
 PLACEHOLDER_UID = "00000000-0000-0000-0000-000000000000"
 LONGEST_BINARY = 64
 
 
-def show_plan(file: str, output: str) -> Exit:
+def show_plan(options: argparse.Namespace) -> Exit:
     """Print the operator's steps for a cluster of which nothing exists yet."""
     console = Console(highlight=False, soft_wrap=True)
-    document = read_cluster(file)
-    _, findings = check_manifest(document)
-    if not findings.ok:
-        print_findings(console, file, findings)
+    document = read_accepted(console, options.file)
+    if document is None:
         return Exit.MANIFEST
-    plan = plan_new(document)
-    if output == "yaml":
-        manifests = [_shortened(step.manifest) for step in plan.steps if isinstance(step, Apply)]
+    metadata = {"namespace": "default", "generation": 1, **document["metadata"]}
+    cluster = {**document, "metadata": {**metadata, "uid": PLACEHOLDER_UID}}
+    plan = make_plan(types.Observed(cluster, (), (), {}, {}, shipped_connector()), time.time())
+    if options.output == "yaml":
+        applied = [step for step in plan.steps if isinstance(step, types.Apply)]
+        manifests = [_shortened(step.manifest) for step in applied]
         text = yaml.dump_all(manifests, Dumper=PlainDumper, sort_keys=False, width=100)
         console.print(text, markup=False)
         return Exit.DONE
     for number, step in enumerate(plan.steps, 1):
-        if isinstance(step, Apply | WriteTicketKey):
-            verb = "apply" if isinstance(step, Apply) else "write"
-            metadata = step.manifest["metadata"]
-            line = Text(f"{number:3}. {verb} {step.manifest['kind']} ")
-            console.print(
-                line.append(metadata["name"], style="bold").append(f"  {step.why}", "dim")
-            )
+        if isinstance(step, types.Apply | types.WriteTicketKey):
+            show_step(console, number, step)
     accepted = find_condition(plan.status, ConditionType.ACCEPTED)
-    console.print(
-        Text(
-            f"Accepted: {accepted.get('status')} {accepted.get('reason')} "
-            f"{accepted.get('message', '')}".rstrip(),
-            style="dim",
-        )
-    )
+    text = f"{accepted.get('status')} {accepted.get('reason')} {accepted.get('message', '')}"
+    console.print(Text(f"Accepted: {text}".rstrip(), style="dim"))
     return Exit.DONE
 
 
-def plan_new(document: Mapping[str, Any]) -> Plan:
-    """Return the plan for a cluster of which nothing exists yet."""
+def read_accepted(console: Console, file: str) -> dict[str, Any] | None:
+    """Return the PDCluster of a file. If it has errors, print all findings, and return None."""
+    document: dict[str, Any] = read_cluster(file)
+    _, findings = check_manifest(document)
+    if findings.ok:
+        return document
+    print_findings(console, file, findings)
+    return None
+
+
+def shipped_connector() -> types.ConnectorBundle:
+    """Return the connector that is installed beside this command."""
     try:
-        connector = BuiltConnector().bundle()
+        return BuiltConnector().bundle()
     except BundleError as error:
         raise UserError(str(error), Exit.MACHINE) from error
-    metadata = {
-        "namespace": "default",
-        "generation": 1,
-        **document["metadata"],
-        "uid": PLACEHOLDER_UID,
-    }
-    observed = Observed(
-        cluster={**document, "metadata": metadata},
-        children=(),
-        pods=(),
-        engines={},
-        links={},
-        connector=connector,
-    )
-    return make_plan(observed, time.time())
+
+
+def show_step(console: Console, number: int, step: types.Step) -> None:
+    """Print one line: the step's number, what it does to which object, and why."""
+    verb, kind, name = in_words(step)
+    line = Text(f"{number:3}. {verb} {kind} ")
+    console.print(line.append(name, "bold").append(f"  {step.why}", "dim"))
+
+
+def in_words(step: types.Step) -> tuple[str, str, str]:
+    """Return the verb, kind and name of a step."""
+    if isinstance(step, types.Delete):
+        return "delete", step.kind, step.name
+    if isinstance(step, types.RestartPod):
+        return "delete", "Pod", step.name
+    manifest = step.stored if isinstance(step, types.TryOut) else step.manifest
+    verb = {types.Apply: "apply", types.TryOut: "try, then apply"}.get(type(step), "write")
+    return verb, str(manifest["kind"]), str(manifest["metadata"]["name"])
 
 
 def _shortened(manifest: Mapping[str, Any]) -> dict[str, Any]:

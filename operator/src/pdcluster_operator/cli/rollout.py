@@ -2,94 +2,130 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import math
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.cluster_reader import change_spec, observe, read_cluster
-from pdcluster_operator.cli.connection import Where, connected
+from pdcluster_operator.adapters.api_server.kubeconfig import namespace_of_context
+from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, find_condition
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.parse import parse_cluster
+from pdcluster_operator.cli.connection import connected
 from pdcluster_operator.cli.exits import Exit, UserError
-from pdcluster_operator.plan.rollout.announce import Announcement, announce
-from pdcluster_operator.plan.rollout.undo import Undo, undo
-from pdcluster_operator.plan.types import ConnectorBundle
+from pdcluster_operator.plan.observed.engines import live_by_role
+from pdcluster_operator.plan.rollout import changes
+from pdcluster_operator.plan.rollout.revisions import Revision, stored_revisions
+from pdcluster_operator.plan.rollout.targets import find_targets
+from pdcluster_operator.plan.types import ConnectorBundle, Observed
 from pdcluster_operator.runtime.interfaces import ApiError, Key
 
+Manifest = Mapping[str, Any]
 POLL_SECONDS = 1.0
 OBJECT = "pdcluster.pdcluster.dev"
+WITHOUT_AN_END = frozenset(
+    {
+        StatusReason.NOT_ACCEPTED,
+        StatusReason.PAUSED,
+        StatusReason.TEMPLATE_REFUSED,
+        StatusReason.INSUFFICIENT_CAPACITY,
+        StatusReason.PROGRESS_DEADLINE_EXCEEDED,
+    }
+)
+"""With one of these reasons, Progressing stays False until somebody does something."""
 
 
-def status(name: str, where: Where, *, watch: bool, timeout: float) -> Exit:
-    """Print how far a rollout is until it ends.
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """Where a rollout stands.
 
-    Args:
-        watch: wait for the end.
-        timeout: seconds to wait; 0 is without a limit.
+    Attributes:
+        line: for people.
+        complete: whether nothing is left to do; None while it goes on.
     """
 
-    async def follow(client: KubeClient) -> Exit:
-        key = Key(where.namespace_or_default(), name)
-        deadline = time.monotonic() + timeout if timeout else math.inf
-        latest = await _announcement(client, key)
-        shown = _show(name, latest.line, "")
-        while watch and latest.complete is None:
-            if time.monotonic() > deadline:
-                raise UserError(f"not complete after {timeout:.0f} s: {shown}", Exit.NOT_READY)
-            await asyncio.sleep(POLL_SECONDS)
-            latest = await _announcement(client, key, patient=True)
-            shown = _show(name, latest.line, shown)
-        return Exit.NOT_READY if latest.complete is False else Exit.DONE
-
-    return connected(where, follow)
+    line: str
+    complete: bool | None
 
 
-def hold(name: str, where: Where, *, paused: bool) -> Exit:
-    """Set or remove ``spec.rollout.paused``."""
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """A step back.
 
-    async def change(client: KubeClient) -> Exit:
-        live = await _live(client, Key(where.namespace_or_default(), name))
-        spec = live.get("spec") or {}
-        rollout = spec.get("rollout") or {}
-        word = "paused" if paused else "resumed"
-        if bool(rollout.get("paused", False)) is paused:
-            state = "paused already" if paused else "not paused"
-            raise UserError(f"{OBJECT}/{name} is {state}", Exit.REQUEST_FAILED)
-        await change_spec(client, live, {**spec, "rollout": {**rollout, "paused": paused}})
-        print(f"{OBJECT}/{name} {word}")
-        return Exit.DONE
+    Attributes:
+        spec: the spec to write. Replicas, the rollout, monitoring and the router stay as they are.
+        revisions: names of the stored revisions that engines then have, by role.
+        fields: paths of the fields that change.
+    """
 
-    return connected(where, change)
+    spec: Manifest
+    revisions: Mapping[Role, str]
+    fields: tuple[str, ...]
 
 
-def go_back(name: str, where: Where, *, dry_run: bool) -> Exit:
+def rollout(options: argparse.Namespace) -> Exit:
+    """Run the verb that the command line names."""
+    verb = {"status": status, "undo": go_back}.get(options.verb, hold)
+
+    async def command(client: KubeClient) -> Exit:
+        namespace = options.namespace or namespace_of_context(options.context)
+        return await verb(client, Key(namespace, options.name), options)
+
+    return connected(options.context, command)
+
+
+async def status(client: KubeClient, key: Key, options: argparse.Namespace) -> Exit:
+    """Print how far a rollout is until it ends; once with ``--no-watch``."""
+    deadline = time.monotonic() + options.timeout
+    latest = await _announcement(client, key)
+    shown = _show(key.name, latest.line, "")
+    while latest.complete is None and not options.no_watch:
+        if time.monotonic() > deadline:
+            late = f"not complete after {options.timeout:.0f} s: {shown}"
+            raise UserError(late, Exit.NOT_READY)
+        await asyncio.sleep(POLL_SECONDS)
+        latest = await _announcement(client, key, patient=True)
+        shown = _show(key.name, latest.line, shown)
+    return Exit.NOT_READY if latest.complete is False else Exit.DONE
+
+
+async def hold(client: KubeClient, key: Key, options: argparse.Namespace) -> Exit:
+    """Set ``spec.rollout.paused``: true with ``pause``, false with ``resume``."""
+    live, paused = await _live(client, key), options.verb == "pause"
+    spec = live.get("spec") or {}
+    settings = spec.get("rollout") or {}
+    if bool(settings.get("paused", False)) is paused:
+        state = "paused already" if paused else "not paused"
+        raise UserError(f"{OBJECT}/{key.name} is {state}", Exit.REQUEST_FAILED)
+    await change_spec(client, live, {**spec, "rollout": {**settings, "paused": paused}})
+    print(f"{OBJECT}/{key.name} {'paused' if paused else 'resumed'}")
+    return Exit.DONE
+
+
+async def go_back(client: KubeClient, key: Key, options: argparse.Namespace) -> Exit:
     """Write the spec that was there before the last change of the engines."""
-
-    async def change(client: KubeClient) -> Exit:
-        key = Key(where.namespace_or_default(), name)
-        live = await _live(client, key)
-        # A spec that goes back to a stored revision needs no connector of ours.
-        found = undo(await observe(client, key, live, ConnectorBundle("", b"")))
-        if found is None:
-            raise UserError(
-                f"no other revision of {OBJECT}/{name} is stored, so there is nothing to go back "
-                "to; apply the manifest that you want",
-                Exit.REQUEST_FAILED,
-            )
-        await change_spec(client, live, found.spec, dry_run=dry_run)
-        print(f"{OBJECT}/{name} rolled back{' (dry run: nothing was written)' if dry_run else ''}")
-        _print_undo(found, live)
-        return Exit.DONE
-
-    return connected(where, change)
-
-
-def _print_undo(found: Undo, live: dict[str, Any]) -> None:
+    live = await _live(client, key)
+    # A spec that goes back to a stored revision needs no connector of ours.
+    found = undo(await observe(client, key, live, ConnectorBundle("", b"")))
+    if found is None:
+        raise UserError(
+            f"no other revision of {OBJECT}/{key.name} is stored, so there is nothing to go back "
+            "to; apply the manifest that you want",
+            Exit.REQUEST_FAILED,
+        )
+    await change_spec(client, live, found.spec, dry_run=options.dry_run)
+    note = " (dry run: nothing was written)" if options.dry_run else ""
+    print(f"{OBJECT}/{key.name} rolled back{note}")
     print(f"changed: {', '.join(found.fields)}")
     for role, revision in found.revisions.items():
         print(f"{role}: engines of revision {revision}")
     if ((live.get("spec") or {}).get("rollout") or {}).get("paused"):
         print("rollout.paused is set, so engines stay as they are until `pdcluster rollout resume`")
+    return Exit.DONE
 
 
 async def _announcement(client: KubeClient, key: Key, *, patient: bool = False) -> Announcement:
@@ -116,3 +152,67 @@ async def _live(client: KubeClient, key: Key) -> dict[str, Any]:
             Exit.REQUEST_FAILED,
         )
     return live
+
+
+def announce(cluster: Manifest) -> Announcement:
+    """Return how far the rollout of a PDCluster's spec is."""
+    status, metadata = cluster.get("status") or {}, cluster["metadata"]
+    generation = metadata.get("generation", 0)
+    if status.get("observedGeneration", 0) < generation:
+        return Announcement(f"waits until the operator sees generation {generation}", None)
+    counts = (
+        f"prefill {status.get('prefill')} ready, decode {status.get('decode')} ready, "
+        f"links {status.get('links')}"
+    )
+    ready = find_condition(status, ConditionType.READY)
+    progressing = find_condition(status, ConditionType.PROGRESSING)
+    if progressing.get("reason") == StatusReason.COMPLETE:
+        why = "" if ready.get("status") == Status.TRUE else f"; {ready.get('message')}"
+        return Announcement(f"complete: {counts}{why}", True)
+    accepted = find_condition(status, ConditionType.ACCEPTED)
+    if accepted.get("status") == Status.FALSE:
+        return Announcement(f"not accepted: {accepted.get('message')}", False)
+    why = f"{progressing.get('reason')}: {progressing.get('message')}"
+    held = progressing.get("status") == Status.FALSE
+    ended = held and progressing.get("reason") in WITHOUT_AN_END
+    return Announcement(f"{counts}; {why}", False if ended else None)
+
+
+def undo(observed: Observed) -> Undo | None:
+    """Return the step back to the spec before; None if no other one is stored.
+
+    Each stored revision holds the spec that it was made from. A revision that is used again becomes
+    the newest one of its role. So, of all stored specs that differ from the current one, the last
+    is the one whose revisions have the highest numbers.
+    """
+    now = observed.cluster["spec"]
+    current = _names(_targets(observed, now))
+    best, newest = None, -1
+    for revision in stored_revisions(observed):
+        spec = changes.with_spec_of_engines(now, revision.spec)
+        wanted = _targets(observed, spec)
+        age = sum(one.number for one in wanted.values())
+        stored = bool(wanted) and all(one.number for one in wanted.values())
+        if stored and _names(wanted) != current and age > newest:
+            best, newest = (spec, wanted), age
+    if best is None:
+        return None
+    spec, wanted = best
+    fields = changes.changed_fields(
+        changes.spec_of_engines(observed.cluster), changes.spec_of_engines({"spec": spec})
+    )
+    return Undo(spec, _names(wanted), tuple(fields))
+
+
+def _targets(observed: Observed, spec: Manifest) -> Mapping[Role, Revision]:
+    """Return the revisions that a spec asks for; none if the spec cannot be read."""
+    cluster = {**observed.cluster, "spec": dict(spec)}
+    parsed = parse_cluster(cluster)
+    if parsed.errors:
+        return {}
+    seen = replace(observed, cluster=cluster)
+    return find_targets(seen, parsed.cluster, live_by_role(seen)).wanted
+
+
+def _names(targets: Mapping[Role, Revision]) -> dict[Role, str]:
+    return {role: one.name for role, one in targets.items()}

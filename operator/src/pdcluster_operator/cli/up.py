@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import logging
@@ -11,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Container
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +54,7 @@ KEPT_RUNS = 5
 """So many folders of runs stay, with their logs and volumes."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpOptions:
-    """The command line of ``pdcluster up``."""
-
-    file: str
-    once: str | None
-    max_tokens: int
-    timeout: float
-    model_dir: Path | None
-    plain: bool
-
-
-def up(options: UpOptions) -> Exit:
+def up(options: argparse.Namespace) -> Exit:
     """Run until Ctrl-C, or until the one prompt is answered."""
     if sys.platform != "linux":
         raise UserError(
@@ -146,7 +134,7 @@ class UpRun:
 
     def __init__(
         self,
-        options: UpOptions,
+        options: argparse.Namespace,
         document: dict[str, Any],
         cluster: Cluster,
         console: Console,
