@@ -25,7 +25,7 @@ from reply import Reply, answer
 
 from models.tiny import model_path
 from pdcluster_connector.protocol.engine_id import OPERATOR_NAME
-from pdcluster_operator.adapters.connector_bundle import BuiltConnector
+from pdcluster_operator.adapters.connector_bundle import build_connector
 from pdcluster_operator.api.object_names import HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.cli.snapshot import Snapshot, take_snapshot
@@ -129,7 +129,7 @@ class LocalRun:
             self._loop.close()
 
     async def _start(self) -> None:
-        self._local = LocalCluster(self.folder, BuiltConnector(), self.said.append)
+        self._local = LocalCluster(self.folder, build_connector(), self.said.append)
         await self._local.__aenter__()
         self._key = self._local.apply(self._document)
 

@@ -11,6 +11,7 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import jsonschema
@@ -98,9 +99,20 @@ def test_metrics_name_resources_and_no_objects(path, resource):
     assert expected in metrics.text().decode()
 
 
+def loop_with(*, shares=(), reasons=(), unlisted=(), depth=0, clusters=()):
+    """What metrics read of a control loop."""
+    return SimpleNamespace(
+        queue=SimpleNamespace(depth=depth),
+        store=SimpleNamespace(keys=lambda: clusters),
+        local_prefill_shares=lambda: dict(shares),
+        not_ready=lambda: dict(reasons),
+        unlisted=unlisted,
+    )
+
+
 def test_the_share_of_a_cluster_that_is_gone_is_gone():
     metrics, shares = Metrics(), {("ns", "a"): 0.25, ("ns", "b"): 0.0}
-    metrics.measure(lambda: 0, lambda: 0, lambda: shares, dict, tuple)
+    metrics.loop = loop_with(shares=shares)
     line = 'pdcluster_local_prefill_share{cluster="a",cluster_namespace="ns"} 0.25'
     assert line in metrics.text().decode()
     assert 'cluster="b"' in metrics.text().decode()
@@ -111,7 +123,7 @@ def test_the_share_of_a_cluster_that_is_gone_is_gone():
 
 def test_metrics_name_the_namespaces_that_could_not_be_listed():
     metrics, unlisted = Metrics(), {"b"}
-    metrics.measure(lambda: 0, lambda: 0, dict, dict, lambda: unlisted)
+    metrics.loop = loop_with(unlisted=unlisted)
     assert 'pdcluster_unlisted_namespace{cluster_namespace="b"} 1.0' in metrics.text().decode()
     unlisted.clear()
     assert "pdcluster_unlisted_namespace{" not in metrics.text().decode()
@@ -122,7 +134,7 @@ def test_metrics_name_a_bounded_number_of_clusters():
     shares = {("ns", f"c{number}"): number / 1000 for number in range(1000)}
     reasons = {("ns", f"c{number:03}"): "LinkFailed" for number in range(1000)}
     metrics = Metrics()
-    metrics.measure(lambda: 0, lambda: 0, lambda: shares, lambda: reasons, tuple)
+    metrics.loop = loop_with(shares=shares, reasons=reasons)
     lines = metrics.text().decode().splitlines()
     shown = {line for line in lines if line.startswith("pdcluster_local_prefill_share{")}
     assert len(shown) == MOST_SHOWN
@@ -308,7 +320,7 @@ async def test_a_page_of_health_says_what_is_wrong():
 def test_a_connector_that_cannot_be_packed_is_said_in_its_last_words(monkeypatch):
     monkeypatch.setattr(connector_bundle, "MODULE", "no_such_module")
     with pytest.raises(connector_bundle.BundleError, match=r"packed: .*No module named"):
-        connector_bundle.BuiltConnector()
+        connector_bundle.build_connector()
 
 
 def test_a_log_line_of_an_error_has_its_traceback():
@@ -489,9 +501,9 @@ def test_the_webhook_admits_what_its_operator_does():
 
 def test_the_metrics_count_each_reconcile_and_each_call():
     metrics = Metrics()
-    metrics.measure(lambda: 3, lambda: 5, dict, dict, tuple)
+    metrics.loop = loop_with(depth=3, clusters=range(5))
     for failed in (False, False, True):
-        metrics.reconciled(0.3, failed=failed)
+        metrics.reconciled(0.3, failed)
     metrics.called("PATCH", "/api/v1/pods", 409, 0.3)
     text = metrics.text().decode().splitlines()
     for line in (
@@ -562,7 +574,7 @@ async def test_leases_do_not_wait_behind_other_calls(monkeypatch):
     def api(client, *_):
         made["api"] = client
 
-    def leases(client):
+    def leases(client, *_, **__):
         made["leases"] = client
         raise EnoughError
 
@@ -570,7 +582,7 @@ async def test_leases_do_not_wait_behind_other_calls(monkeypatch):
         return kubernetes.Configuration()
 
     monkeypatch.setattr(operator_process, "KubeApi", api)
-    monkeypatch.setattr(operator_process, "KubeLeases", leases)
+    monkeypatch.setattr(operator_process, "NamespaceLeases", leases)
     monkeypatch.setattr(kubeconfig, "find_configuration", configuration)
     health, metrics = free_ports(2)
     options = OperatorOptions(host="127.0.0.1", health_port=health, metrics_port=metrics)

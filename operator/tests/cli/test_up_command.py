@@ -15,7 +15,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "local"))
 
-from fake_engine import FakeConnector
+from fake_engine import fake_connector
 from manifests import tiny
 from pods import carrying
 
@@ -124,7 +124,7 @@ def refuse(
     """Run it in this process, for what ends before the first engine: exit code and output."""
     sigint = signal.getsignal(signal.SIGINT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(up, "BuiltConnector", FakeConnector)
+    monkeypatch.setattr(up, "build_connector", fake_connector)
 
     def make(*arguments: str, change: Callable[[dict], None] | None = None) -> tuple[int, str]:
         manifest = tiny(tmp_path)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def run() -> int:
-    from fake_engine import FakeConnector
+    from fake_engine import fake_connector
     from lean_router import lean_environment
 
     from pdcluster_operator.cli import up
     from pdcluster_operator.cli.main import main
     from pdcluster_operator.local import cluster
 
-    up.BuiltConnector = FakeConnector  # type: ignore[misc, assignment]
+    up.build_connector = fake_connector  # type: ignore[misc, assignment]
     cluster.container_environment = lean_environment
     return main(["up", *sys.argv[1:]])
 

@@ -105,12 +105,10 @@ PROGRAM = textwrap.dedent("""
 """)
 
 
-class FakeConnector:
-    """A :class:`ConnectorSource` of that program."""
-
-    def bundle(self) -> ConnectorBundle:
-        buffer = io.BytesIO()
-        with zipfile.ZipFile(buffer, "w") as archive:
-            archive.writestr(zipfile.ZipInfo("__main__.py"), PROGRAM)
-        data = buffer.getvalue()
-        return ConnectorBundle(hashlib.sha256(data).hexdigest(), data)
+def fake_connector() -> ConnectorBundle:
+    """Return that program, as the connector is packed."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(zipfile.ZipInfo("__main__.py"), PROGRAM)
+    data = buffer.getvalue()
+    return ConnectorBundle(hashlib.sha256(data).hexdigest(), data)

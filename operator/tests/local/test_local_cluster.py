@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeConnector
+from fake_engine import fake_connector
 from lean_router import lean_environment
 from manifests import tiny
 from pods import alive, carrying, until
@@ -36,7 +36,7 @@ def lean_router(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.asynccontextmanager
 async def local_cluster(folder: Path) -> AsyncIterator[LocalCluster]:
     first = f"{free_network()}.2"
-    cluster = LocalCluster(folder / "run", FakeConnector(), print, first_address=first)
+    cluster = LocalCluster(folder / "run", fake_connector(), print, first_address=first)
     async with cluster:
         yield cluster
     assert carrying(f"mark-{folder}") == []

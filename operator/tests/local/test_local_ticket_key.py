@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeConnector
+from fake_engine import fake_connector
 from manifests import tiny
 
 from pdcluster_connector.protocol.ticket_keys import parse_keys
@@ -22,7 +22,7 @@ def test_the_key_is_a_file_that_the_connector_reads(tmp_path: Path) -> None:
     api = LocalApi()
     metadata = {"name": "tiny", "namespace": "default"}
     live = api.apply({**tiny(tmp_path), "metadata": metadata})
-    plan = make_plan(Observed(live, (), (), {}, {}, FakeConnector().bundle()), 0.0)
+    plan = make_plan(Observed(live, (), (), {}, {}, fake_connector()), 0.0)
     [step] = [step for step in plan.steps if isinstance(step, WriteTicketKey)]
     [pod, *_] = [
         step.manifest["spec"]["template"]["spec"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import FakeConnector
+from fake_engine import fake_connector
 from manifests import tiny
 
 from pdcluster_operator.api.findings import FieldError
@@ -177,7 +177,7 @@ def facts_of(tmp_path: Path, path: str, **spec: Any) -> Facts:
     document = tiny(tmp_path, **spec)
     cluster, findings = check_manifest(document)
     assert findings.ok, findings.errors
-    return gather(document, cluster, FakeConnector().bundle(), {"PATH": path}, ())
+    return gather(document, cluster, fake_connector(), {"PATH": path}, ())
 
 
 def test_a_python_without_vllm_is_seen_as_it_is(tmp_path: Path) -> None:
@@ -231,11 +231,11 @@ def test_volumes_and_secrets_that_local_mode_lacks_are_named_by_their_field(tmp_
     document = tiny(tmp_path, model={"source": source, "cache": cache})
     cluster, _ = check_manifest(document)
     environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    facts = gather(document, cluster, FakeConnector().bundle(), environment, ())
+    facts = gather(document, cluster, fake_connector(), environment, ())
     told = {finding.path: finding for finding in judge(cluster, facts, once=True, model_flag=False)}
     assert set(told) == {"spec.model.cache", "spec.model.source.huggingFace.tokenSecretRef"}
     environment["HF_TOKEN"] = "x"
-    facts = gather(document, cluster, FakeConnector().bundle(), environment, ())
+    facts = gather(document, cluster, fake_connector(), environment, ())
     assert [problem.subject for _, problem in facts.problems] == ["cache", "cache"]
 
 
@@ -247,7 +247,7 @@ def test_a_variable_from_a_secret_is_named_where_it_stands(tmp_path: Path) -> No
     cluster, findings = check_manifest(document)
     assert findings.ok, findings.errors
     environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    facts = gather(document, cluster, FakeConnector().bundle(), environment, ())
+    facts = gather(document, cluster, fake_connector(), environment, ())
     told = [(f.rule, f.path) for f in judge(cluster, facts, once=True, model_flag=False)]
     assert told == [
         ("ModelUnusable", "spec.model.source.hostPath.path"),
@@ -264,7 +264,7 @@ def test_a_key_that_no_engine_takes_is_told_before_the_start(tmp_path: Path, key
     told = {}
     for value in (key, "sk-1"):
         environment = {"PATH": path, "VLLM_API_KEY": value}
-        facts = gather(document, cluster, FakeConnector().bundle(), environment, ())
+        facts = gather(document, cluster, fake_connector(), environment, ())
         told[value] = [(f.rule, f.path) for f in judge(cluster, facts, once=True, model_flag=False)]
     assert told == {key: [("VariableUnusable", "spec.router.apiKeySecretRef")], "sk-1": []}
 

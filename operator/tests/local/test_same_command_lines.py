@@ -11,7 +11,7 @@ import time
 import tokenize
 from pathlib import Path
 
-from fake_engine import FakeConnector
+from fake_engine import fake_connector
 from manifests import tiny
 
 from loopback import free_network
@@ -36,7 +36,7 @@ async def test_arguments_and_environment_equal_the_clusters(tmp_path: Path) -> N
     manifest["spec"]["engine"]["env"].append({"name": "SEED", "value": "7"})
     api, (authority, _) = LocalApi(), EngineAuthority.new(time.time())
     live = api.apply({**manifest, "metadata": {"name": "tiny", "namespace": "default"}})
-    plan = make_plan(Observed(live, (), (), {}, {}, FakeConnector().bundle()), time.time())
+    plan = make_plan(Observed(live, (), (), {}, {}, fake_connector()), time.time())
     for step in plan.steps:
         assert isinstance(step, Apply | WriteTicketKey | WriteCertificates)
         if isinstance(step, WriteTicketKey):

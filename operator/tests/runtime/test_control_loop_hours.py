@@ -96,16 +96,8 @@ def test_a_loop_tries_again_when_it_was_told_to() -> None:
     play(story, backoff=Backoff(first=50.0, jitter=0.0))
 
 
-class Holder:
-    def __init__(self) -> None:
-        self.held = {"ns"}
-
-    def holds(self, namespace: str) -> bool:
-        return namespace in self.held
-
-
 def test_only_clusters_of_its_class_in_namespaces_that_it_holds_are_looked_at() -> None:
-    holder = Holder()
+    held = {"ns"}
 
     async def story(looks: Looks) -> None:
         ours = looks.see("ours", operator_class="blue")
@@ -117,13 +109,13 @@ def test_only_clusters_of_its_class_in_namespaces_that_it_holds_are_looked_at() 
         assert set(looks.forgotten) == {theirs, classless, elsewhere}, "others follow them"
         assert looks.loop.works_in("ns")
         assert not looks.loop.works_in("empty")
-        holder.held.add("other")
+        held.add("other")
         looks.loop.wake("other")
         await asyncio.sleep(1.0)
         assert len(looks.moments[elsewhere]) == 1
         assert len(looks.moments[ours]) == 1, "only one namespace was woken"
 
-    play(story, leases=holder, place=Place(operator_class="blue"))
+    play(story, holds=held.__contains__, place=Place(operator_class="blue"))
 
 
 def test_a_cluster_that_is_gone_is_looked_at_whoever_worked_on_it() -> None:
@@ -133,7 +125,7 @@ def test_a_cluster_that_is_gone_is_looked_at_whoever_worked_on_it() -> None:
         await asyncio.sleep(0.1)
         assert list(looks.moments) == [gone], "what it left in memory is forgotten"
 
-    play(story, leases=Holder())
+    play(story, holds={"ns"}.__contains__)
 
 
 def test_a_loop_that_stops_asks_no_launcher_any_more() -> None:

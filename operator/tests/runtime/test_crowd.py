@@ -182,8 +182,8 @@ async def create_many(counts: Counter[str]) -> float:
         api=port,  # type: ignore[arg-type]
         launchers=engines,
         events=port,
-        connector=SimpleNamespace(bundle=lambda: CONNECTOR),
-        clock=SimpleNamespace(now=lambda: 1.8e9 + now()),
+        connector=CONNECTOR,
+        clock=lambda: 1.8e9 + now(),
     )
     port.loop_of = lambda: loop
     loop.store._clock = loop._reconciler._secrets._clock = now

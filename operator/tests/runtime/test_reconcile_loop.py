@@ -79,7 +79,7 @@ class RecordingApi:
 
     def __init__(self, api: LocalApi) -> None:
         self.api = api
-        self.authority, _ = EngineAuthority.new(Fixed().now())
+        self.authority, _ = EngineAuthority.new(fixed())
         self.writes: list[str] = []
         self.reads: list[str] = []
         self.fail: dict[str, ApiError] = {}
@@ -193,12 +193,11 @@ class Serving:
         raise AssertionError("these launchers are of a version that cannot be told")
 
 
-class Fixed:
-    def bundle(self) -> ConnectorBundle:
-        return ConnectorBundle("ab" * 32, b"zip")
+BUNDLE = ConnectorBundle("ab" * 32, b"zip")
 
-    def now(self) -> float:
-        return 1_700_000_000.0
+
+def fixed() -> float:
+    return 1_700_000_000.0
 
 
 class World:
@@ -225,8 +224,8 @@ class World:
             api=self.port,
             monitor=self.monitor,
             events=self.events,
-            connector=Fixed(),
-            clock=Fixed(),
+            connector=BUNDLE,
+            clock=fixed,
             queued=lambda: queued,
             **allowed,
         )
@@ -390,7 +389,11 @@ async def test_what_another_operator_did_meanwhile_is_not_done_again(why: str) -
     world, leases = World(), SimpleNamespace(holds=lambda _: True)
     parts: dict[str, Any] = {"api": world.port, "launchers": world.events, "events": world.events}
     one = ControlLoop(
-        **parts, connector=Fixed(), clock=Fixed(), place=Place(operator_class=""), leases=leases
+        **parts,
+        connector=BUNDLE,
+        clock=fixed,
+        place=Place(operator_class=""),
+        holds=lambda namespace: leases.holds(namespace),  # noqa: PLW0108 - it changes
     )
     one.store, one._reconciler._store = world.store, world.store
     await one._work(KEY)

@@ -17,18 +17,8 @@ class BundleError(Exception):
     """The connector could not be packed; the message says why."""
 
 
-class BuiltConnector:
-    """The connector that is installed beside the operator."""
-
-    def __init__(self) -> None:
-        self._bundle = _build()
-
-    def bundle(self) -> ConnectorBundle:
-        """Return the same bytes for as long as the operator runs."""
-        return self._bundle
-
-
-def _build() -> ConnectorBundle:
+def build_connector() -> ConnectorBundle:
+    """Return the connector that is installed beside the operator; raises BundleError."""
     with tempfile.TemporaryDirectory(prefix="pdcluster-") as folder:
         out = Path(folder, "connector.pyz")
         done = subprocess.run(

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
 from heapq import nlargest, nsmallest
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from pdcluster_operator.runtime.control_loop import ControlLoop
 
 LATENCY = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _RESOURCE = re.compile(
     r"/apis?/(?:[^/]+/)?v[^/]+(?:/namespaces/[^/]+)?/([a-z]+)(?:/[^/]+(/status)?)?$"
 )
-
-
 MOST_SHOWN = 200
 """PDClusters that a metric names at most, so that no crowd fills the memory of Prometheus."""
 
-Name = tuple[str, str]
-"""Namespace and name of a PDCluster."""
-Shares = Mapping[Name, float]
-Reasons = Mapping[Name, str]
-
 
 class Metrics:
-    """All metrics of one process, in a registry of its own."""
+    """All metrics of one process, in a registry of its own.
+
+    Attributes:
+        loop: the control loop that is read at every scrape; None in the webhook's process.
+    """
 
     def __init__(self) -> None:
-        self._shares: Callable[[], Shares] = dict
-        self._not_ready: Callable[[], Reasons] = dict
-        self._unlisted: Callable[[], Collection[str]] = tuple
+        self.loop: ControlLoop | None = None
         self.registry = CollectorRegistry()
         self.reconciles = Counter(
             "pdcluster_reconciles",
@@ -106,30 +102,7 @@ class Metrics:
             registry=self.registry,
         )
 
-    def measure(
-        self,
-        depth: Callable[[], int],
-        clusters: Callable[[], int],
-        shares: Callable[[], Shares],
-        not_ready: Callable[[], Reasons],
-        unlisted: Callable[[], Collection[str]],
-    ) -> None:
-        """Read these at every scrape.
-
-        Args:
-            depth: returns how many keys wait in the queue.
-            clusters: returns how many PDClusters are known.
-            shares: returns which share of its prompts each PDCluster's decode engines computed.
-            not_ready: returns the reason of Ready for each PDCluster that is not Ready.
-            unlisted: returns the watched namespaces that could not be listed so far.
-        """
-        self.queue_depth.set_function(depth)
-        self.clusters.set_function(clusters)
-        self._shares = shares
-        self._not_ready = not_ready
-        self._unlisted = unlisted
-
-    def reconciled(self, seconds: float, *, failed: bool) -> None:
+    def reconciled(self, seconds: float, failed: bool) -> None:
         """Count one reconcile."""
         self.reconciles.labels("failed" if failed else "done").inc()
         self.reconcile_seconds.observe(seconds)
@@ -141,19 +114,25 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""
+        if self.loop is not None:
+            self._read(self.loop)
+        return generate_latest(self.registry)
+
+    def _read(self, loop: ControlLoop) -> None:
+        self.queue_depth.set(loop.queue.depth)
+        self.clusters.set(len(loop.store.keys()))
         self.local_prefill_share.clear()  # of clusters that are gone, too
-        shares = self._shares()
+        shares = loop.local_prefill_shares()
         for name in nlargest(MOST_SHOWN, shares, key=shares.__getitem__):
             self.local_prefill_share.labels(*name).set(shares[name])
         self.not_ready.clear()
-        reasons = self._not_ready()
+        reasons = loop.not_ready()
         self.not_ready_clusters.set(len(reasons))
         for name in nsmallest(MOST_SHOWN, reasons):
             self.not_ready.labels(*name, reasons[name]).set(1)
         self.unlisted.clear()
-        for namespace in nsmallest(MOST_SHOWN, self._unlisted()):
+        for namespace in nsmallest(MOST_SHOWN, loop.unlisted):
             self.unlisted.labels(namespace).set(1)
-        return generate_latest(self.registry)
 
 
 def resource_of(path: str) -> str:

@@ -17,12 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from pdcluster_operator.adapters.api_server import kubeconfig
-from pdcluster_operator.adapters.api_server.children import KubeApi, KubeConnectors
-from pdcluster_operator.adapters.api_server.client import CONNECTIONS, KubeClient, NotFound
+from pdcluster_operator.adapters.api_server.children import KubeApi
+from pdcluster_operator.adapters.api_server.client import CONNECTIONS, KubeClient
+from pdcluster_operator.adapters.api_server.connector_collector import (
+    PERIOD_SECONDS,
+    ConnectorCollector,
+)
 from pdcluster_operator.adapters.api_server.events import KubeEvents
-from pdcluster_operator.adapters.api_server.kinds import LEASE, PDCLUSTER, PREFILL_SCALER
+from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, PREFILL_SCALER
+from pdcluster_operator.adapters.api_server.namespace_leases import NamespaceLeases
 from pdcluster_operator.adapters.api_server.reflector import Reflectors
-from pdcluster_operator.adapters.connector_bundle import BuiltConnector
+from pdcluster_operator.adapters.connector_bundle import build_connector
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.engines_http import (
     EnginesHttp,
@@ -35,9 +40,7 @@ from pdcluster_operator.adapters.own_secrets import CertificateKeeper, WebhookPl
 from pdcluster_operator.adapters.status_pages import serve_pages
 from pdcluster_operator.plan.connectors import KEEP_SECONDS
 from pdcluster_operator.plan.namespace_lease import lease_name
-from pdcluster_operator.runtime.connector_collector import PERIOD_SECONDS, ConnectorCollector
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.namespace_leases import NamespaceLeases
 from pdcluster_operator.runtime.reconcile import Place
 from pdcluster_operator.runtime.store import Store
 
@@ -73,11 +76,6 @@ class OperatorOptions:
     operator_class: str = ""
     engine_certificate: Path | None = None
     keep_connector_seconds: float = KEEP_SECONDS
-
-
-class _WallClock:
-    def now(self) -> float:
-        return time.time()
 
 
 class OperatorProcess:
@@ -149,7 +147,7 @@ class OperatorProcess:
             # would come too late. Each watch holds a connection.
             for number in (CONNECTIONS, RENEWALS_AT_ONCE, 0)
         ]
-        connector = await asyncio.to_thread(BuiltConnector)
+        connector = await asyncio.to_thread(build_connector)
         if options.authority is None:
             log.warning("no --authority-secret: a restart makes all certificates again")
             authority = EngineAuthority.new(time.time())[0]
@@ -165,7 +163,7 @@ class OperatorProcess:
             store.same,
         )
         leases = NamespaceLeases(
-            KubeLeases(renewing),
+            renewing,
             lease_name(options.operator_class),
             own_identity(),
             needed=lambda namespace: loop.works_in(namespace),  # noqa: PLW0108
@@ -177,7 +175,6 @@ class OperatorProcess:
             launchers=await stack.enter_async_context(EnginesHttp(authority, identity=identity)),
             events=KubeEvents(client),
             connector=connector,
-            clock=_WallClock(),
             poll_seconds=options.launcher_poll_seconds,
             place=Place(
                 kubeconfig.own_namespace(),
@@ -185,16 +182,10 @@ class OperatorProcess:
                 mounted_certificates=identity is not None,
                 operator_class=options.operator_class,
             ),
-            leases=leases,
-            worked=lambda seconds, failed: metrics.reconciled(seconds, failed=failed),
+            holds=leases.holds,
+            worked=metrics.reconciled,
         )
-        metrics.measure(
-            lambda: loop.queue.depth,
-            lambda: len(store.keys()),
-            loop.local_prefill_shares,
-            loop.not_ready,
-            lambda: loop.unlisted,
-        )
+        metrics.loop = loop
         reflectors = self._reflectors = Reflectors(
             watching, loop, options.namespaces, options.sweep_seconds, self._elsewhere
         )
@@ -203,8 +194,7 @@ class OperatorProcess:
         keep = options.keep_connector_seconds
         collector = ConnectorCollector(
             store,
-            KubeConnectors(client, api),
-            _WallClock(),
+            api,
             period=max(1.0, min(PERIOD_SECONDS, keep)),
             keep=keep,
         )
@@ -253,29 +243,6 @@ def _allow_many_connections() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-class KubeLeases:
-    """The Lease objects of an API server; see ``runtime/namespace_leases.py``."""
-
-    def __init__(self, client: KubeClient) -> None:
-        self._client = client
-
-    async def read_lease(self, namespace: str, name: str) -> Manifest | None:
-        """Return the Lease; None if there is none."""
-        try:
-            return await self._client.call("GET", LEASE.path(namespace, name))
-        except NotFound:
-            return None
-
-    async def write_lease(self, manifest: Manifest) -> None:
-        """Create the Lease, or replace the version that was read."""
-        metadata = manifest["metadata"]
-        if "resourceVersion" not in metadata:
-            await self._client.call("POST", LEASE.path(metadata["namespace"]), body=manifest)
-            return
-        path = LEASE.path(metadata["namespace"], metadata["name"])
-        await self._client.call("PUT", path, body=manifest)
 
 
 def own_identity() -> str:

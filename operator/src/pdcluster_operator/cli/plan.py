@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from pdcluster_operator.adapters.connector_bundle import BuiltConnector, BundleError
+from pdcluster_operator.adapters.connector_bundle import build_connector, BundleError
 from pdcluster_operator.api.conditions import ConditionType, find_condition
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.schema.crd import PlainDumper
@@ -61,7 +61,7 @@ def read_accepted(console: Console, file: str) -> dict[str, Any] | None:
 def shipped_connector() -> types.ConnectorBundle:
     """Return the connector that is installed beside this command."""
     try:
-        return BuiltConnector().bundle()
+        return build_connector()
     except BundleError as error:
         raise UserError(str(error), Exit.MACHINE) from error
 

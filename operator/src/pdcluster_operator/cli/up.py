@@ -20,7 +20,7 @@ from rich.text import Text
 
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
-from pdcluster_operator.adapters.connector_bundle import BuiltConnector, BundleError
+from pdcluster_operator.adapters.connector_bundle import BundleError, build_connector
 from pdcluster_operator.api.findings import Findings, under
 from pdcluster_operator.api.object_names import HTTP_PORT
 from pdcluster_operator.api.rules.validate import check_manifest
@@ -74,10 +74,10 @@ def up(options: argparse.Namespace) -> Exit:
         if not replaced:
             console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     try:
-        connector = BuiltConnector()
+        connector = build_connector()
     except BundleError as error:
         raise UserError(str(error), Exit.MACHINE) from error
-    facts = gather(document, cluster, connector.bundle(), container_environment(), POD_PORTS)
+    facts = gather(document, cluster, connector, container_environment(), POD_PORTS)
     lacks = judge(
         cluster, facts, once=options.once is not None, model_flag=options.model_dir is not None
     )

@@ -35,6 +35,7 @@ from pdcluster_operator.local.api_server import LocalApi, Manifest
 from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.local.kubelet import Kubelet
 from pdcluster_operator.plan.types import (
+    ConnectorBundle,
     Delete,
     Event,
     HeldCertificates,
@@ -47,7 +48,7 @@ from pdcluster_operator.plan.types import (
 )
 from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.interfaces import ConnectorSource, Key
+from pdcluster_operator.runtime.interfaces import Key
 from pdcluster_operator.runtime.pacing.queue import Backoff
 from pdcluster_operator.runtime.reconcile import Place
 
@@ -97,7 +98,7 @@ class LocalCluster:
     def __init__(
         self,
         folder: Path,
-        connector: ConnectorSource,
+        connector: ConnectorBundle,
         say: Callable[[str], None],
         *,
         first_address: str = "127.0.0.2",
@@ -116,7 +117,6 @@ class LocalCluster:
             launchers=self._engines,
             events=_Events(),
             connector=connector,
-            clock=_WallClock(),
             backoff=Backoff(last=10.0),
             place=Place(one_node=True),
         )
@@ -222,8 +222,3 @@ class _Events:
     async def publish(self, cluster: Mapping[str, Any], events: Iterable[Event]) -> None:
         for event in events:
             log.info("%s: %s: %s", cluster["metadata"]["name"], event.reason, event.message)
-
-
-class _WallClock:
-    def now(self) -> float:
-        return time.time()

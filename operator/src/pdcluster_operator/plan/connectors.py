@@ -8,8 +8,8 @@ operators of several classes may share it, too. Two steps make sure that a pod n
    in the version with the mark.
 
 What somebody planned before the mark has long been written by then. The mark is in the object, so
-another operator goes on where the first one stopped. ``runtime/connector_collector.py`` looks at
-the API server and carries it out. A copy that an older operator made for one PDCluster is deleted
+another operator goes on where the first one stopped. The steps are carried out by
+``adapters/api_server/connector_collector.py``. A copy that an older operator made for one PDCluster is deleted
 by :mod:`.children`, when no stored revision mounts it any more.
 """
 

@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Protocol
 
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition
 from pdcluster_operator.api.labels import SCALER_KIND
@@ -18,10 +17,9 @@ from pdcluster_operator.plan.connectors import is_shared_connector
 from pdcluster_operator.plan.lifecycle import Stage, stage_of
 from pdcluster_operator.plan.namespace_lease import belongs_to
 from pdcluster_operator.plan.status.conditions import local_share
+from pdcluster_operator.plan.types import ConnectorBundle
 from pdcluster_operator.runtime.interfaces import (
     ApiServer,
-    Clock,
-    ConnectorSource,
     EventSink,
     Key,
     Launchers,
@@ -39,16 +37,14 @@ Worked = Callable[[float, bool], None]
 """Called after every reconcile with its seconds, and with whether it failed."""
 
 
-class Holder(Protocol):
-    """Says in which namespaces this process may work."""
-
-    def holds(self, namespace: str) -> bool:
-        """Whether it may work there now."""
-        ...
-
-
 class ControlLoop:
-    """The parts of one operator process, connected to each other."""
+    """The parts of one operator process, connected to each other.
+
+    Args:
+        connector: what is mounted into engine pods.
+        clock: seconds since the epoch, for conditions.
+        holds: whether this process may work in a namespace now.
+    """
 
     def __init__(
         self,
@@ -56,18 +52,18 @@ class ControlLoop:
         api: ApiServer,
         launchers: Launchers,
         events: EventSink,
-        connector: ConnectorSource,
-        clock: Clock,
+        connector: ConnectorBundle,
+        clock: Callable[[], float] = time.time,
         poll_seconds: float = 1.0,
         backoff: Backoff | None = None,
         place: Place | None = None,
         worked: Worked | None = None,
-        leases: Holder | None = None,
+        holds: Callable[[str], bool] = lambda _: True,
         store: Store | None = None,
     ) -> None:
         self._place = place = place or Place()
         self._worked = worked
-        self._leases = leases
+        self._holds = holds
         self.store = store or Store()
         self.queue = KeyedQueue(self._work, is_urgent=self._is_urgent, backoff=backoff)
         self.monitor = LauncherMonitor(launchers, self.queue.add, period=poll_seconds)
@@ -79,7 +75,7 @@ class ControlLoop:
             connector=connector,
             clock=clock,
             place=place,
-            may_write=self._holds,
+            may_write=lambda key: holds(key.namespace),
             queued=self.queue.waiting,
         )
         self._resync: asyncio.Task[None] | None = None
@@ -179,11 +175,9 @@ class ControlLoop:
             return False
         return belongs_to(cluster, self._place.operator_class)
 
-    def _holds(self, key: Key) -> bool:
-        return self._leases is None or self._leases.holds(key.namespace)
-
     async def _work(self, key: Key) -> float | None:
-        if self.store.cluster(key) is not None and not (self._is_ours(key) and self._holds(key)):
+        ours = self._is_ours(key) and self._holds(key.namespace)
+        if self.store.cluster(key) is not None and not ours:
             self._reconciler.leave(key)  # another operator's, or nobody's yet
             return None
         started, failed = time.monotonic(), True

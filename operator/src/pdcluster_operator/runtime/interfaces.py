@@ -19,7 +19,6 @@ from pdcluster_connector.protocol.launcher_documents import (
 )
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.types import (
-    ConnectorBundle,
     Delete,
     Event,
     HeldCertificates,
@@ -194,20 +193,4 @@ class EventSink(Protocol):
         Raises:
             NamespaceTerminating: no event can be published there any more.
         """
-        ...
-
-
-class ConnectorSource(Protocol):
-    """The connector that is mounted into engine pods."""
-
-    def bundle(self) -> ConnectorBundle:
-        """Return the same bundle for as long as the operator runs."""
-        ...
-
-
-class Clock(Protocol):
-    """Wall time, for conditions."""
-
-    def now(self) -> float:
-        """Seconds since the epoch."""
         ...

@@ -24,14 +24,12 @@ from pdcluster_operator.plan.objects.ownership import is_being_deleted
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.status.pace import wait_before_writing
 from pdcluster_operator.plan.status.progress import with_failure
-from pdcluster_operator.plan.types import Observed, Plan, creates
+from pdcluster_operator.plan.types import ConnectorBundle, Observed, Plan, creates
 from pdcluster_operator.runtime.cluster_secrets import ClusterSecrets
 from pdcluster_operator.runtime.executor import Executor, RewriteNotes
 from pdcluster_operator.runtime.interfaces import (
     ApiError,
     ApiServer,
-    Clock,
-    ConnectorSource,
     EventSink,
     Key,
     NamespaceTerminating,
@@ -90,8 +88,8 @@ class Reconciler:
         api: ApiServer,
         monitor: LauncherMonitor,
         events: EventSink,
-        connector: ConnectorSource,
-        clock: Clock,
+        connector: ConnectorBundle,
+        clock: Callable[[], float],
         place: Place | None = None,
         may_write: Callable[[Key], bool] = lambda _: True,
         queued: Callable[[], int] = lambda: 0,
@@ -151,7 +149,7 @@ class Reconciler:
         )
         if wait > 0:
             return wait
-        now = self._clock.now()
+        now = self._clock()
         stage = stage_of(cluster, has_children=bool(children))
         try:
             observed = await self._observe(key, cluster, children, pods, new=stage is Stage.NEW)
@@ -270,7 +268,7 @@ class Reconciler:
             pods=pods,
             engines=self._monitor.engines(key),
             links=self._monitor.links(key),
-            connector=self._connector.bundle(),
+            connector=self._connector,
             ticket_key=ticket_key,
             certificates=certificates,
             operator_namespace=self._place.namespace,

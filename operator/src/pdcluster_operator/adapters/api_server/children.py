@@ -238,6 +238,27 @@ class KubeApi:
                 query["continue"] = rest
         return found
 
+    async def list_mounting(self, namespace: str) -> Iterable[Manifest]:
+        """Return all workloads, stored revisions and pods of a namespace, whoever made them."""
+        kinds = [replace(kind, selector="") for kind in WATCHED if kind.name in MOUNTING_KINDS]
+        return [one for kind in kinds for one in await self.list(kind, (namespace,))]
+
+    async def mark_connector(self, step: MarkConnector) -> None:
+        """Mark a ConfigMap with a connector, if it is still the version that was seen."""
+        body = {
+            "apiVersion": CONFIG_MAP.api_version,
+            "kind": CONFIG_MAP.name,
+            "metadata": {
+                "name": step.name,
+                "namespace": step.namespace,
+                "uid": step.uid,
+                "resourceVersion": step.resource_version,
+                "annotations": {UNUSED_ANNOTATION: step.since},
+            },
+        }
+        path = CONFIG_MAP.path(step.namespace, step.name)
+        await self._writes.patch(path, body, manager=MARKER)
+
     async def _read(self, kind: Kind, namespace: str, name: str) -> dict[str, Any] | None:
         return await self._client.read(kind.path(namespace, name))
 
@@ -304,36 +325,3 @@ class ServerSideApply:
     async def _repair(self, path: str, patch: Manifest) -> dict[str, Any]:
         query = {"fieldManager": REPAIR_MANAGER}
         return await self._client.call("PATCH", path, query=query, body=patch, content=MERGE)
-
-
-class KubeConnectors:
-    """Marks and deletes ConfigMaps with a connector; see ``runtime/connector_collector.py``."""
-
-    def __init__(self, client: KubeClient, api: KubeApi) -> None:
-        self._writes = ServerSideApply(client)
-        self._api = api
-
-    async def list_mounting(self, namespace: str) -> list[Mapping[str, Any]]:
-        """Return all workloads, stored revisions and pods of a namespace, whoever made them."""
-        kinds = [replace(kind, selector="") for kind in WATCHED if kind.name in MOUNTING_KINDS]
-        return [one for kind in kinds for one in await self._api.list(kind, (namespace,))]
-
-    async def mark_connector(self, step: MarkConnector) -> None:
-        """Write the mark, if the ConfigMap is still the version that was seen."""
-        body = {
-            "apiVersion": CONFIG_MAP.api_version,
-            "kind": CONFIG_MAP.name,
-            "metadata": {
-                "name": step.name,
-                "namespace": step.namespace,
-                "uid": step.uid,
-                "resourceVersion": step.resource_version,
-                "annotations": {UNUSED_ANNOTATION: step.since},
-            },
-        }
-        path = CONFIG_MAP.path(step.namespace, step.name)
-        await self._writes.patch(path, body, manager=MARKER)
-
-    async def delete(self, step: Delete) -> None:
-        """Delete with UID and resourceVersion preconditions; an absent object is no error."""
-        await self._api.delete(step)

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from lease_client import LeaseClient
 
+from pdcluster_operator.adapters.api_server.namespace_leases import NamespaceLeases
 from pdcluster_operator.plan.namespace_lease import (
     LONGEST_SECONDS,
     SHORTEST_SECONDS,
@@ -22,11 +24,10 @@ from pdcluster_operator.plan.namespace_lease import (
 )
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict
-from pdcluster_operator.runtime.namespace_leases import NamespaceLeases
 from pdcluster_operator.runtime.reconcile import Place
 
 
-class Server:
+class Server(LeaseClient):
     """Leases in memory, compared by version as the API server does."""
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class Process:
         self.clusters = {"ns"}
         self.woken: list[str] = []
         self.leases = NamespaceLeases(
-            server,
+            server,  # type: ignore[arg-type]
             lease_name(""),
             me,
             needed=lambda namespace: namespace in self.clusters,
@@ -227,7 +228,7 @@ async def test_a_shorter_term_holds_although_the_answer_to_its_write_is_lost() -
     one.leases._term = lambda: terms[-1]  # type: ignore[method-assign]
     await until(one.holds)
 
-    class Mute:
+    class Mute(LeaseClient):
         """The server takes one more write of ``one``, and then ``one`` is cut off."""
 
         written = False
@@ -249,14 +250,14 @@ async def test_a_shorter_term_holds_although_the_answer_to_its_write_is_lost() -
     mute = Mute()
     one.now = two.now = LONGEST_SECONDS / 3
     terms.append(Term(SHORTEST_SECONDS))
-    one.leases._api = mute
+    one.leases._client = mute  # type: ignore[assignment]
     await until(lambda: mute.written)
     two.holds()
     await asyncio.sleep(0.05)
     one.now = two.now = LONGEST_SECONDS / 3 + SHORTEST_SECONDS + 1
     await until(two.holds)
     assert not one.holds()
-    one.leases._api = server
+    one.leases._client = server  # type: ignore[assignment]
     await one.leases.stop()
     await two.leases.stop()
 

@@ -9,21 +9,16 @@ from typing import Any
 import pytest
 
 import virtual_time
+from pdcluster_operator.adapters.api_server.connector_collector import ConnectorCollector
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import UNUSED_ANNOTATION
 from pdcluster_operator.plan.connectors import MarkConnector
 from pdcluster_operator.plan.types import Delete
-from pdcluster_operator.runtime.connector_collector import ConnectorCollector
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict
 from pdcluster_operator.runtime.store import Store
 
 NAME = "pdcluster-connector-aaaaaaaaaaaaaaaa"
 NOW = 1_800_000_000.0
-
-
-class Clock:
-    def now(self) -> float:
-        return NOW
 
 
 class Server:
@@ -66,11 +61,15 @@ def pod(namespace: str) -> dict[str, Any]:
     return {"kind": "Pod", "metadata": metadata, "spec": {"volumes": volumes}}
 
 
+def collector(store: Store, server: Server, **options: float) -> ConnectorCollector:
+    return ConnectorCollector(store, server, clock=lambda: NOW, **options)  # type: ignore[arg-type]
+
+
 def collect(server: Server, *known: dict[str, Any]) -> list[tuple[str, ...]]:
     store = Store()
     for manifest in known:
         store.put(manifest)
-    asyncio.run(ConnectorCollector(store, server, Clock(), keep=60.0).collect())
+    asyncio.run(collector(store, server, keep=60.0).collect())
     return server.told
 
 
@@ -135,9 +134,7 @@ def test_a_stored_revision_of_a_stranger_that_is_not_ours_does_not_end_a_round()
 async def test_each_period_it_looks_again() -> None:
     server, store = Server(pod("ns")), Store()
     store.put(connector("ns", OLD))
-    task = asyncio.create_task(
-        ConnectorCollector(store, server, Clock(), period=0.01, keep=60.0).run()
-    )
+    task = asyncio.create_task(collector(store, server, period=0.01, keep=60.0).run())
     async with asyncio.timeout(60):
         while server.told.count(("look", "ns")) < 3:  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.005)
@@ -148,7 +145,7 @@ async def test_each_period_it_looks_again() -> None:
 def test_one_that_nothing_mounts_is_kept_for_ten_minutes(seconds: int, deleted: bool) -> None:
     server, store = Server(), Store()
     store.put(connector("ns", timestamp(NOW - seconds)))
-    asyncio.run(ConnectorCollector(store, server, Clock()).collect())
+    asyncio.run(collector(store, server).collect())
     assert ("delete" in {one[0] for one in server.told}) is deleted
 
 
@@ -156,7 +153,7 @@ def test_all_are_looked_at_once_a_minute() -> None:
     async def story() -> None:
         server, store = Server(pod("ns")), Store()
         store.put(connector("ns", timestamp(NOW - 600)))
-        task = asyncio.create_task(ConnectorCollector(store, server, Clock()).run())
+        task = asyncio.create_task(collector(store, server).run())
         for minute in range(1, 4):
             await asyncio.sleep(59.5)
             assert server.told.count(("look", "ns")) == minute - 1

@@ -10,8 +10,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
+from pdcluster_operator.adapters.api_server.client import KubeClient
+from pdcluster_operator.adapters.api_server.kinds import LEASE
 from pdcluster_operator.plan.namespace_lease import (
     Holding,
     Term,
@@ -28,22 +30,12 @@ Manifest = Mapping[str, Any]
 RETRY_SECONDS = 2.0
 
 
-class LeaseApi(Protocol):
-    """Leases on the API server. Failures are :class:`ApiError`."""
-
-    async def read_lease(self, namespace: str, name: str) -> Manifest | None:
-        """Return the Lease; None if there is none."""
-        ...
-
-    async def write_lease(self, manifest: Manifest) -> None:
-        """Create the Lease, or replace the version that was read; any other is a Conflict."""
-        ...
-
-
 class NamespaceLeases:
     """The Leases of one process. Used from one event loop.
 
     Args:
+        client: for Leases alone. Behind a burst on a slow API server, or behind calls that hang,
+            a renewal would come too late.
         me: the holder's name, which differs between processes that may run at the same time.
         renew: seconds between two renewals; as ``plan/namespace_lease.py`` says if None.
         needed: returns whether a namespace has PDClusters of this operator's class.
@@ -52,7 +44,7 @@ class NamespaceLeases:
 
     def __init__(
         self,
-        api: LeaseApi,
+        client: KubeClient,
         name: str,
         me: str,
         *,
@@ -62,7 +54,7 @@ class NamespaceLeases:
         retry: float = RETRY_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._api, self._name, self._me = api, name, me
+        self._client, self._name, self._me = client, name, me
         self._needed, self._acquired = needed, acquired
         self._renew, self._retry, self._clock = renew, retry, clock
         self._claims: dict[str, _Claim] = {}
@@ -104,7 +96,7 @@ class NamespaceLeases:
 
     async def _try(self, claim: _Claim) -> None:
         began = self._clock()
-        live = await self._api.read_lease(claim.namespace, self._name)
+        live = await self._client.read(LEASE.path(claim.namespace, self._name))
         version = None if live is None else str(live["metadata"]["resourceVersion"])
         if version != claim.version:
             claim.version, claim.seen = version, began
@@ -136,7 +128,7 @@ class NamespaceLeases:
     async def _give_back(self, claim: _Claim) -> None:
         claim.until = 0.0
         try:
-            live = await self._api.read_lease(claim.namespace, self._name)
+            live = await self._client.read(LEASE.path(claim.namespace, self._name))
             if holding_of(live).holder == self._me:
                 await self._write(claim, live, "", self._term())
         except ApiError as error:
@@ -147,7 +139,9 @@ class NamespaceLeases:
 
     async def _write(self, claim: _Claim, live: Manifest | None, holder: str, term: Term) -> None:
         lease = lease_manifest(live, claim.namespace, self._name, holder, time.time(), term)
-        await self._api.write_lease(lease)
+        is_new = live is None  # else the API server compares the version that was read
+        path = LEASE.path(claim.namespace, None if is_new else self._name)
+        await self._client.call("POST" if is_new else "PUT", path, body=lease)
 
 
 class _Claim:

@@ -9,11 +9,12 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from lease_client import LeaseClient
 
 import virtual_time
+from pdcluster_operator.adapters.api_server.namespace_leases import NamespaceLeases
 from pdcluster_operator.plan.namespace_lease import holding_of
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict
-from pdcluster_operator.runtime.namespace_leases import NamespaceLeases
 
 NAME = "pdcluster-operator"
 
@@ -31,7 +32,7 @@ class Server:
         return Client(self, me)
 
 
-class Client:
+class Client(LeaseClient):
     """The API server as one operator reaches it."""
 
     def __init__(self, server: Server, me: str) -> None:
@@ -64,7 +65,7 @@ def now() -> float:
 
 
 def operator(server: Server, me: str) -> NamespaceLeases:
-    return NamespaceLeases(server.of(me), NAME, me, clock=now)
+    return NamespaceLeases(server.of(me), NAME, me, clock=now)  # type: ignore[arg-type]
 
 
 async def watched(seconds: float, *operators: NamespaceLeases) -> list[tuple[float, int | None]]:

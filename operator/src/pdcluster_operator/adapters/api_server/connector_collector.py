@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.plan.connectors import (
     KEEP_SECONDS,
     MarkConnector,
@@ -19,7 +21,7 @@ from pdcluster_operator.plan.connectors import (
     step_for_connector,
 )
 from pdcluster_operator.plan.types import Delete
-from pdcluster_operator.runtime.interfaces import ApiError, Clock
+from pdcluster_operator.runtime.interfaces import ApiError
 from pdcluster_operator.runtime.store import Store
 
 log = logging.getLogger(__name__)
@@ -28,31 +30,15 @@ Manifest = Mapping[str, Any]
 PERIOD_SECONDS = 60.0
 
 
-class ConnectorApi(Protocol):
-    """The calls to the API server. Failures are :class:`ApiError`."""
-
-    async def list_mounting(self, namespace: str) -> Iterable[Manifest]:
-        """Return all live objects of a namespace that may mount a connector, whoever made them."""
-        ...
-
-    async def mark_connector(self, step: MarkConnector) -> None:
-        """Write the mark, if the ConfigMap is still the version that was seen."""
-        ...
-
-    async def delete(self, step: Delete) -> None:
-        """Delete with UID and resourceVersion preconditions; an absent object is no error."""
-        ...
-
-
 class ConnectorCollector:
     """Checks all such ConfigMaps once a period."""
 
     def __init__(
         self,
         store: Store,
-        api: ConnectorApi,
-        clock: Clock,
+        api: KubeApi,
         *,
+        clock: Callable[[], float] = time.time,
         period: float = PERIOD_SECONDS,
         keep: float = KEEP_SECONDS,
     ) -> None:
@@ -90,5 +76,5 @@ class ConnectorCollector:
         log.info("%s/%s: %s: %s", namespace, name, type(step).__name__, step.why)
 
     def _step(self, live: Manifest, *, mounted: bool) -> MarkConnector | Delete | None:
-        now = self._clock.now()
+        now = self._clock()
         return step_for_connector(live, mounted=mounted, now=now, keep=self._keep)
