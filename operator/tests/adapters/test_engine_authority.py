@@ -208,17 +208,17 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def talk(server: Tls, authority: EngineAuthority, engine: str) -> tuple[str, ...]:
-    """The operator asks a launcher for its links; returns the names that the launcher saw."""
+    """The operator asks a launcher for its state; returns the names that the launcher saw."""
     seen: list[tuple[str, ...]] = []
 
-    async def links(request: web.Request) -> web.Response:
+    async def changes(request: web.Request) -> web.Response:
         assert request.transport is not None
         seen.append(names_in(request.transport.get_extra_info("peercert")))
-        return web.json_response({"engine": engine, "engine_id": f"{engine}/1", "links": []})
+        return web.json_response({"revision": "1"})
 
     async def run() -> None:
         app = web.Application()
-        app.router.add_get("/v1/links", links)
+        app.router.add_get("/v1/changes", changes)
         runner = web.AppRunner(app)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=server.open_server())
@@ -227,7 +227,7 @@ def talk(server: Tls, authority: EngineAuthority, engine: str) -> tuple[str, ...
         try:
             async with EnginesHttp(authority) as engines:
                 url = f"https://127.0.0.1:{port}"
-                await engines.links(Target(engine, Role.DECODE, url, "1/0"))
+                await engines.changes(Target(engine, Role.DECODE, url, "1/0"), "", wait=False)
         finally:
             await runner.cleanup()
 

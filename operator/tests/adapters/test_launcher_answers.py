@@ -80,8 +80,7 @@ def test_a_redirect_is_a_failure_and_is_not_followed(status: int) -> None:
             async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
                 url = target_of(pod)
                 calls = (
-                    engines.ready(url),
-                    engines.links(url),
+                    engines.changes(url, "", wait=False),
                     engines.put_peers(url, NOBODY),
                     engines.tell_routed(url, routed=True),
                 )
@@ -107,9 +106,8 @@ def test_json_that_is_nested_too_deep_is_a_failure(depth: int) -> None:
         launcher.router.add_route("*", "/{path:.*}", deep)
         async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
             url = target_of(pod)
-            for call in (engines.ready(url), engines.links(url)):
-                with pytest.raises(LauncherError, match=r"nested too deep|longer than"):
-                    await call
+            with pytest.raises(LauncherError, match=r"nested too deep|longer than"):
+                await engines.changes(url, "", wait=False)
 
     asyncio.run(run())
 
@@ -127,7 +125,7 @@ def test_an_endless_answer_is_cut_off() -> None:
         launcher.router.add_route("*", "/{path:.*}", endless)
         async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
             with pytest.raises(LauncherError, match="longer than"):
-                await engines.links(target_of(pod))
+                await engines.changes(target_of(pod), "", wait=False)
 
     asyncio.run(run())
 
@@ -136,28 +134,35 @@ def test_an_endless_answer_is_cut_off() -> None:
     ("status", "text", "expected"),
     [
         (200, '{"revision": "ab12"}', "ab12"),
-        (404, '{"error": "Not Found"}', None),  # a launcher of an older version
+        (404, '{"error": "Not Found"}', None),
         (403, '{"error": "for the operator"}', None),
         (200, "[]", None),
         (200, '{"revision": 7}', None),
         (200, '{"revision": "' + "a" * 65 + '"}', None),
     ],
 )
-def test_who_cannot_tell_of_news_is_polled(status: int, text: str, expected: str | None) -> None:
+def test_what_is_no_answer_to_a_question_for_news_is_a_failure(
+    status: int, text: str, expected: str | None
+) -> None:
     asked: list[tuple[str, str]] = []
 
     async def answer(request: web.Request) -> web.Response:
         asked.append((request.query["seen"], request.query["wait"]))
         return web.Response(status=status, text=text)
 
-    async def run() -> ChangesReport | None:
+    async def run() -> None:
         launcher = web.Application()
         launcher.router.add_get("/v1/changes", answer)
         async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
-            await engines.changes(target_of(pod), "", wait=False)
-            return await engines.changes(target_of(pod), "a&wait=9", wait=True)
+            for seen, wait in (("", False), ("a&wait=9", True)):
+                if expected is None:
+                    with pytest.raises(LauncherError, match=r"answers 40|did not answer"):
+                        await engines.changes(target_of(pod), seen, wait=wait)
+                else:
+                    report = await engines.changes(target_of(pod), seen, wait=wait)
+                    assert report == ChangesReport(expected)
 
-    assert asyncio.run(run()) == (None if expected is None else ChangesReport(expected))
+    asyncio.run(run())
     assert asked == [("", "0"), ("a&wait=9", "30")]
 
 
@@ -172,7 +177,7 @@ def test_news_come_with_what_the_launcher_tells() -> None:
     assert decode_changes(json.dumps(document).encode()) == report
     for part in ("readyz", "links"):
         read = decode_changes(json.dumps({**document, part: 7}).encode())
-        assert read == replace(report, **{part: None}), "its other path is asked for this part"
+        assert read == replace(report, **{part: None})
 
 
 def test_a_question_for_news_that_breaks_off_is_a_failure() -> None:
@@ -220,40 +225,6 @@ def test_what_a_launcher_is_told_and_that_it_refused(call: Any, expected: str, s
         asyncio.run(run())
     sent = encode_json(NOBODY).decode()
     assert heard == [(expected, sent if "peers" in expected else "")]
-
-
-@pytest.mark.parametrize("text", ["[]", "{}", '{"ready": true}', "null", ""])
-def test_an_answer_that_says_nothing_of_an_engine_is_a_failure(text: str) -> None:
-    async def answer(_: web.Request) -> web.Response:
-        return web.Response(text=text)
-
-    async def run() -> None:
-        launcher = web.Application()
-        launcher.router.add_route("*", "/{path:.*}", answer)
-        async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
-            with pytest.raises(LauncherError, match="/readyz did not answer with the state of"):
-                await engines.ready(target_of(pod))
-            with pytest.raises(LauncherError, match="/v1/links did not answer with a list of"):
-                await engines.links(target_of(pod))
-
-    asyncio.run(run())
-
-
-def test_an_engine_that_is_not_ready_says_so_with_503() -> None:
-    document = {"engine": "ns.x.prefill.a.0", "ready": False, "state": "WarmingUp"}
-
-    async def answer(_: web.Request) -> web.Response:
-        return web.json_response(document, status=503)
-
-    async def run() -> EngineReport:
-        launcher = web.Application()
-        launcher.router.add_route("*", "/{path:.*}", answer)
-        async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
-            with pytest.raises(LauncherError, match="answers 503"):
-                await engines.links(target_of(pod))
-            return await engines.ready(target_of(pod))
-
-    assert asyncio.run(run()).state == "WarmingUp"
 
 
 def test_the_operators_own_certificate_is_made_again_each_day_and_holds_for_slow_clocks(
@@ -333,21 +304,18 @@ def test_a_field_that_cannot_be_read_leaves_an_engine_reachable() -> None:
     engine = {"engine": name, "ready": True, "data_parallel_size": 2048, "versions": ["0.32.0"]}
     links = {"engine": name, "engine_id": "", "links": [{"prefill": "p", "shards": 2}, 7]}
 
-    async def run() -> tuple[EngineReport, LinksReport, ChangesReport | None]:
+    async def run() -> ChangesReport:
         launcher = web.Application()
-        both = {"revision": "ab12", "readyz": engine, "links": links}
-        for path, document in (("/readyz", engine), ("/v1/links", links), ("/v1/changes", both)):
-            text = json.dumps(document)
-            launcher.router.add_get(path, partial(_answer, text))
+        text = json.dumps({"revision": "ab12", "readyz": engine, "links": links})
+        launcher.router.add_get("/v1/changes", partial(_answer, text))
         async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
-            target = target_of(pod)
-            changes = await engines.changes(target, "", wait=False)
-            return await engines.ready(target), await engines.links(target), changes
+            return await engines.changes(target_of(pod), "", wait=False)
 
-    ready, linked, changes = asyncio.run(run())
-    assert ready == EngineReport(engine=name, ready=True)
-    assert linked == LinksReport(name, "", (LinkReport("p"),))
-    assert changes == ChangesReport("ab12", ready, linked)
+    assert asyncio.run(run()) == ChangesReport(
+        "ab12",
+        EngineReport(engine=name, ready=True),
+        LinksReport(name, "", (LinkReport("p"),)),
+    )
 
 
 async def _answer(text: str, _: web.Request) -> web.Response:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
@@ -123,31 +124,25 @@ class Server:
         if request.method == "PUT" and request.path == "/v1/peers":
             self.told.append(await request.json())
             return web.json_response({})
-        if request.path == "/readyz":
-            state = {"ready": True, "engine": engine, "engine_id": f"{engine}/1", "state": "Ready"}
-            return web.json_response(state)
-        if request.path == "/v1/links":
-            document = {"engine": engine, "engine_id": f"{engine}/1", "links": []}
-            return web.json_response(document)
-        return web.json_response({}, status=404)  # it cannot tell of news
+        state = {"ready": True, "engine": engine, "engine_id": f"{engine}/1", "state": "Ready"}
+        links = {"engine": engine, "engine_id": f"{engine}/1", "links": []}
+        revision = str(time.monotonic())
+        return web.json_response({"revision": revision, "readyz": state, "links": links})
+
+
+NOW = 1_700_000_000.0
 
 
 class Others:
-    """The ports that the walk does not name."""
+    """A port that the walk does not name."""
 
     async def publish(self, cluster: Mapping[str, Any], events: Iterable[Event]) -> None:
         pass
 
-    def bundle(self) -> ConnectorBundle:
-        return ConnectorBundle("ab" * 32, b"zip")
-
-    def now(self) -> float:
-        return 1_700_000_000.0
-
 
 async def walked() -> list[Call]:
     """What is called from the admission of a manifest until its engines were told their peers."""
-    authority, _ = EngineAuthority.new(Others().now())
+    authority, _ = EngineAuthority.new(NOW)
     server, others = Server(free_network()), Others()
     async with AsyncExitStack() as stack:
         app = web.Application()
@@ -164,7 +159,8 @@ async def walked() -> list[Call]:
         with Calls("manifest") as calls:
             assert review(MANIFEST, None, host_paths=True).errors == ()
             loop = ControlLoop(
-                api=api, launchers=launchers, events=others, connector=others, clock=others,
+                api=api, launchers=launchers, events=others,
+                connector=ConnectorBundle("ab" * 32, b"zip"), clock=lambda: NOW,
                 poll_seconds=0.01, backoff=Backoff(first=0.01),
             )  # fmt: skip
             loop.queue._rest = 0.01

@@ -52,7 +52,10 @@ def ask(
         target = Target(engine, Role.DECODE, url, "1/0", Certificates.MOUNTED)
         try:
             async with EnginesHttp(OWN, identity=identity) as engines:
-                return await engines.ready(target), await engines.links(target)
+                changes = await engines.changes(target, "", wait=False)
+                assert changes.readyz is not None
+                assert changes.links is not None
+                return changes.readyz, changes.links
         finally:
             await server.stop()
 

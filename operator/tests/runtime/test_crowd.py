@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from late_server import CONNECTOR, KINDS, NAMESPACE, Manifest, Port, Server
 from msgspec.structs import replace
+from polled_launchers import PolledLaunchers
 
 import virtual_time
 from pdcluster_connector.protocol.launcher_documents import (
@@ -68,7 +69,7 @@ class BusyPort(Port):
         self._counts["events"] += len(list(events))
 
 
-class Engines:
+class Engines(PolledLaunchers):
     """Launchers without a long poll. An engine answers once it is up, and its links are good."""
 
     def __init__(self) -> None:
@@ -95,9 +96,6 @@ class Engines:
             for one in (document.peers if document else ())
         )
         return LinksReport(target.engine, f"{target.engine}/1", links)
-
-    async def changes(self, target: Target, seen: str, *, wait: bool) -> None:
-        return None
 
     async def put_peers(self, target: Target, document: PeersDocument) -> None:
         self._peers[target.engine] = document

@@ -47,7 +47,7 @@ class Launcher:
     Attributes:
         asked: when it was asked for what.
         fails: why it does not answer, by what it is asked; ``"all"`` for everything.
-        revision: of what it tells; None if it cannot say when it has news.
+        revision: of what it tells; None if it is another one at each request.
         keeps: how long it keeps a question for news.
     """
 
@@ -67,21 +67,17 @@ class Launcher:
         if problem := self.fails.get(what) or self.fails.get("all"):
             raise LauncherError(problem)
 
-    async def ready(self, target: Target) -> EngineReport:
-        self._take("ready")
-        return EngineReport(
+    async def changes(self, target: Target, seen: str, *, wait: bool) -> ChangesReport:
+        self._take("wait" if wait else "state")
+        revision = self.revision or str(now())
+        if wait and seen == revision:
+            await asyncio.sleep(self.keeps)
+            return ChangesReport(seen)
+        engine = EngineReport(
             ready=self.is_ready, engine=target.engine, engine_id=self.engine_id, routed=False
         )
-
-    async def links(self, target: Target) -> LinksReport:
-        self._take("links")
-        return LinksReport(target.engine, self.engine_id, (LinkReport("p"),))
-
-    async def changes(self, target: Target, seen: str, *, wait: bool) -> ChangesReport | None:
-        self._take("wait" if wait else "news")
-        if wait and seen == self.revision:
-            await asyncio.sleep(self.keeps)
-        return None if self.revision is None else ChangesReport(self.revision)
+        links = LinksReport(target.engine, self.engine_id, (LinkReport("p"),))
+        return ChangesReport(revision, engine, links)
 
     async def put_peers(self, target: Target, document: PeersDocument) -> None:
         self._take("peers")
@@ -100,29 +96,12 @@ def play(story: Callable[[Launcher, LauncherMonitor], Awaitable[None]], **option
     virtual_time.run(played())
 
 
-@pytest.mark.parametrize(("options", "period"), [({}, 1.0), ({"period": 4.0}, 4.0)])
-def test_a_launcher_that_cannot_tell_is_polled_each_period_and_asked_again_after_a_minute(
-    options: dict[str, float], period: float
-) -> None:
-    """A minute later, a newer launcher may be there."""
-
-    async def story(launcher: Launcher, monitor: LauncherMonitor) -> None:
-        monitor.follow(KEY, [D])
-        await asyncio.sleep(130.0)
-        polls = launcher.moments("ready")
-        assert polls == pytest.approx([number * period for number in range(len(polls))])
-        assert len(polls) > 30
-        assert launcher.moments("news") == pytest.approx([0.0, 60.0, 120.0])
-
-    play(story, **options)
-
-
 def test_what_is_known_of_a_launcher_without_news_is_a_minute_old_at_most() -> None:
     async def story(launcher: Launcher, monitor: LauncherMonitor) -> None:
         launcher.revision = "1"
         monitor.follow(KEY, [D])
         await asyncio.sleep(130.0)
-        first, *later = launcher.moments("ready")
+        first, *later = launcher.moments("state")
         assert first == 0.0
         assert [59.0 <= moment / number <= 60.0 for number, moment in enumerate(later, 1)] == [
             True,
@@ -146,19 +125,6 @@ def test_a_launcher_that_was_silent_is_told_its_peers_again() -> None:
         launcher.fails.clear()
         await asyncio.sleep(5.0)
         assert len(launcher.moments("peers")) == 2
-
-    play(story)
-
-
-def test_what_the_process_before_said_of_its_links_goes_with_it() -> None:
-    async def story(launcher: Launcher, monitor: LauncherMonitor) -> None:
-        monitor.follow(KEY, [D])
-        await asyncio.sleep(5.5)
-        assert set(monitor.links(KEY)) == {D.engine}
-        launcher.engine_id, launcher.fails["links"] = "d/2", "not yet"
-        await asyncio.sleep(1.0)
-        assert monitor.engines(KEY)[D.engine].engine_id == "d/2"
-        assert monitor.links(KEY) == {}
 
     play(story)
 
@@ -202,7 +168,7 @@ def test_the_loop_polls_as_often_as_it_was_told() -> None:
         await asyncio.sleep(0.1)
         assert loop.queue.depth == 1
         await asyncio.sleep(21.0)
-        assert launcher.moments("ready") == pytest.approx([0.0, 5.0, 10.0, 15.0, 20.0])
+        assert launcher.moments("wait") == pytest.approx([5.0, 10.0, 15.0, 20.0])
         await loop.stop()
 
     virtual_time.run(played())

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -24,7 +22,7 @@ from pdcluster_operator.plan.status.conditions import local_share
 from pdcluster_operator.plan.types import PeerAssignment
 from pdcluster_operator.runtime import launcher_monitor
 from pdcluster_operator.runtime.interfaces import Key, LauncherError
-from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor, LauncherWatch
+from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 
 KEY = Key("ns", "tiny")
 P = Target("ns.tiny.prefill.a.0", Role.PREFILL, "http://p", "1/0")
@@ -48,10 +46,8 @@ class Launchers:
         self.polls = 0
         self.waits = 0
         self.ready_now = True
-        self.links_asked = 0
         self.asked: list[tuple[Role, bool]] = []  # who was asked for news, whether to wait
-        self.revision: str | None = None  # of launchers that can tell when they have news
-        self.tells_all = False  # whether their news come with what they tell
+        self.revision: str | None = None  # None: another one at each request
         self.linked: tuple[LinkReport, ...] | None = None  # None: to the peers that it was sent
         self.prompts = PromptsReport(0, 0, "")
 
@@ -71,17 +67,13 @@ class Launchers:
         )
 
     async def links(self, target: Target) -> LinksReport:
-        self.links_asked += 1
-        return await self._links(target)
-
-    async def _links(self, target: Target) -> LinksReport:
         url = target.url
         sent = self.told[-1][1].peers if self.told and not self.refuse_peers else ()
         links = tuple(LinkReport(one.engine) for one in sent)
         linked = links if self.linked is None else self.linked
         return LinksReport(self.engines[url], self.ids[url] or "", linked, self.prompts)
 
-    async def changes(self, target: Target, seen: str, *, wait: bool) -> ChangesReport | None:
+    async def changes(self, target: Target, seen: str, *, wait: bool) -> ChangesReport:
         url = target.url
         self.waits += wait
         self.asked.append((target.role, wait))
@@ -93,13 +85,11 @@ class Launchers:
             await asyncio.sleep(0.005)
             if self.ids[url] is None:
                 raise LauncherError("the connection was closed")
-        if self.revision is None:
-            return None
-        if not self.tells_all or self.revision == seen:
-            return ChangesReport(self.revision)
-        self.polls -= 1  # it is not asked for these
+        if self.revision is not None and self.revision == seen:
+            return ChangesReport(seen)
         engine = await self.ready(target)
-        return ChangesReport(self.revision, engine, await self._links(target))
+        revision = self.revision or str(len(self.asked))
+        return ChangesReport(revision, engine, await self.links(target))
 
     async def put_peers(self, target: Target, document: PeersDocument) -> None:
         self.told.append((self.ids[target.url] or "", document))
@@ -236,29 +226,6 @@ async def test_the_engines_of_a_cluster_that_was_deleted_wait_for_no_router() ->
     await monitor.stop()
 
 
-@pytest.mark.parametrize("revision", [None, "1"])
-async def test_who_is_followed_no_longer_leaves_nothing_in_memory(revision: str | None) -> None:
-    """No garbage collection has to come for it: the operator makes few, and frozen objects stay."""
-    launchers = Launchers()
-    launchers.revision = revision
-    monitor, _ = monitor_of(launchers)
-    watches: weakref.WeakSet[LauncherWatch] = weakref.WeakSet()
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        for incarnation in range(5):
-            monitor.follow(KEY, [replace(one, process=f"{incarnation}/0") for one in (P, D)])
-            watches.update(one for one in gc.get_objects() if type(one) is LauncherWatch)
-            assert watches
-            await until(lambda: monitor.engines(KEY))
-        monitor.follow(KEY, [])
-        await until(lambda: not watches)
-    finally:
-        if was_on:
-            gc.enable()
-        await monitor.stop()
-
-
 async def test_peers_that_an_older_document_replaced_are_sent_again() -> None:
     """A busy launcher may take in a request that the operator has long given up."""
     launchers = Launchers()
@@ -300,7 +267,7 @@ async def test_an_engine_without_links_is_not_told_that_there_are_no_peers() -> 
     monitor.follow(KEY, [D])
     nobody = PeerAssignment(D.engine, PeersDocument(1, ()))
     monitor.assign(KEY, [nobody])
-    await until(lambda: launchers.links_asked > 3)
+    await until(lambda: launchers.polls > 3)
     assert launchers.told == []
     launchers.linked = (LinkReport(prefill=P.engine),)  # another operator told it
     await until(lambda: launchers.told == [("d/1", nobody.document)])
@@ -447,7 +414,7 @@ async def test_a_launcher_without_news_is_not_polled_and_news_come_in() -> None:
     monitor, woken = monitor_of(launchers)
     monitor.follow(KEY, [P])
     await until(lambda: launchers.waits >= 4)
-    assert launchers.polls <= 2, "the first, and one since the revision is known"
+    assert launchers.polls == 1
     launchers.ids["http://p"], launchers.revision = "p/2", "2"
     await until(lambda: monitor.engines(KEY)[P.engine].engine_id == "p/2")
     assert len(woken) == 2
@@ -472,7 +439,7 @@ async def test_new_peers_do_not_wait_for_news() -> None:
 
 async def test_news_that_come_with_all_that_is_told_need_no_other_question() -> None:
     launchers = Launchers()
-    launchers.revision, launchers.tells_all = "1", True
+    launchers.revision = "1"
     monitor, woken = monitor_of(launchers)
     monitor.follow(KEY, [D])
     await until(lambda: launchers.waits)
@@ -483,7 +450,6 @@ async def test_news_that_come_with_all_that_is_told_need_no_other_question() -> 
     launchers.linked, launchers.revision = (LinkReport(prefill=P.engine),), "2"
     await until(lambda: monitor.links(KEY)[D.engine].links)
     await until(lambda: launchers.waits == 2)
-    assert (launchers.polls, launchers.links_asked) == (0, 0)
     assert len(woken) == 2
     await monitor.stop()
 
@@ -510,14 +476,13 @@ async def test_a_launcher_without_news_is_asked_for_all_once_a_minute(
 ) -> None:
     monkeypatch.setattr(launcher_monitor, "CHECK_SECONDS", 1.5)
     launchers = Launchers()
-    launchers.revision, launchers.tells_all = "1", True
+    launchers.revision = "1"
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [D])
     await until(lambda: monitor.links(KEY))
     launchers.prompts = PromptsReport(1000, 0, "")  # a number, which is no news
     await until(lambda: local_share(monitor.links(KEY).values()) == 0)
     assert launchers.asked.count((Role.DECODE, False)) == 2
-    assert (launchers.polls, launchers.links_asked) == (0, 0)
     await monitor.stop()
 
 
@@ -531,15 +496,6 @@ async def test_a_launcher_that_dies_while_it_is_asked_for_news_is_polled_at_once
     await until(lambda: not monitor.engines(KEY))
     launchers.ids["http://p"] = "p/2"
     await until(lambda: monitor.engines(KEY))
-    await monitor.stop()
-
-
-async def test_a_launcher_that_cannot_tell_is_polled_and_not_asked_for_news_again() -> None:
-    launchers = Launchers()
-    monitor, _ = monitor_of(launchers)
-    monitor.follow(KEY, [P])
-    await until(lambda: launchers.polls >= 5)
-    assert launchers.asked == [(Role.PREFILL, False)]
     await monitor.stop()
 
 
@@ -568,7 +524,7 @@ async def test_peers_that_change_while_others_are_sent_are_sent_next(revision: s
             monitor.assign(KEY, [peers(2)])
 
     launchers = Slow()
-    launchers.revision, launchers.tells_all = revision, True
+    launchers.revision = revision
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [D])
     await until(lambda: monitor.engines(KEY))

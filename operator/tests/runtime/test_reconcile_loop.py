@@ -15,6 +15,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 from listing import list_into
+from polled_launchers import PolledLaunchers
 
 from authority import Authority
 from pdcluster_connector.protocol.engine_id import OPERATOR_NAME
@@ -167,7 +168,7 @@ class Nobody:
         self.events += events
 
 
-class Serving:
+class Serving(PolledLaunchers):
     """Launchers of engines that serve, once they are allowed to answer."""
 
     def __init__(self, engines: Mapping[str, str]) -> None:
@@ -182,9 +183,6 @@ class Serving:
     async def links(self, target: Target) -> LinksReport:
         url = target.url
         return LinksReport(self.engines[url], f"{url}/1", ())
-
-    async def changes(self, target: Target, seen: str, *, wait: bool) -> None:
-        return None
 
     async def put_peers(self, target: Target, document: PeersDocument) -> None:
         assert document

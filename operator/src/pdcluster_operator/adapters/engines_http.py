@@ -28,12 +28,8 @@ from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, engine_name, r
 from pdcluster_connector.protocol.launcher_documents import (
     MAX_ANSWER_BYTES,
     ChangesReport,
-    EngineReport,
-    LinksReport,
     PeersDocument,
     decode_changes,
-    decode_engine,
-    decode_links,
     encode_json,
 )
 from pdcluster_connector.protocol.messages import Malformed
@@ -95,32 +91,16 @@ class EnginesHttp:
         if self._http is not None:
             await self._http.close()
 
-    async def ready(self, target: Target) -> EngineReport:
-        """See :class:`..runtime.interfaces.Launchers`."""
-        report = decode_engine(await self._call("GET", target, "/readyz", (200, 503)))
-        if isinstance(report, Malformed):
-            raise LauncherError(
-                f"{target.url}/readyz did not answer with the state of an engine: {report.message}"
-            )
-        return report
-
-    async def links(self, target: Target) -> LinksReport:
-        """See :class:`..runtime.interfaces.Launchers`."""
-        report = decode_links(await self._call("GET", target, "/v1/links", (200,)))
-        if isinstance(report, Malformed):
-            raise LauncherError(
-                f"{target.url}/v1/links did not answer with a list of links: {report.message}"
-            )
-        return report
-
-    async def changes(self, target: Target, seen: str, *, wait: bool) -> ChangesReport | None:
+    async def changes(self, target: Target, seen: str, *, wait: bool) -> ChangesReport:
         """See :class:`..runtime.interfaces.Launchers`."""
         path = f"/v1/changes?seen={quote(seen)}&wait={WAIT_SECONDS if wait else 0}"
         timeout = WAIT_TIMEOUT if wait else TIMEOUT
-        report = decode_changes(
-            await self._call("GET", target, path, (200, 403, 404), timeout=timeout)
-        )
-        return None if isinstance(report, Malformed) else report
+        report = decode_changes(await self._call("GET", target, path, (200,), timeout=timeout))
+        if isinstance(report, Malformed):
+            raise LauncherError(
+                f"{target.url}{path} did not answer with the state of an engine: {report.message}"
+            )
+        return report
 
     async def put_peers(self, target: Target, document: PeersDocument) -> None:
         """See :class:`..runtime.interfaces.Launchers`."""

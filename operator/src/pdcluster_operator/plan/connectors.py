@@ -9,8 +9,8 @@ operators of several classes may share it, too. Two steps make sure that a pod n
 
 What somebody planned before the mark has long been written by then. The mark is in the object, so
 another operator goes on where the first one stopped. The steps are carried out by
-``adapters/api_server/connector_collector.py``. A copy that an older operator made for one PDCluster is deleted
-by :mod:`.children`, when no stored revision mounts it any more.
+``adapters/api_server/connector_collector.py``. A copy that an older operator made for one PDCluster
+is deleted by :mod:`.children`, when no stored revision mounts it any more.
 """
 
 from __future__ import annotations

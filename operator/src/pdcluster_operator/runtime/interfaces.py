@@ -11,12 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from pdcluster_connector.protocol.launcher_documents import (
-    ChangesReport,
-    EngineReport,
-    LinksReport,
-    PeersDocument,
-)
+from pdcluster_connector.protocol.launcher_documents import ChangesReport, PeersDocument
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.types import (
     Delete,
@@ -152,19 +147,10 @@ class Launchers(Protocol):
     If the target's URL is HTTPS, the launcher has to show the certificate of the target's engine.
     """
 
-    async def ready(self, target: Target) -> EngineReport:
-        """``GET /readyz``, answered with 200 or 503. Raises :class:`LauncherError`."""
-        ...
+    async def changes(self, target: Target, seen: str, *, wait: bool) -> ChangesReport:
+        """``GET /v1/changes``: the state of a launcher if its revision is not ``seen``.
 
-    async def links(self, target: Target) -> LinksReport:
-        """``GET /v1/links`` of a decode engine. Raises :class:`LauncherError`."""
-        ...
-
-    async def changes(self, target: Target, seen: str, *, wait: bool) -> ChangesReport | None:
-        """``GET /v1/changes``: what a launcher reports if its revision is not ``seen``.
-
-        Return None if the launcher is of a version without this path. Raises
-        :class:`LauncherError`.
+        Raises :class:`LauncherError`.
 
         Args:
             wait: whether to wait for a while until something changes. If nothing does, the revision

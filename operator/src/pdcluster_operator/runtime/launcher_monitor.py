@@ -152,8 +152,7 @@ class LauncherWatch:
     """Watches the launcher of one engine, and sends it its peers and routes.
 
     A launcher answers a long poll when its state changes. Some numbers do not count as a change, so
-    its whole state is also read once a minute. A launcher of an older version has no long poll, and
-    is polled every period.
+    its whole state is also read once a minute.
 
     Args:
         period: the least seconds between two requests for its state.
@@ -184,15 +183,13 @@ class LauncherWatch:
         self._revision = ""
         self._read_at = 0.0  # when its whole state was last read
         self._next = 0.0  # when it may be polled again
-        self._no_long_poll_until = 0.0  # its version has none
         self._assigned = asyncio.Event()
-        self._waiting: asyncio.Task[ChangesReport | None] | None = None
+        self._waiting: asyncio.Task[ChangesReport] | None = None
         self.task = asyncio.create_task(self._run(), name=f"links-{target.engine}")
 
     def stop(self) -> None:
         """End it."""
         self.task.cancel()
-        self.task.add_done_callback(_forget_error)
 
     def assign(self, peers: PeerAssignment) -> None:
         """Send the launcher these peers soon."""
@@ -230,7 +227,7 @@ class LauncherWatch:
 
     def _can_long_poll(self) -> bool:
         """Whether it answers, accepts its routes, and its whole state was read lately."""
-        if self.report is None or self._misses or not self._revision or self._refused:
+        if self.report is None or self._misses or self._refused:
             return False
         return time.monotonic() - self._read_at < CHECK_SECONDS - SLACK_SECONDS
 
@@ -263,45 +260,30 @@ class LauncherWatch:
             return
         self._rest()
         answered, self._waiting = self._waiting, None
-        try:
-            changes = answered.result()
-        except LauncherError as error:
-            log.debug("%s: %s", self.target.engine, error)
-            await self._poll()
-            return
-        if changes is None:
-            await self._poll()
-        elif changes.revision != self._revision:
-            await self._take(changes)
+        changes = answered.result()
+        if changes.revision != self._revision:
+            self._take(changes)
 
     async def _poll(self) -> None:
         """Read the whole state of the launcher."""
         await self._stop_waiting()
         self._rest()
-        changes = None
-        if time.monotonic() >= self._no_long_poll_until:
-            changes = await self._launchers.changes(self.target, "", wait=False)
-            if changes is None:
-                self._no_long_poll_until = time.monotonic() + CHECK_SECONDS
-        await self._take(changes)
+        self._take(await self._launchers.changes(self.target, "", wait=False))
 
-    async def _take(self, changes: ChangesReport | None) -> None:
-        """Store an answer, and request the parts that it lacks."""
-        readyz = changes.readyz if changes is not None else None
-        report = readyz if readyz is not None else await self._launchers.ready(self.target)
+    def _take(self, changes: ChangesReport) -> None:
+        """Store an answer that holds the whole state."""
+        report, links = changes.readyz, changes.links
+        if report is None:
+            raise LauncherError("did not answer with the state of an engine")
         if report.engine != self.target.engine:
             raise LauncherError(f"answers as {report.engine}")
-        if self.report is not None and self.report.engine_id != report.engine_id:
-            self.links = None  # they are of the engine's former incarnation
+        if self.target.role is Role.DECODE and links is None:
+            raise LauncherError("did not answer with a list of links")
         self.report = report
-        self._revision = changes.revision if changes is not None else ""
+        self.links = links if self.target.role is Role.DECODE else None
+        self._revision = changes.revision
         self._read_at = time.monotonic()
-        if self.target.role is Role.DECODE:
-            await self._take_links(changes.links if changes is not None else None)
-
-    async def _take_links(self, links: LinksReport | None) -> None:
-        self.links = links if links is not None else await self._launchers.links(self.target)
-        if self._sent is not None and has_other_peers(self._sent[1], self.links):
+        if self.links and self._sent and has_other_peers(self._sent[1], self.links):
             self._sent = None
 
     def _rest(self) -> None:
@@ -337,8 +319,6 @@ class LauncherWatch:
             sent = self.peers.document  # others may be assigned before the launcher answers
             await self._launchers.put_peers(self.target, sent)
             self._sent = (self.report.engine_id, sent)
-            if not self._revision:  # without a long poll
-                await self._take_links(None)
 
     async def _send_routed(self, report: EngineReport, *, routed: bool) -> None:
         try:
@@ -353,13 +333,3 @@ class LauncherWatch:
                     self.target.engine,
                     error,
                 )
-
-
-def _forget_error(task: asyncio.Task[None]) -> None:
-    """Take the error from a task that has ended, as whoever awaits it does.
-
-    Its traceback holds the watch, and the watch holds the task. Only a garbage collection frees
-    such a circle, and the operator makes few.
-    """
-    with contextlib.suppress(asyncio.CancelledError):
-        task.exception()
