@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from pdcluster_operator.adapters.connector_bundle import build_connector, BundleError
+from pdcluster_operator.adapters.connector_bundle import BundleError, build_connector
 from pdcluster_operator.api.conditions import ConditionType, find_condition
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.schema.crd import PlainDumper
