@@ -15,6 +15,7 @@ from pods import (
     alive,
     carrying,
     container_status,
+    pod,
     pod_ready,
     python_pod,
     running_kubelet,
@@ -23,7 +24,7 @@ from pods import (
 
 from loopback import free_network, free_port
 from pdcluster_operator.local.addresses import AddressBook, PortBusyError
-from pdcluster_operator.local.machine import CONFIG, UNSCHEDULABLE
+from pdcluster_operator.local.kubelet import CONFIG
 
 pytestmark = pytest.mark.process
 
@@ -190,64 +191,12 @@ async def test_a_startup_probe_that_never_passes_restarts_the_container(tmp_path
         assert str(PORT) in message
 
 
-@pytest.mark.parametrize(
-    ("change", "reason", "words"),
-    [
-        (
-            lambda p, _: p["spec"]["containers"][0].update(command=["vllm-ruter"]),
-            CONFIG,
-            "vllm-ruter is not installed",
-        ),
-        (
-            lambda p, t: p["spec"].update(
-                volumes=[{"name": "m", "hostPath": {"path": f"{t}/none"}}]
-            ),
-            CONFIG,
-            "--model-dir",
-        ),
-        (
-            lambda p, t: p["spec"].update(
-                volumes=[{"name": "m", "hostPath": {"path": f"{t}/empty"}}]
-            ),
-            CONFIG,
-            "is empty",
-        ),
-        (
-            lambda p, _: p["spec"].update(
-                volumes=[{"name": "m", "persistentVolumeClaim": {"claimName": "c"}}]
-            ),
-            CONFIG,
-            "persistentVolumeClaim",
-        ),
-        (
-            lambda p, _: p["spec"]["containers"][0].update(
-                resources={"requests": {"memory": "4000Gi"}}
-            ),
-            UNSCHEDULABLE,
-            "asks for 4000.0 GiB",
-        ),
-        (
-            lambda p, _: p["spec"].update(initContainers=[{"name": "x"}]),
-            CONFIG,
-            "no init containers",
-        ),
-    ],
-)
-async def test_what_the_machine_lacks_stands_in_the_pods_status(
-    tmp_path: Path, change, reason: str, words: str
-) -> None:
-    (tmp_path / "empty").mkdir()
-    made = python_pod("a", "pass")
-    change(made, tmp_path)
+async def test_a_program_that_is_not_installed_is_the_containers_last_word(tmp_path: Path) -> None:
     async with running_kubelet(tmp_path) as kubelet:
-        kubelet.api.apply(made)
-        await until(lambda: "status" in kubelet.api.get("Pod", "ns", "a"))
-        if reason == UNSCHEDULABLE:
-            waiting = kubelet.api.get("Pod", "ns", "a")["status"]["conditions"][0]
-        else:
-            waiting = container_status(kubelet.api, "a")["state"]["waiting"]
-    assert waiting["reason"] == reason
-    assert words in waiting["message"]
+        kubelet.api.apply(pod("a", "vllm-ruter"))
+        await until(lambda: "lastState" in container_status(kubelet.api, "a"))
+        ended = container_status(kubelet.api, "a")["lastState"]["terminated"]
+    assert (ended["exitCode"], ended["message"]) == (127, "vllm-ruter: No such file or directory")
 
 
 async def test_a_folder_that_appears_lets_the_pod_start(tmp_path: Path) -> None:
@@ -256,6 +205,9 @@ async def test_a_folder_that_appears_lets_the_pod_start(tmp_path: Path) -> None:
     async with running_kubelet(tmp_path) as kubelet:
         kubelet.api.apply(made)
         await until(lambda: "waiting" in container_status(kubelet.api, "a").get("state", {}))
+        waiting = container_status(kubelet.api, "a")["state"]["waiting"]
+        assert waiting["reason"] == CONFIG
+        assert waiting["message"].startswith(f"{tmp_path}/model: No such file or directory")
         (tmp_path / "model").mkdir()
         (tmp_path / "model/config.json").write_text("{}")
         await until(lambda: "running" in container_status(kubelet.api, "a")["state"])

@@ -163,7 +163,7 @@ async def test_a_missing_model_folder_is_named_in_the_conditions(tmp_path: Path)
         key = cluster.apply(manifest)
         await until(lambda: "nowhere" in condition(cluster, key, "PrefillReady").get("message", ""))
         message = condition(cluster, key, "PrefillReady")["message"]
-        assert "--model-dir" in message
+        assert "No such file or directory" in message
         assert condition(cluster, key, "PrefillReady")["status"] == "False"
 
 
@@ -199,7 +199,7 @@ async def test_a_missing_router_is_named_in_the_conditions(
         await until(lambda: condition(cluster, key, "KVPathVerified").get("status") == "True")
         await until(
             lambda: (
-                "vllm-router is not installed"
+                "vllm-router: No such file or directory"
                 in condition(cluster, key, "Available").get("message", "")
             )
         )

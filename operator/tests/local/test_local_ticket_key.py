@@ -11,7 +11,7 @@ from manifests import tiny
 
 from pdcluster_connector.protocol.ticket_keys import parse_keys
 from pdcluster_operator.local.api_server import LocalApi
-from pdcluster_operator.local.machine import volume_folder
+from pdcluster_operator.local.kubelet import volume_folder
 from pdcluster_operator.plan.builders.secrets import TICKET_KEY_FILE, TICKET_KEY_VOLUME
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.types import Apply, Observed, WriteTicketKey

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -218,8 +219,8 @@ def test_pods_are_asked_what_they_need(tmp_path: Path) -> None:
         decode={"podTemplate": {"spec": {"initContainers": [{"name": "x", "image": "y"}]}}},
     )
     assert facts.asked == {Role.PREFILL: 6 * GIB, Role.DECODE: 0}
-    assert [(owner, problem.subject) for owner, problem in facts.problems] == [
-        ("decode", "initContainers")
+    assert [(finding.path, finding.value) for finding in facts.pods] == [
+        ("spec.decode.podTemplate", "initContainers")
     ]
     assert facts.models[Role.PREFILL].names == {"config.json", "model.safetensors"}
     assert facts.models[Role.PREFILL].problem == ""
@@ -236,7 +237,37 @@ def test_volumes_and_secrets_that_local_mode_lacks_are_named_by_their_field(tmp_
     assert set(told) == {"spec.model.cache", "spec.model.source.huggingFace.tokenSecretRef"}
     environment["HF_TOKEN"] = "x"
     facts = gather(document, cluster, fake_connector(), environment, ())
-    assert [problem.subject for _, problem in facts.problems] == ["cache", "cache"]
+    assert [finding.value for finding in facts.pods] == ["cache", "cache"]
+
+
+@pytest.mark.parametrize(
+    ("template", "rule", "words"),
+    [
+        ({"containers": [{"name": "engine", "command": ["vllm-ruter"]}]}, "ProgramMissing",
+         "vllm-ruter is not installed"),
+        ({"volumes": [{"name": "m", "hostPath": {"path": "/none"}}]}, "VolumeUnusable",
+         "/none (volume m) is not a folder on this machine"),
+        ({"volumes": [{"name": "m", "hostPath": {"path": "EMPTY"}}]}, "VolumeUnusable",
+         "(volume m) is empty"),
+        ({"volumes": [{"name": "m", "persistentVolumeClaim": {"claimName": "c"}}]},
+         "NotSimulated", "volume m is a persistentVolumeClaim, which local mode lacks"),
+        ({"initContainers": [{"name": "x", "image": "y"}]}, "NotSimulated",
+         "local mode runs no init containers"),
+    ],
+)  # fmt: skip
+def test_each_thing_that_a_pod_cannot_have_is_a_finding(
+    tmp_path: Path, template: dict[str, Any], rule: str, words: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    template = json.loads(json.dumps(template).replace("EMPTY", str(tmp_path / "empty")))
+    document = tiny(tmp_path, decode={"podTemplate": {"spec": template}})
+    cluster, _ = check_manifest(document)
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    facts = gather(document, cluster, fake_connector(), environment, ())
+    [told] = judge(cluster, facts, once=True, model_flag=False)
+    assert (told.path, told.rule) == ("spec.decode.podTemplate", rule)
+    assert told.message.endswith(words)
+    assert told.remedy.endswith(".")
 
 
 def test_a_variable_from_a_secret_is_named_where_it_stands(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ async def test_arguments_and_environment_equal_the_clusters(tmp_path: Path) -> N
         run._task.cancel()
         container = run.pod["spec"]["containers"][0]
         address = book.address(run.name)
-        assert run._prepare() is None
+        assert run._prepare() == {}
         [process] = run.containers
         assert back(process._command, run, tmp_path) == by_kubernetes(
             [*container["command"], *container["args"]], container, address, book

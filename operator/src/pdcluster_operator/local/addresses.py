@@ -6,8 +6,7 @@ import contextlib
 import ipaddress
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pdcluster_operator.local.api_server import LocalApi
@@ -21,17 +20,10 @@ UNUSED = "127.255.255.253"
 
 
 class PortBusyError(Exception):
-    """No address of this machine has a port free.
-
-    Attributes:
-        what: the port and its holder.
-        remedy: what to do, in one sentence.
-    """
+    """No address of this machine has a port free. The message names the port and its holder."""
 
     def __init__(self, what: str) -> None:
-        self.what = what
-        self.remedy = "stop that program, or run this one in a container of its own"
-        super().__init__(f"{what}: {self.remedy}")
+        super().__init__(f"{what}: stop that program, or run this one in a container of its own")
 
 
 class AddressBook:
@@ -42,7 +34,7 @@ class AddressBook:
     ) -> None:
         self._ports = ports
         self._say = say
-        self._next = int(ipaddress.IPv4Address(first))
+        self._next = ipaddress.IPv4Address(first)
         self._held: dict[str, tuple[str, socket.socket]] = {}
 
     def address(self, pod: str) -> str:
@@ -59,7 +51,8 @@ class AddressBook:
 
     def _choose(self, pod: str) -> tuple[str, socket.socket]:
         passed: list[str] = []
-        for candidate in self._candidates():
+        for _ in range(ATTEMPTS):
+            candidate, self._next = str(self._next), self._next + 1
             reservation = _listen(candidate, RESERVED_PORT)
             busy = next((port for port in self._ports if not is_free(candidate, port)), None)
             if reservation is not None and busy is None:
@@ -69,34 +62,15 @@ class AddressBook:
             if reservation is not None:
                 reservation.close()
             taken = busy or RESERVED_PORT
-            holder = listener(candidate, taken)
-            if holder is not None and holder.everywhere:
-                raise PortBusyError(everywhere(taken, holder.holder))
-            passed.append(f"port {taken} of {candidate} is taken{holder.holder if holder else ''}")
+            for port, holder in taken_everywhere([taken]).items():
+                raise PortBusyError(f"port {port} of every address (0.0.0.0) is taken{holder}")
+            passed.append(f"port {taken} of {candidate} is taken{_holder(candidate, taken)}")
         raise PortBusyError(f"no loopback address is free for {pod}: {passed[-1]}")
-
-    def _candidates(self) -> Iterator[str]:
-        # Half of the attempts near the first address, half in another range.
-        for attempt in range(ATTEMPTS):
-            if attempt == ATTEMPTS // 2:
-                self._next = int(ipaddress.IPv4Address("127.81.0.2"))
-            self._next += 1
-            yield str(ipaddress.IPv4Address(self._next - 1))
-
-
-def everywhere(port: int, holder: str) -> str:
-    """Return the message that a port is taken on all addresses."""
-    return f"port {port} of every address (0.0.0.0) is taken{holder}"
 
 
 def taken_everywhere(ports: Iterable[int]) -> dict[int, str]:
     """Return each port that is taken on every address, with its holder."""
-    found = {}
-    for port in ports:
-        holder = None if is_free(UNUSED, port) else listener(UNUSED, port)
-        if holder is not None and holder.everywhere:
-            found[port] = holder.holder
-    return found
+    return {port: _holder(UNUSED, port) for port in ports if not is_free(UNUSED, port)}
 
 
 def is_free(address: str, port: int) -> bool:
@@ -119,35 +93,17 @@ def _listen(address: str, port: int) -> socket.socket | None:
     return server
 
 
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """A process that listens on a port, on every address of the machine or on one.
-
-    Attributes:
-        holder: `` by NAME (pid N)``, or empty if /proc does not show it.
-    """
-
-    everywhere: bool
-    holder: str
-
-
-def listener(address: str, port: int) -> Listener | None:
-    """Return the listener on a port of an address, from /proc/net; None if there is none."""
+def _holder(address: str, port: int) -> str:
+    """Return the process that listens there: `` by NAME (pid N)``, or "" if /proc shows none."""
     packed = "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
-    everywhere = {f"{host}:{port:04X}" for host in ("00000000", "0" * 32)}
-    found = {
-        fields[9]: fields[1] in everywhere
-        for table in ("tcp", "tcp6")
-        for line in _table(Path("/proc/net", table))
-        if (fields := line.split())
-        and fields[1] in {*everywhere, f"{packed}:{port:04X}"}
-        and fields[3] == "0A"
+    listening = {f"{host}:{port:04X}" for host in (packed, "00000000", "0" * 32)}
+    inodes = {
+        fields[9]
+        for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+        if table.exists()
+        for line in table.read_text().splitlines()[1:]
+        if (fields := line.split())[1] in listening and fields[3] == "0A"
     }
-    # If there is also a listener on this address, the one on every address is for IPv6 only.
-    return Listener(all(found.values()), _holder(set(found))) if found else None
-
-
-def _holder(inodes: set[str]) -> str:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is somebody else's
             if any(_socket(link) in inodes for link in (process / "fd").iterdir()):
@@ -161,10 +117,6 @@ def _socket(descriptor: Path) -> str:
         return os.readlink(descriptor).removeprefix("socket:[").removesuffix("]")
     except OSError:
         return ""
-
-
-def _table(path: Path) -> list[str]:
-    return path.read_text().splitlines()[1:] if path.exists() else []
 
 
 class Names:

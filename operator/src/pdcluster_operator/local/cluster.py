@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 import time
@@ -51,9 +50,6 @@ from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.interfaces import Key
 from pdcluster_operator.runtime.pacing.queue import Backoff
 from pdcluster_operator.runtime.reconcile import Place
-
-log = logging.getLogger(__name__)
-
 
 POD_PORTS = (
     HTTP_PORT, LAUNCHER_PORT, ENGINE_METRICS_PORT, SIDE_CHANNEL_PORT, ROUTER_METRICS_PORT,
@@ -217,8 +213,5 @@ class _ApiPort:
 
 
 class _Events:
-    """Logs events. The terminal shows conditions, which hold the same facts."""
-
     async def publish(self, cluster: Mapping[str, Any], events: Iterable[Event]) -> None:
-        for event in events:
-            log.info("%s: %s: %s", cluster["metadata"]["name"], event.reason, event.message)
+        """Publish nothing: the terminal shows conditions, which hold the same facts."""

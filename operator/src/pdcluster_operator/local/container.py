@@ -255,8 +255,8 @@ class Substitutions:
 def kubernetes_environment(pod: Manifest, container: Manifest, address: str) -> dict[str, str]:
     """Return the container's ``env`` as a kubelet resolves it.
 
-    What comes from Secrets and ConfigMaps is left to the surrounding environment, where
-    :func:`.machine.find_problem` has looked for it.
+    What comes from Secrets and ConfigMaps is left to the surrounding environment, where the
+    pre-flight (:mod:`.facts`) has looked for it.
     """
     values: dict[str, str] = {}
     for entry in container.get("env") or ():

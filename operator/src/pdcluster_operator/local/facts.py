@@ -17,22 +17,33 @@ from typing import Any
 
 import pdcluster_connector
 from pdcluster_connector.host_memory import available_bytes
+from pdcluster_connector.protocol import api_key
+from pdcluster_operator.api.findings import FieldError
 from pdcluster_operator.api.labels import engine_of
 from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.resolve import engine_places
+from pdcluster_operator.api.spec.resources import parse_quantity
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.local.addresses import taken_everywhere
-from pdcluster_operator.local.machine import (
-    Problem,
-    find_problems,
-    memory_request,
-)
-from pdcluster_operator.local.preflight import VISIBLE, Facts, Folder, Gpus
+from pdcluster_operator.local.preflight import VISIBLE, Facts, Folder, Gpus, Lack
+from pdcluster_operator.plan.builders.secrets import CERTIFICATE_VOLUME, TICKET_KEY_VOLUME
 from pdcluster_operator.plan.rollout.desired import desire
 from pdcluster_operator.plan.types import ConnectorBundle, Observed
 
 MODULE = "pdcluster_connector.launcher.host"
 PATIENCE_SECONDS = 30.0
 MOST_NAMES = 10_000
+MODEL = "model"
+OWN_SECRETS = (TICKET_KEY_VOLUME, CERTIFICATE_VOLUME)
+"""Volumes of Secrets that the operator makes."""
+FIELDS = {
+    MODEL: "spec.model.source.persistentVolumeClaim",
+    "cache": "spec.model.cache",
+    "HF_TOKEN": "spec.model.source.huggingFace.tokenSecretRef",
+    "vllm-router": "spec.router",
+    api_key.VARIABLE: "spec.router.apiKeySecretRef",
+}
+"""The field of the spec that brings a volume, a variable or a program into a pod."""
 
 Manifest = Mapping[str, Any]
 
@@ -51,14 +62,13 @@ def gather(
         environment: variables that a container inherits.
         ports: that each pod binds.
     """
-    problems: list[tuple[str, Problem]] = []
+    pods: list[FieldError] = []
     models: dict[Role, Folder] = {}
     asked = dict.fromkeys(Role, 0)
     for role, template, copies in _pods(document, cluster, connector):
-        found = find_problems(template, environment)
-        problems += [(role.value if role else "router", problem) for problem in found]
+        pods += _pod_findings(cluster, role or "router", template, environment)
         if role is not None:
-            asked[role] += memory_request(template) * copies
+            asked[role] += sum(map(_memory, template["spec"]["containers"])) * copies
             if path := _model_path(template):
                 models[role] = _folder(path)
     python, answer, silence = _ask(environment)
@@ -70,7 +80,7 @@ def gather(
         unsupported=tuple(answer.get("unsupported", ())),
         gpus=Gpus(answer.get("gpus"), answer.get("gpu_trouble", ""), VISIBLE in environment),
         models=models,
-        problems=tuple(problems),
+        pods=tuple(pods),
         asked=asked,
         free=available_bytes(),
         taken=taken_everywhere(ports),
@@ -92,10 +102,96 @@ def _pods(
         yield engine.role if engine else None, spec["template"], int(spec.get("replicas", 1))
 
 
+def _pod_findings(
+    cluster: Cluster, owner: str, template: Manifest, environment: Mapping[str, str]
+) -> Iterator[FieldError]:
+    """Yield why a pod cannot start here. Memory is judged for all pods together.
+
+    Args:
+        owner: ``router`` or a role. Its pod template is named for what no other field causes.
+        environment: what the pod's containers inherit, PATH among it.
+    """
+    found = [
+        *_node_problems(template["spec"]),
+        *_program_problems(template["spec"], environment),
+        *_variable_problems(template["spec"], environment),
+    ]
+    for rule, subject, message, remedy in found:
+        path = FIELDS.get(subject, f"spec.{owner}.podTemplate")
+        for place, engine in engine_places(cluster) if rule is Lack.VARIABLE_MISSING else ():
+            if any(variable.name == subject for variable in engine.env):
+                path = f"{place}.env"
+                break
+        yield FieldError(path, subject, rule, message, remedy)
+
+
+def _node_problems(spec: Manifest) -> Iterator[tuple[Lack, str, str, str]]:
+    """Yield (rule, subject, fault, remedy) of init containers and volumes; so do those below."""
+    if spec.get("initContainers"):
+        what = "local mode runs no init containers"
+        remedy = "Remove them from podTemplate, or use a cluster."
+        yield Lack.NOT_SIMULATED, "initContainers", what, remedy
+    for volume in spec.get("volumes") or ():
+        name, path = volume["name"], (volume.get("hostPath") or {}).get("path")
+        if path and name != MODEL:  # preflight.model_findings has the better message
+            yield from _folder_problem(name, Path(path))
+        elif not path and not volume.keys() & {"emptyDir", "configMap"} and name not in OWN_SECRETS:
+            kind = next((key for key in volume if key != "name"), "unknown")
+            what = f"volume {name} is a {kind}, which local mode lacks"
+            remedy = "Use a hostPath, or name a model folder with --model-dir."
+            yield Lack.NOT_SIMULATED, name, what, remedy
+
+
+def _folder_problem(name: str, folder: Path) -> Iterator[tuple[Lack, str, str, str]]:
+    remedy = "Put the model there, or name its folder with --model-dir."
+    if not folder.is_dir():
+        what = "is not a folder on this machine"
+    elif not os.access(folder, os.R_OK | os.X_OK):
+        what = "can't be read by this user"
+        remedy = "Change its permissions (chmod -R a+rX), or choose another folder."
+    elif not any(folder.iterdir()):
+        what = "is empty"
+    else:
+        return
+    yield Lack.VOLUME_UNUSABLE, name, f"{folder} (volume {name}) {what}", remedy
+
+
+def _program_problems(
+    spec: Manifest, environment: Mapping[str, str]
+) -> Iterator[tuple[Lack, str, str, str]]:
+    for container in spec["containers"]:
+        program = (container.get("command") or [""])[0]
+        if program and shutil.which(program, path=environment["PATH"]) is None:
+            remedy = "Install it next to python3 (`make env` does), or put its folder on PATH."
+            yield Lack.PROGRAM_MISSING, program, f"{program} is not installed", remedy
+
+
+def _variable_problems(
+    spec: Manifest, environment: Mapping[str, str]
+) -> Iterator[tuple[Lack, str, str, str]]:
+    entries = (one for container in spec["containers"] for one in container.get("env") or ())
+    for name, source in ((entry["name"], entry.get("valueFrom", {})) for entry in entries):
+        if name == api_key.VARIABLE and name in environment:
+            if wrong := api_key.problem(environment[name]):
+                what, _, remedy = wrong.partition(": ")
+                remedy = f"{remedy[:1].upper()}{remedy[1:]}."
+                yield Lack.VARIABLE_UNUSABLE, name, what, remedy
+        elif source.keys() - {"fieldRef"} and name not in environment:
+            what = f"{name} comes from a Secret or a ConfigMap, which local mode lacks"
+            yield Lack.VARIABLE_MISSING, name, what, "Set it in your environment."
+
+
+def _memory(container: Manifest) -> int:
+    """Return the bytes of memory that a container requests."""
+    resources = container.get("resources") or {}
+    asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}.get("memory")
+    return int(parse_quantity(str(asked)) or 0) if asked else 0
+
+
 def _model_path(template: Manifest) -> str:
     """Return the folder that a pod mounts as its model; empty for a model by name."""
     volumes = template["spec"].get("volumes") or ()
-    model: Manifest = next((volume for volume in volumes if volume.get("name") == "model"), {})
+    model: Manifest = next((volume for volume in volumes if volume.get("name") == MODEL), {})
     return str((model.get("hostPath") or {}).get("path") or "")
 
 

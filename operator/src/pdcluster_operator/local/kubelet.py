@@ -1,13 +1,15 @@
 """A foreground mini-kubelet: the pods of the in-memory API become processes of this machine.
 
-It has at most 400 lines of code together with :mod:`.container`, which a test counts. The container
-runtime (:mod:`.shim`), the network plugin (:mod:`.addresses`) and the volumes are no part of it, as
-in a cluster.
+It has at most 400 lines of code together with :mod:`.container`, which a test counts. As in a
+cluster, the container runtime (:mod:`.shim`) and the network plugin (:mod:`.addresses`) are no part
+of it. The pre-flight has found what the machine lacks for good, so the kubelet looks for nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,23 +22,11 @@ from pdcluster_operator.local.container import (
     kubernetes_command,
     kubernetes_environment,
 )
-from pdcluster_operator.local.machine import (
-    CONFIG,
-    UNSCHEDULABLE,
-    Lack,
-    Problem,
-    find_problem,
-    memory_request,
-    volume_folder,
-)
 
+CONFIG = "CreateContainerConfigError"
+UNSCHEDULABLE = "Unschedulable"
 RETRY_SECONDS = 2.0
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the machine's own stands for the pod's
-PROMISE_SECONDS = 60.0
-"""For this long after its start, the kubelet reserves the memory that a pod asked for.
-
-The pod has not allocated it yet.
-"""
 
 
 class Kubelet:
@@ -68,15 +58,6 @@ class Kubelet:
             for run in self._pods.values()
             for container in run.containers[:1]
         }
-
-    def promised(self) -> int:
-        """Return the memory, in bytes, that pods younger than PROMISE_SECONDS have requested."""
-        now = asyncio.get_running_loop().time()
-        return sum(
-            memory_request(run.pod)
-            for run in self._pods.values()
-            if run.started_at is not None and now - run.started_at < PROMISE_SECONDS
-        )
 
     async def stop(self, grace: float) -> None:
         """End every process; what still runs after ``grace`` seconds is killed."""
@@ -113,7 +94,6 @@ class PodRun:
     def __init__(self, kubelet: Kubelet, pod: Manifest) -> None:
         self.pod, self.name, self._kubelet = pod, pod["metadata"]["name"], kubelet
         self.containers: list[Container] = []
-        self.started_at: float | None = None
         self.ending = False
         self._address = ""
         self._task = asyncio.ensure_future(self._run())
@@ -125,39 +105,28 @@ class PodRun:
         await asyncio.gather(*(container.stop(grace) for container in self.containers))
 
     async def _run(self) -> None:
-        while (problem := self._prepare()) is not None:
-            self._publish(problem)
+        while lacking := self._prepare():
+            self._publish(**lacking)
             await asyncio.sleep(RETRY_SECONDS)
-        self.started_at = asyncio.get_running_loop().time()
         await asyncio.gather(*(container.run() for container in self.containers))
 
-    def _prepare(self) -> Problem | None:
+    def _prepare(self) -> dict[str, str]:
+        """Make the containers. If something is missing, return it for :meth:`_publish`."""
         kubelet, namespace = self._kubelet, self.pod["metadata"]["namespace"]
-        base = kubelet.folder / self.name / "volumes"
-        problem = find_problem(self.pod, kubelet.environment, kubelet.promised())
-        if problem is not None:
-            return problem
+        base, spec = kubelet.folder / self.name / "volumes", self.pod["spec"]
         try:
             self._address = kubelet.addresses.address(self.name)
             volumes = {
                 volume["name"]: volume_folder(kubelet.api, namespace, volume, base)
-                for volume in self.pod["spec"].get("volumes") or ()
+                for volume in spec.get("volumes") or ()
             }
-            self.containers = [
-                self._container(spec, volumes) for spec in self.pod["spec"]["containers"]
-            ]
+            self.containers = [self._container(one, volumes) for one in spec["containers"]]
         except PortBusyError as error:
-            return Problem(UNSCHEDULABLE, Lack.PORT_TAKEN, "port", error.what, error.remedy)
+            return {"unschedulable": str(error)}
         except OSError as error:
             what = f"{error.filename or base}: {error.strerror}"
-            return Problem(
-                CONFIG,
-                Lack.VOLUME_UNUSABLE,
-                "volumes",
-                what,
-                "the pod starts as soon as this is corrected",
-            )
-        return None
+            return {"wrong": f"{what}: the pod starts as soon as this is corrected"}
+        return {}
 
     def _container(self, spec: Manifest, volumes: dict[str, Path]) -> Container:
         folder = self._kubelet.folder / self.name / spec["name"]
@@ -186,20 +155,21 @@ class PodRun:
             changed=self._publish,
         )
 
-    def _publish(self, problem: Problem | None = None) -> None:
+    def _publish(self, *, unschedulable: str = "", wrong: str = "") -> None:
+        """Write the pod's status, with a message if the pod has no containers yet."""
         statuses = [{**container.status} for container in self.containers]
         scheduled = {"type": "PodScheduled", "status": "True"}
-        if problem is not None and problem.reason == UNSCHEDULABLE:
-            scheduled |= {"status": "False", "reason": UNSCHEDULABLE, "message": problem.message}
-        elif problem is not None:
-            waiting = {"waiting": {"reason": problem.reason, "message": problem.message}}
+        if unschedulable:
+            scheduled |= {"status": "False", "reason": UNSCHEDULABLE, "message": unschedulable}
+        if wrong:
+            waiting = {"waiting": {"reason": CONFIG, "message": wrong}}
             statuses = [
                 {"name": spec["name"], "ready": False, "restartCount": 0, "state": waiting}
                 for spec in self.pod["spec"]["containers"]
             ]
         ready = "True" if statuses and all(status["ready"] for status in statuses) else "False"
         status = {
-            "phase": "Running" if self.started_at is not None else "Pending",
+            "phase": "Running" if self.containers else "Pending",
             "podIP": self._address,
             "podIPs": [{"ip": self._address}],
             "containerStatuses": statuses,
@@ -213,3 +183,37 @@ class PodRun:
         self._kubelet.api.set_status(
             "Pod", metadata["namespace"], self.name, status, metadata["uid"]
         )
+
+
+def volume_folder(api: LocalApi, namespace: str, volume: Manifest, base: Path) -> Path:
+    """Make the folder of a hostPath, emptyDir, ConfigMap or Secret volume.
+
+    Args:
+        base: folder of the pod's volumes. A hostPath is used where it is.
+
+    Raises:
+        OSError: it cannot be read or written, or the ConfigMap or Secret is not there yet.
+    """
+    if "hostPath" in volume:
+        folder = Path(volume["hostPath"]["path"])
+        os.listdir(folder)
+        return folder
+    folder = Path(base, volume["name"])
+    folder.mkdir(parents=True, exist_ok=True)
+    if "configMap" in volume:
+        kind, name, data = "ConfigMap", volume["configMap"]["name"], "binaryData"
+    elif "secret" in volume:
+        kind, name, data = "Secret", volume["secret"]["secretName"], "data"
+    else:
+        return folder
+    source = api.get(kind, namespace, name)
+    if source is None:
+        raise FileNotFoundError(0, f"there is no such {kind} yet", name)
+    files = source.get(data) or {}
+    wanted = (volume.get("secret") or {}).get("items") or [{"key": k, "path": k} for k in files]
+    for item in wanted:
+        if item["key"] not in files:
+            raise FileNotFoundError(0, f"the {kind} holds no {item['key']} yet", name)
+        (folder / item["path"]).touch(mode=0o600)
+        (folder / item["path"]).write_bytes(base64.b64decode(files[item["key"]]))
+    return folder

@@ -15,22 +15,32 @@ from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_operator.api.findings import FieldError, shown
 from pdcluster_operator.api.spec.enums import Device, Role
-from pdcluster_operator.api.spec.resolve import Engine, engine_places, resolve_engine
+from pdcluster_operator.api.spec.resolve import Engine, resolve_engine
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.local.machine import LESS_MEMORY, Lack, Problem
 
 
-class PreflightRule(StrEnum):
-    """Rules of a whole manifest. Those of a pod are in :class:`.machine.Lack`."""
+class Lack(StrEnum):
+    """Rules of a pre-flight: why a manifest cannot run on this machine."""
 
     ONCE_NEEDS_ROUTER = "OnceNeedsRouter"
     ONCE_NEEDS_ENGINES = "OnceNeedsEngines"
     PYTHON_SILENT = "PythonSilent"
     MODULE_MISSING = "ModuleMissing"
     WRONG_BUILD = "WrongBuild"
+    NO_GPU = "NoGpu"
+    TOO_FEW_GPUS = "TooFewGpus"
+    GPUS_OVERLAP = "GpusOverlap"
+    MODEL_UNUSABLE = "ModelUnusable"
+    NOT_SIMULATED = "NotSimulated"
+    VOLUME_UNUSABLE = "VolumeUnusable"
+    PROGRAM_MISSING = "ProgramMissing"
+    VARIABLE_MISSING = "VariableMissing"
+    VARIABLE_UNUSABLE = "VariableUnusable"
+    MEMORY_TOO_SMALL = "MemoryTooSmall"
+    PORT_TAKEN = "PortTaken"
 
 
-COMMAND_LINE = frozenset({PreflightRule.ONCE_NEEDS_ROUTER, PreflightRule.ONCE_NEEDS_ENGINES})
+COMMAND_LINE = frozenset({Lack.ONCE_NEEDS_ROUTER, Lack.ONCE_NEEDS_ENGINES})
 """Rules that the command line breaks, not the machine."""
 
 
@@ -46,7 +56,7 @@ class Facts:
         unsupported: modules with a version out of that range.
         gpus: the GPUs that engines would see.
         models: the folder that each role's engines mount as their model.
-        problems: why pods cannot start: (role or ``router``, problem).
+        pods: why pods cannot start.
         asked: bytes of memory that the pods of each role request.
         free: bytes of memory that are free.
         taken: ports that pods need and that are taken on every address, with their holders.
@@ -59,7 +69,7 @@ class Facts:
     unsupported: tuple[str, ...] = ()
     gpus: Gpus
     models: Mapping[Role, Folder]
-    problems: tuple[tuple[str, Problem], ...] = ()
+    pods: tuple[FieldError, ...] = ()
     asked: Mapping[Role, int]
     free: int
     taken: Mapping[int, str]
@@ -77,7 +87,7 @@ def judge(cluster: Cluster, facts: Facts, *, once: bool, model_flag: bool) -> li
         *_python(cluster, facts),
         *gpu_findings(cluster, facts.gpus),
         *model_findings(cluster, facts.models, from_flag=model_flag),
-        *_pods(cluster, facts),
+        *facts.pods,
         *_memory(facts),
         *_ports(facts),
     ]
@@ -89,7 +99,7 @@ def _once(cluster: Cluster) -> Iterator[FieldError]:
         yield FieldError(
             "spec.router.replicas",
             "0",
-            PreflightRule.ONCE_NEEDS_ROUTER,
+            Lack.ONCE_NEEDS_ROUTER,
             "--once sends its prompt through the router, and none is wanted",
             "Set router.replicas to 1, or leave --once out.",
         )
@@ -98,7 +108,7 @@ def _once(cluster: Cluster) -> Iterator[FieldError]:
             yield FieldError(
                 f"spec.{role}.replicas",
                 "0",
-                PreflightRule.ONCE_NEEDS_ENGINES,
+                Lack.ONCE_NEEDS_ENGINES,
                 f"--once waits until the cluster is Ready, and without {role} engines it never is",
                 "Set at least 1, or leave --once out.",
             )
@@ -109,7 +119,7 @@ def _python(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
         yield FieldError(
             "spec.engine",
             facts.python,
-            PreflightRule.PYTHON_SILENT,
+            Lack.PYTHON_SILENT,
             f"the Python of the engines could not be asked what it holds: {facts.silence}",
             "Correct that Python, or put another one first on PATH.",
         )
@@ -124,7 +134,7 @@ def _python(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
             yield FieldError(
                 "spec.engine",
                 facts.python,
-                PreflightRule.MODULE_MISSING,
+                Lack.MODULE_MISSING,
                 f"engines run in this Python, and it has no module {module}",
                 f"{install}{rest}.",
             )
@@ -151,40 +161,11 @@ def _build(cluster: Cluster, facts: Facts, wheel: str) -> Iterator[FieldError]:
     yield FieldError(
         "spec.transfer.device",
         device.value,
-        PreflightRule.WRONG_BUILD,
+        Lack.WRONG_BUILD,
         f"vLLM {version} in {facts.python} runs {runs}",
         f"Set the device to {other.value}, or install the other build: pip install "
         f"'{wheel}{facts.supported.get('vllm', '')}'.",
     )
-
-
-def _pods(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
-    for owner, problem in facts.problems:
-        if problem.subject == "model" and problem.lack is Lack.VOLUME_UNUSABLE:
-            continue  # model_findings has the better message
-        yield FieldError(
-            _place(cluster, owner, problem),
-            problem.subject,
-            problem.lack,
-            problem.what,
-            f"{problem.remedy[:1].upper()}{problem.remedy[1:]}.",
-        )
-
-
-def _place(cluster: Cluster, owner: str, problem: Problem) -> str:
-    """Return the field that causes a pod's problem; by default, the pod template."""
-    known = {
-        "model": "spec.model.source.persistentVolumeClaim",
-        "cache": "spec.model.cache",
-        "HF_TOKEN": "spec.model.source.huggingFace.tokenSecretRef",
-        "vllm-router": "spec.router",
-        "VLLM_API_KEY": "spec.router.apiKeySecretRef",
-    }
-    if problem.lack is Lack.VARIABLE_MISSING:
-        for path, engine in engine_places(cluster):
-            if any(var.name == problem.subject for var in engine.env):
-                return f"{path}.env"
-    return known.get(problem.subject, f"spec.{owner}.podTemplate")
 
 
 def _memory(facts: Facts) -> Iterator[FieldError]:
@@ -198,7 +179,8 @@ def _memory(facts: Facts) -> Iterator[FieldError]:
         _gib(asked),
         Lack.MEMORY_TOO_SMALL,
         f"the pods ask for more memory ({parts}) than the {_gib(facts.free)} that are free",
-        f"{LESS_MEMORY[:1].upper()}{LESS_MEMORY[1:]}.",
+        "Stop other programs, or lower resources and the KV cache (--kv-cache-memory-bytes or "
+        "VLLM_CPU_KVCACHE_SPACE) of its role.",
         tuple(f"spec.{role}.resources" for role in facts.asked if role is not most),
     )
 
@@ -225,14 +207,6 @@ SHARES = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
 """Flags that limit how much of a GPU an engine takes."""
 
 
-class GpuLack(StrEnum):
-    """Rules of this machine's GPUs."""
-
-    NO_GPU = "NoGpu"
-    TOO_FEW_GPUS = "TooFewGpus"
-    GPUS_OVERLAP = "GpusOverlap"
-
-
 @dataclass(frozen=True, slots=True)
 class Gpus:
     """The GPUs that a process of this machine sees.
@@ -256,7 +230,7 @@ def gpu_findings(cluster: Cluster, gpus: Gpus) -> Iterator[FieldError]:
         yield FieldError(
             "spec.transfer.device",
             Device.CUDA.value,
-            GpuLack.NO_GPU,
+            Lack.NO_GPU,
             f"engines need GPUs: {gpus.reason or 'none is visible'}",
             f"Use a machine with GPUs (see {VISIBLE} and nvidia-smi), or set the device to CPU "
             "and install vLLM for CPUs.",
@@ -276,7 +250,7 @@ def _too_small(engines: dict[Role, Engine], gpus: Gpus) -> Iterator[FieldError]:
             yield FieldError(
                 f"spec.{role}.parallelism",
                 engine.parallelism.sizes,
-                GpuLack.TOO_FEW_GPUS,
+                Lack.TOO_FEW_GPUS,
                 f"an engine needs {counted(needed, 'GPU')} and sees {len(devices)}",
                 f"Lower the sizes, or let it see more ({VISIBLE}).",
             )
@@ -297,10 +271,10 @@ def _overlapping(cluster: Cluster, engines: dict[Role, Engine], gpus: Gpus) -> I
         return
     share = "tell both roles their share of it in extraArgs (--gpu-memory-utilization, 0.4)"
     if needed > count:
-        rule, message = GpuLack.TOO_FEW_GPUS, f"the engines need {needed} GPUs and see {count}"
+        rule, message = Lack.TOO_FEW_GPUS, f"the engines need {needed} GPUs and see {count}"
         remedy = f"Lower replicas or sizes, or share a GPU: {share}."
     else:
-        rule = GpuLack.GPUS_OVERLAP
+        rule = Lack.GPUS_OVERLAP
         message = "local mode assigns no GPUs: several engines would take the same one whole"
         remedy = (
             f"Set {VISIBLE} in the env of spec.prefill.engine and spec.decode.engine, or {share}."
@@ -333,8 +307,6 @@ def _devices(engine: Engine, gpus: Gpus) -> list[str]:
     )
 
 
-MODEL_UNUSABLE = "ModelUnusable"
-"""The rule id of these findings."""
 CONFIGS = frozenset({"config.json", "params.json"})
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 LOADED_FROM_FILES = ("auto", "safetensors")
@@ -375,7 +347,7 @@ def model_findings(
             yield FieldError(
                 "--model-dir" if from_flag else "spec.model.source.hostPath.path",
                 shown(folder.path),
-                MODEL_UNUSABLE,
+                Lack.MODEL_UNUSABLE,
                 f"the model's folder {what}",
                 "Name the folder that holds the model's config, tokenizer and weights"
                 + ("." if from_flag else " with --model-dir, or put them there."),
