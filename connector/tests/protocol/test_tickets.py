@@ -25,7 +25,6 @@ from pdcluster_connector.protocol.ticket import (
     MAX_BLOCKS,
     MAX_TICKET_BYTES,
     BlockIds,
-    PromptDigest,
     Ticket,
     decode,
     encode,
@@ -533,15 +532,6 @@ def test_digest_does_not_depend_on_the_container() -> None:
     expected = prompt_digest([5, 6, 7])
     assert prompt_digest((5, 6, 7)) == expected
     assert prompt_digest(np.array([5, 6, 7], dtype=np.int32)) == expected  # type: ignore[arg-type]
-
-
-@given(st.lists(st.integers(0, 200_000), max_size=50), st.integers(1, 60))
-def test_a_digest_that_is_read_in_parts_is_the_same(tokens: list[int], part: int) -> None:
-    reader = PromptDigest([*tokens, 5, 6], len(tokens))
-    while reader.left:
-        assert 0 < reader.read(part) <= part
-    assert reader.read(part) == 0
-    assert reader.result(["i"], "l") == prompt_digest(tokens, ["i"], "l")
 
 
 @given(st.lists(st.integers(0, 200_000), min_size=1, max_size=50), st.data())

@@ -19,11 +19,9 @@ from vllm.v1.request import RequestStatus
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.ticket import Ticket, encode, prompt_digest
+from pdcluster_connector.protocol.ticket import Ticket, encode
 from pdcluster_connector.protocol.ticket_keys import ROTATION_SECONDS, parse_keys
 from pdcluster_connector.protocol.transfer_params import ticket_of
-from pdcluster_connector.vllm.scheduler_side import decode as decode_role
-from pdcluster_connector.vllm.scheduler_side import ticket_check
 from ticket_key import KEYS
 
 pytestmark = pytest.mark.vllm
@@ -320,7 +318,7 @@ def test_a_ticket_that_does_not_fit_is_not_used(
     elif change == "no params":
         params = None
     else:
-        decode.connector._scheduler.decode._check._wall_clock = lambda: time.time() + 1000
+        decode.connector._scheduler.decode._wall_clock = lambda: time.time() + 1000
     sent = messages_to_prefill(decode, monkeypatch)
     decode.add("d0", tokens, params)
     decode.run(lambda: "d0" in decode.finished)
@@ -349,7 +347,7 @@ def test_without_a_key_only_a_ticket_that_is_used_makes_decode_connect(
     assert caplog.text.count("tickets are not signed: there is no ticket_key_file") == 2
     params = prefill.prefill("p0", prompt(40))
     if change == "expired":
-        decode.connector._scheduler.decode._check._wall_clock = lambda: time.time() + 1000
+        decode.connector._scheduler.decode._wall_clock = lambda: time.time() + 1000
     sent = messages_to_prefill(decode, monkeypatch)
     decode.add("d0", prompt(40, first=9 if change == "prompt" else 5), params)
     if change:
@@ -372,7 +370,7 @@ def test_keys_that_are_replaced_cost_no_transfer(engines: Any, tmp_path: Path) -
     pair = {role: engines(role, ticket_key_file=str(file)) for role, file in files.items()}
     prefill, decode = pair["producer"], pair["consumer"]
     roles = {"producer": prefill.connector._scheduler.prefill._keys,
-             "consumer": decode.connector._scheduler.decode._check._keys}  # fmt: skip
+             "consumer": decode.connector._scheduler.decode._keys}  # fmt: skip
 
     def write(role: str, *keys: str, age: float = 0.0) -> None:
         files[role].write_text("\n".join(keys))
@@ -408,61 +406,6 @@ def test_keys_that_are_replaced_cost_no_transfer(engines: Any, tmp_path: Path) -
     write("consumer", new, age=ROTATION_SECONDS)
     assert signed_with("e") == new
     assert decode.total("decodes_without_transfer") == {}
-
-
-def test_a_very_long_prompt_is_compared_over_several_steps(
-    pair: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A million token ids take 20 ms; no step may stand still for so long."""
-    prefill, decode = pair
-    monkeypatch.setattr(ticket_check, "DIGEST_TOKENS_A_STEP", 100)
-    before = decode.free_blocks()
-    tickets = {name: prefill.prefill(name, prompt(410)) for name in ("good", "other", "gone")}
-    other = [*prompt(409), 7]
-    decode.step()
-    for name, tokens in (("good", prompt(410)), ("other", other), ("gone", prompt(410))):
-        decode.add(name, tokens, tickets[name])
-    decode.add("short", prompt(20))
-    steps = 0
-    abort(decode, "gone")
-    while "good" not in decode.parked():
-        decode.step()
-        steps += 1
-        assert steps < 20
-        assert "other" not in decode.tokens or steps > 4
-    assert steps >= 5, "410 token ids, at most 100 a step, of two prompts"
-    assert "short" in decode.finished, "others are not held up"
-    decode.land("good")
-    decode.run(lambda: {"good", "other"} <= set(decode.finished))
-    assert decode.params["good"]["kv_path"]["outcome"] == "transferred"
-    assert decode.params["other"]["kv_path"]["reason"] == "PromptMismatch"
-    assert decode.free_blocks() == before
-    assert released(prefill), "all three, also of the request that was aborted meanwhile"
-
-
-def test_a_reset_while_a_prompt_is_compared(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefill, decode = pair
-    params = prefill.prefill("p0", prompt(40))
-    monkeypatch.setattr(ticket_check, "DIGEST_TOKENS_A_STEP", 10)
-    decode.step()
-    decode.add("d0", prompt(40), params)
-    decode.connector.reset_cache()
-    decode.run(lambda: "d0" in decode.finished)
-    assert decode.params["d0"]["kv_path"]["reason"] == decode_role.CACHE_RESET
-    assert decode.total("faults") == {}
-
-
-def test_a_long_prompt_is_read_while_it_computes(engines: Any) -> None:
-    prefill = engines("producer", max_tokens_per_step=64)
-    prefill.add("p0", prompt(640), {"do_remote_decode": True})
-    prefill.step()
-    reader = prefill.connector._scheduler.prefill._prompts["p0"]
-    assert reader.left == 0, "in the step that began to compute it"
-    prefill.run(lambda: "p0" in prefill.finished)
-    assert prefill.connector._scheduler.prefill._prompts == {}
-    ticket = ticket_of(prefill.params["p0"], KEYS)
-    assert isinstance(ticket, Ticket)
-    assert ticket.prompt_digest == prompt_digest(prompt(640))
 
 
 def test_a_routers_id_of_the_transfer_is_repeated(pair: Any) -> None:

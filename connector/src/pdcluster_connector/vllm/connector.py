@@ -192,7 +192,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
     @engine_step(fallback=_no_orders)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return this step's orders to the workers."""
-        return _no_orders() if self._scheduler is None else self._scheduler.orders(scheduler_output)
+        return _no_orders() if self._scheduler is None else self._scheduler.orders()
 
     @engine_step(fallback=lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -1,40 +1,41 @@
 """Scheduler side of a decode engine: which prompt tokens come from a prefill engine.
 
-Each live request has an :class:`Incoming`. Its ticket is judged when it arrives
-(:mod:`.ticket_check`). Its lease is renewed by :mod:`.decode_leases`. It is released as soon as the
-KV is no longer needed: after the receive (also a failed one), or without one when the request never
-got that far.
+Each live request has an :class:`Incoming`. Its ticket is judged when it arrives. A ticket is used
+once, and only for the prompt that it was made for. If none of our engines signed it, decode contacts
+no engine because of it: its sender would choose the address.
+
+The lease of a ticket is renewed by :mod:`.decode_leases`. It is released as soon as the KV is no
+longer needed: after the receive (also a failed one), or without one when the request never got that
+far.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from vllm.v1.request import Request, RequestStatus
 
+from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.kv_path import has_key, without_names
-from pdcluster_connector.protocol.prompt_outcomes import LocalReason
+from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
-from pdcluster_connector.protocol.transfer_params import passed_on
+from pdcluster_connector.protocol.transfer_params import passed_on, ticket_of
+from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_token, smallest_block
 from pdcluster_connector.vllm.metrics import StatsCollector
-from pdcluster_connector.vllm.scheduler_side.decode_leases import DecodeLeases, LeaseSender
+from pdcluster_connector.vllm.scheduler_side.decode_leases import DecodeLeases
 from pdcluster_connector.vllm.scheduler_side.incoming import Incoming, Stage
-from pdcluster_connector.vllm.scheduler_side.local_prompts import (
-    LocalPrompts,
-    PromptCounts,
-    PromptPace,
-)
-from pdcluster_connector.vllm.scheduler_side.prefill import is_prefill
-from pdcluster_connector.vllm.scheduler_side.ticket_check import TicketCheck
+from pdcluster_connector.vllm.scheduler_side.local_prompts import LocalPrompts, PromptPace
+from pdcluster_connector.vllm.scheduler_side.prefill import digest_of_prompt, is_prefill
 from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder
 
-CACHE_RESET: Final = LocalReason.CACHE_RESET.value
+_CHOICE: Final = re.compile(r"[0-9]+_")  # how vLLM begins the id of a choice of ``n``
 
 
 class DecodeRole:
@@ -55,7 +56,7 @@ class DecodeRole:
         engine_id: str,
         lease_seconds: float,
         groups: Sequence[CacheGroup],
-        leases: LeaseSender,
+        leases: LeaseClient,
         stats: StatsCollector,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -70,17 +71,15 @@ class DecodeRole:
         self._engine_id = engine_id
         self._groups = groups
         self._tickets = DecodeLeases(leases, lease_seconds, clock)
-        self._counts = PromptCounts(stats, smallest_block(groups), recomputes=recomputes)
-        self.local = LocalPrompts(pace or PromptPace(), smallest_block(groups), stats, clock)
-        self._check = TicketCheck(
-            self._tickets,
-            wall_clock,
-            leaves_last_token=leaves_last_token(groups),
-            keys=keys,
-            audience=audience,
-            is_data_rank=parse_engine_id(engine_id).data_rank is not None,
-        )
+        self._stats = stats
+        self._block = smallest_block(groups)  # a shorter rest of a prompt needs no prefill engine
+        self.local = LocalPrompts(pace or PromptPace(), self._block, stats, clock)
+        self._wall_clock = wall_clock
+        self._leaves_last_token = leaves_last_token(groups)
+        self._is_data_rank = parse_engine_id(engine_id).data_rank is not None
+        self._keys, self._audience = keys, audience
         self._show_names, self._key = show_names, key
+        self._recomputes = recomputes
         self._requests: dict[str, Incoming] = {}
         self._aborted: dict[str, Incoming] = {}  # finished while parked; blocks still held
         self._orders: list[ReceiveOrder] = []
@@ -93,19 +92,44 @@ class DecodeRole:
         if is_prefill(request):
             return
         params = request.kv_transfer_params
-        incoming = self._check.arrived(request)
+        incoming = self._judge(request)
         incoming.named = self._show_names or has_key(params, self._key)
         incoming.repeated = passed_on(params)
         self._requests[request.request_id] = incoming
         self.local.arrived(request)
 
+    def _judge(self, request: Request) -> Incoming:
+        keys = self._keys()
+        ticket = ticket_of(request.kv_transfer_params, keys, self._audience)
+        if ticket is None:
+            return Incoming(None, Stage.SETTLED, LocalReason.NO_TICKET)
+        if isinstance(ticket, Failure):
+            return Incoming(None, Stage.SETTLED, ticket.reason, ticket.message)
+        incoming = Incoming(ticket, Stage.WAITING, self._objection(request, ticket))
+        if keys is not None or not incoming.reason:
+            incoming.held = True
+            self._tickets.use(ticket)
+        return incoming
+
+    def _objection(self, request: Request, ticket: Ticket) -> str:
+        """Return why a true ticket must not be used for a request; empty if it may."""
+        if self._tickets.is_spent(ticket):
+            # Released by an earlier request of this engine: the blocks may be reused already.
+            return LocalReason.TICKET_SPENT
+        if ticket.expires_at <= self._wall_clock():
+            return Reason.LEASE_EXPIRED
+        if self._leaves_last_token and ticket.tokens >= request.num_tokens:
+            return LocalReason.TICKET_TOO_LONG
+        if digest_of_prompt(request, ticket.tokens) != ticket.prompt_digest:
+            return LocalReason.PROMPT_MISMATCH
+        return ""
+
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """(tokens that a transfer brings beyond ``computed``, loaded asynchronously).
 
-        None: a very long prompt is still compared with its ticket, or the claim of a ticket that
-        another data-parallel rank may use up is not answered, or nothing comes and the prompt has
-        to wait its turn to be computed here, or those that wait have theirs now. vLLM asks again
-        each step until the request is admitted; apart from that comparison, nothing changes here.
+        None: the claim of a ticket that another data-parallel rank may use up is not answered, or
+        nothing comes and the prompt has to wait its turn to be computed here, or those that wait
+        have theirs now. vLLM asks again each step until the request is admitted.
         """
         incoming = self._requests.get(request.request_id)
         if incoming is None:
@@ -121,26 +145,30 @@ class DecodeRole:
         return count, loads
 
     def _from_prefill(self, request: Request, incoming: Incoming) -> tuple[int | None, bool]:
-        if incoming.ticket is None or incoming.stage is not Stage.WAITING:
+        ticket = incoming.ticket
+        if ticket is None or incoming.stage is not Stage.WAITING or incoming.reason:
             return 0, False
-        if incoming.reason:
+        if self._tickets.objection(ticket) is not None:
             return 0, False
-        if incoming.reading is not None:
-            self._check.compare(request, incoming, incoming.ticket)
-            if incoming.reading is not None:
-                return None, False
-        if incoming.reason or self._tickets.objection(incoming.ticket) is not None:
-            return 0, False
-        if self._check.waits_for_claim(request, incoming.ticket):
+        if self._waits_for_claim(request, ticket):
             return None, False
-        count = min(incoming.ticket.tokens, request.num_tokens) - incoming.computed
+        count = min(ticket.tokens, request.num_tokens) - incoming.computed
         return (count, True) if count > 0 else (0, False)
+
+    def _waits_for_claim(self, request: Request, ticket: Ticket) -> bool:
+        """Whether other data-parallel ranks may use the ticket up before this one has claimed it.
+
+        vLLM spreads the choices of a request with ``n`` > 1 over them. A rank may come when the
+        others have read and released. It then computes the prompt; a receive would only fail.
+        """
+        is_shared = self._is_data_rank and _CHOICE.match(request.request_id) is not None
+        return is_shared and not self._tickets.is_claimed(ticket)
 
     def reset(self) -> None:
         """Use none of the waiting tickets: their KV is of before the caches were cleared."""
         for incoming in self._requests.values():
             if incoming.stage is Stage.WAITING and not incoming.reason:
-                incoming.reason = CACHE_RESET
+                incoming.reason = LocalReason.CACHE_RESET
 
     # Scheduling.
 
@@ -156,12 +184,34 @@ class DecodeRole:
             self.local.kv_comes(request.request_id)
             return
         if incoming.stage is Stage.WAITING:
-            self._check.explain(request, incoming)
+            self._explain(request, incoming)
             self._settle(request.request_id, incoming)
         preempted = request.num_computed_tokens == 0  # what had come is lost
         if incoming.outcome != "transferred" or preempted:
             self.local.begins(request, incoming.computed)
-        self._counts.scheduled(request, incoming)
+        self._count_local(request, incoming)
+
+    def _explain(self, request: Request, incoming: Incoming) -> None:
+        """Say why a request is computed here although its ticket was good."""
+        if incoming.reason or incoming.ticket is None:
+            return
+        objection = self._tickets.objection(incoming.ticket) if incoming.held else None
+        if objection is not None:
+            incoming.reason, incoming.message = objection.reason, objection.message
+        elif request.skip_reading_prefix_cache:
+            incoming.reason = LocalReason.PREFIX_READING_OFF
+        else:
+            incoming.reason = LocalReason.PREFIX_HIT
+
+    def _count_local(self, request: Request, incoming: Incoming) -> None:
+        """Count a prompt that this engine computes itself, once."""
+        if incoming.counted or incoming.outcome != "local":
+            return
+        incoming.counted = True
+        tokens = max(0, int(request.num_prompt_tokens) - incoming.computed)
+        if incoming.reason == LocalReason.NO_TICKET and tokens < self._block:
+            incoming.reason = LocalReason.SHORT_PROMPT
+        self._stats.prompt(Outcome.LOCAL, incoming.reason, tokens)
 
     def _park(
         self,
@@ -193,7 +243,6 @@ class DecodeRole:
     def take_orders(self) -> tuple[list[ReceiveOrder], list[str]]:
         """(receives to start, parked requests that were aborted); each is given out once."""
         self._tickets.renew_all()
-        self._check.begin_step()
         orders, self._orders = self._orders, []
         abandoned, self._abandoned = self._abandoned, []
         return orders, abandoned
@@ -220,8 +269,17 @@ class DecodeRole:
             if incoming.receipt is not None and incoming.receipt.reason:
                 incoming.reason = incoming.receipt.reason
                 incoming.message = incoming.receipt.message
-            self._counts.received(incoming, failed=request_id in failed)
+            self._count_received(incoming, failed=request_id in failed)
             self._settle(request_id, incoming)
+
+    def _count_received(self, incoming: Incoming, *, failed: bool) -> None:
+        if incoming.counted:
+            return
+        incoming.counted = True
+        outcome = Outcome.TRANSFERRED
+        if failed:
+            outcome = Outcome.RECOMPUTED if self._recomputes else Outcome.FAILED
+        self._stats.prompt(outcome, incoming.reason, incoming.stop - incoming.start)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Forget a request; return what the client learns about its KV."""

@@ -14,35 +14,18 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.lease import Standing
 from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.sidechannel.lease_client import LeaseAnswer
+from pdcluster_connector.sidechannel.lease_client import LeaseClient
 
 MAX_SPENT: Final = 65536
 RENEWALS_PER_LEASE: Final = 4
 
 _Key = tuple[str, str, int]
-
-
-class LeaseSender(Protocol):
-    """Tells prefill engines about leases; never blocks (sidechannel.lease_client)."""
-
-    def release(
-        self, host: str, port: int, engine_id: str, request_id: str, token: int, deadline: float
-    ) -> None:
-        """Send a release; repeated until the deadline (monotonic seconds)."""
-
-    def renew(
-        self, host: str, port: int, engine_id: str, request_id: str, token: int, deadline: float
-    ) -> None:
-        """Send a renewal; repeated until the deadline."""
-
-    def answers(self) -> list[LeaseAnswer]:
-        """Return what has been answered to renewals since the last call."""
 
 
 _LOST: Final = {
@@ -84,7 +67,7 @@ class DecodeLeases:
     """Not thread-safe. ``clock`` gives monotonic seconds."""
 
     def __init__(
-        self, leases: LeaseSender, lease_seconds: float, clock: Callable[[], float]
+        self, leases: LeaseClient, lease_seconds: float, clock: Callable[[], float]
     ) -> None:
         self._leases = leases
         self._lease_seconds = lease_seconds

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from vllm.v1.request import Request
-
 from pdcluster_connector.plan.held_blocks import GroupBlocks
-from pdcluster_connector.protocol.ticket import PromptDigest, Ticket
+from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup
 from pdcluster_connector.vllm.step_messages import Receipt
 
@@ -29,7 +27,6 @@ class Incoming:
 
     ``named``: whoever sent it is told between which engines its KV moved.
     ``computed``: tokens of it in this engine's prefix cache when vLLM last asked.
-    ``reading``: the prompt is still compared with the ticket.
     ``held``: the ticket's lease is renewed, and released when the request no longer needs it.
     ``repeated``: what the answer repeats of the request.
     """
@@ -38,7 +35,6 @@ class Incoming:
     stage: Stage
     reason: str = ""
     message: str = ""
-    reading: PromptDigest | None = None
     held: bool = False
     repeated: Mapping[str, Any] = field(default_factory=dict)
     counted: bool = False
@@ -49,10 +45,6 @@ class Incoming:
     receipt: Receipt | None = None
     outcome: str = "local"
     named: bool = False
-
-    def here(self, request: Request) -> int:
-        """Return the prompt tokens that this engine computes if nothing is transferred."""
-        return max(0, int(request.num_prompt_tokens) - self.computed)
 
     def park(
         self,
@@ -86,6 +78,6 @@ class Incoming:
             "bytes": receipt.nbytes,
             "seconds": round(receipt.seconds, 6),
             "outcome": self.outcome,
-            "reason": self.reason,
+            "reason": str(self.reason),
             "message": self.message[:500],
         }

@@ -1,4 +1,4 @@
-"""The prompts of a decode engine: counted, and those that it computes itself wait their turn.
+"""The prompts that a decode engine computes itself wait their turn.
 
 If prefill is lost, all prompts come to decode. vLLM would fill each engine step with them, and
 requests that generate would nearly stand still. :class:`PromptPace` says how many may begin. The
@@ -15,9 +15,8 @@ from typing import Final, NamedTuple
 
 from vllm.v1.request import Request, RequestStatus
 
-from pdcluster_connector.protocol.prompt_outcomes import TOKENS_PER_STEP, LocalReason, Outcome
+from pdcluster_connector.protocol.prompt_outcomes import TOKENS_PER_STEP
 from pdcluster_connector.vllm.metrics import StatsCollector
-from pdcluster_connector.vllm.scheduler_side.incoming import Incoming
 
 LOOKUPS_OF_A_PROMPT: Final = 10  # what else vLLM does for it takes as long as so many
 MOST_LOOKUPS: Final = 16_384  # about 13 ms
@@ -81,44 +80,6 @@ class PromptPace:
 def lookups_of(cached_blocks: int) -> int:
     """Return what a prompt that waits costs vLLM in each step, in lookups of a block."""
     return LOOKUPS_OF_A_PROMPT + cached_blocks
-
-
-NO_TICKET: Final = LocalReason.NO_TICKET.value
-SHORT_PROMPT: Final = LocalReason.SHORT_PROMPT.value
-
-
-class PromptCounts:
-    """Counts prompts. ``Incoming.counted`` says whether a prompt was counted already.
-
-    Args:
-        block: tokens of the smallest block. A shorter rest of a prompt needs no prefill engine.
-        recomputes: vLLM computes the prompt here if its transfer fails, and fails it otherwise.
-    """
-
-    def __init__(self, stats: StatsCollector, block: int, *, recomputes: bool) -> None:
-        self._stats = stats
-        self._block = block
-        self._recomputes = recomputes
-
-    def scheduled(self, request: Request, incoming: Incoming) -> None:
-        """Count a prompt that this engine computes itself."""
-        if incoming.counted or incoming.outcome != "local":
-            return
-        incoming.counted = True
-        tokens = incoming.here(request)
-        if incoming.reason == NO_TICKET and tokens < self._block:
-            incoming.reason = SHORT_PROMPT
-        self._stats.prompt(Outcome.LOCAL, incoming.reason, tokens)
-
-    def received(self, incoming: Incoming, *, failed: bool) -> None:
-        """Count a prompt whose receive ended."""
-        if incoming.counted:
-            return
-        incoming.counted = True
-        outcome = Outcome.TRANSFERRED
-        if failed:
-            outcome = Outcome.RECOMPUTED if self._recomputes else Outcome.FAILED
-        self._stats.prompt(outcome, incoming.reason, incoming.stop - incoming.start)
 
 
 class _Waiting(NamedTuple):

@@ -14,22 +14,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from pdcluster_connector.protocol.ticket import BlockIds, PromptDigest, Ticket
+from pdcluster_connector.protocol.ticket import BlockIds, Ticket, prompt_digest
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
 from pdcluster_connector.protocol.transfer_params import kv_transfer_params, passed_on
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_token
 from pdcluster_connector.vllm.metrics import StatsCollector
-from pdcluster_connector.vllm.scheduler_side.block_lists import BlockLists
-from pdcluster_connector.vllm.scheduler_side.prompt import digest_of_prompt, prompt_reader
 
 logger = logging.getLogger(__name__)
 
-DIGEST_TOKENS_A_STEP = 65_536  # one to two milliseconds
 _HANDED_OFF = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -37,6 +33,24 @@ def is_prefill(request: Request) -> bool:
     """Whether the client asked for this request's KV to be handed to another engine."""
     params = request.kv_transfer_params
     return isinstance(params, dict) and params.get("do_remote_decode") is True
+
+
+def digest_of_prompt(request: Request, tokens: int) -> bytes | None:
+    """Return the digest of the first ``tokens`` prompt tokens: what their KV depends on.
+
+    Images and the like count with their content hash and position if they begin within those
+    tokens. Prompts given as embeddings have no digest.
+    """
+    token_ids = request.prompt_token_ids
+    if token_ids is None or request.prompt_embeds is not None or tokens > len(token_ids):
+        return None
+    features = [
+        f"{feature.mm_position.offset}:{feature.mm_hash or feature.identifier}"
+        for feature in request.mm_features
+        if feature.mm_position.offset < tokens
+    ]
+    lora = request.lora_request
+    return prompt_digest(token_ids[:tokens], features, None if lora is None else lora.lora_name)
 
 
 class PrefillRole:
@@ -56,7 +70,6 @@ class PrefillRole:
         stats: StatsCollector,
         leases: LeaseDesk,
         keys: Callable[[], TicketKeys | None],
-        block_lists: BlockLists,
     ) -> None:
         self._engine_id = engine_id
         self._options = options
@@ -67,10 +80,8 @@ class PrefillRole:
         self._stats = stats
         self._leases = leases
         self._keys = keys
-        self._block_lists = block_lists
         self._owed: set[str] = set()  # finished requests whose blocks vLLM keeps for us
         self._shortened: set[str] = set()
-        self._prompts: dict[str, PromptDigest] = {}  # of requests that compute
 
     @property
     def leases_held(self) -> int:
@@ -97,45 +108,24 @@ class PrefillRole:
         """Arm the lease of a request that starts to compute; again after a preemption."""
         if is_prefill(request):
             self._leases.arm(request.request_id, 1 + secrets.randbelow(2**64 - 1))
-            self._block_lists.begin(request.request_id)
-            if request.request_id not in self._prompts:
-                reader = prompt_reader(request, request.num_prompt_tokens)
-                if reader is not None:
-                    self._prompts[request.request_id] = reader
-
-    def read(self, output: SchedulerOutput) -> None:
-        """Read on in what computes, so that a long prompt does not hold up one step."""
-        self._block_lists.read(output)
-        left = DIGEST_TOKENS_A_STEP
-        for reader in self._prompts.values():
-            if left and reader.left:
-                left -= reader.read(left)
 
     def finished(
         self, request: Request, blocks: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return (keep the blocks, what the client gets): a ticket if there is KV to fetch."""
-        try:
-            return self._hand_over(request, blocks)
-        finally:
-            self._block_lists.forget(request.request_id)
-
-    def _hand_over(
-        self, request: Request, blocks: Sequence[Sequence[int]]
-    ) -> tuple[bool, dict[str, Any] | None]:
         request_id = request.request_id
         whole = self._leaves_last_token and request_id not in self._shortened
         self._shortened.discard(request_id)
         place = self._leases.place(request_id)
-        reader = self._prompts.pop(request_id, None)
-        if reader is not None and reader.count != request.num_prompt_tokens:
-            reader = prompt_reader(request, request.num_prompt_tokens)  # the prompt went on
         handed_off = (
             request.status in _HANDED_OFF
             and request.num_computed_tokens >= request.num_prompt_tokens
             and any(blocks)
         )
-        if place is None or reader is None or whole or not handed_off:
+        digest = None
+        if place is not None and handed_off and not whole:
+            digest = digest_of_prompt(request, request.num_prompt_tokens)
+        if place is None or digest is None:
             self._leases.drop(request_id)
             return False, None
         token, slot = place
@@ -146,7 +136,6 @@ class PrefillRole:
             self._leases.drop(request_id)
             return False, None
         try:
-            digest = digest_of_prompt(request, request.num_prompt_tokens, reader)
             ticket = self._ticket(request, token, slot, digest, blocks)
             params = kv_transfer_params(ticket, self._keys())
         except ValueError as error:
@@ -175,12 +164,8 @@ class PrefillRole:
             request_id=request.request_id,
             token=token,
             blocks=tuple(
-                BlockIds(
-                    self._block_lists.ids(
-                        request.request_id, number, group.ids(ids, 0, request.num_prompt_tokens)
-                    )
-                )
-                for number, (group, ids) in enumerate(zip(self._groups, blocks, strict=True))
+                BlockIds(group.ids(ids, 0, request.num_prompt_tokens))
+                for group, ids in zip(self._groups, blocks, strict=True)
             ),
             block_size=self._block_size,
             tokens=request.num_prompt_tokens,
@@ -198,8 +183,6 @@ class PrefillRole:
         self._leases.drop(request_id)
         self._owed.discard(request_id)
         self._shortened.discard(request_id)
-        self._prompts.pop(request_id, None)
-        self._block_lists.forget(request_id)
 
     def take(self) -> tuple[list[str], dict[int, int]]:
         """(requests that every rank reports as sent now, lease words to write before), once."""

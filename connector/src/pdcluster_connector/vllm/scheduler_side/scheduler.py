@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -32,7 +31,6 @@ from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.joined_shape import join_workers
 from pdcluster_connector.vllm.kv_caches.groups import cache_groups
 from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
-from pdcluster_connector.vllm.scheduler_side.block_lists import BlockLists
 from pdcluster_connector.vllm.scheduler_side.decode import DecodeRole
 from pdcluster_connector.vllm.scheduler_side.local_prompts import PromptPace
 from pdcluster_connector.vllm.scheduler_side.prefill import PrefillRole
@@ -85,7 +83,6 @@ class SchedulerRole:
                 self._stats,
                 self._leases,
                 keys,
-                BlockLists(kv_cache_config.select_transfer_block_ids),
             )
         if transfer.is_kv_consumer:
             self._lease_client = LeaseClient(engine_id, self._tls)
@@ -166,12 +163,11 @@ class SchedulerRole:
         """Have every rank report a parked request as failed."""
         self._unreceivable[request_id] = why
 
-    def orders(self, output: SchedulerOutput) -> StepOrders:
-        """What the workers have to do in the step ``output``; each order is given out once."""
+    def orders(self) -> StepOrders:
+        """What the workers have to do in this step; each order is given out once."""
         orders = StepOrders()
         if self.prefill is not None:
             orders.sent, orders.lease_words = self.prefill.take()
-            self.prefill.read(output)
         if self.decode is not None:
             orders.renewed, orders.lost = self.decode.hear()
             orders.receive, orders.abandon = self.decode.take_orders()
