@@ -48,6 +48,7 @@ from models.tiny import model_path
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol.messages import ProbeRegion, ShardMetadata, encode
 from pdcluster_connector.vllm.joined_shape import encode_shape
+from pdcluster_connector.vllm.metrics import ConnectorStats
 from pdcluster_connector.vllm.step_messages import Receipt, WorkerHandshake
 from ticket_key import KEY_FILE
 
@@ -244,28 +245,22 @@ class ContractEngine:
 
     def total(self, name: str) -> Any:
         """A connector stat over all steps."""
-        values = [stats.get(name) for stats in self.stats]
-        if name in ("leases_held", "local_prompts_waiting"):
-            return [value for value in values if value is not None][-1]
         if name == "decodes_without_transfer":
-            values = [stats["prompts"].get("local", {}) for stats in self.stats]
-        if name in ("failures", "decodes_without_transfer", "local_prompt_tokens", "faults"):
-            sums: dict[str, int] = {}
-            for value in values:
-                for label, count in value.items():
-                    sums[label] = sums.get(label, 0) + count
-            return sums
-        if name == "local_prompt_waits":
-            return [seconds for value in values for seconds in value]
-        return sum(values)
+            local = [item for item in self.prompts().items() if item[0][0] == "local"]
+            return {reason: count for (_, reason), count in local}
+        total = ConnectorStats()
+        for stats in self.stats:
+            total.aggregate(ConnectorStats(data=stats))
+        children = total.data[name]
+        return children[""] if "" in children else children
 
     def prompts(self) -> dict[tuple[str, str], int]:
         """Prompts by outcome and reason, over all steps."""
         sums: dict[tuple[str, str], int] = {}
         for stats in self.stats:
-            for outcome, counts in stats["prompts"].items():
-                for reason, count in counts.items():
-                    sums[outcome, reason] = sums.get((outcome, reason), 0) + count
+            for key, count in stats["prompts"].items():
+                outcome, reason = key.split("|")
+                sums[outcome, reason] = sums.get((outcome, reason), 0) + count
         return sums
 
     def free_blocks(self) -> int:

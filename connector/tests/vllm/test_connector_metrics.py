@@ -20,16 +20,19 @@ pytestmark = pytest.mark.vllm
 
 def filled() -> ConnectorStats:
     collector = StatsCollector()
-    collector.receives(1000, {"total": [0.25], "transfer": [0.2]}, {"BackendError": 2})
+    collector.count("received_bytes", amount=1000)
+    collector.sample("receive_seconds", [0.25], "total")
+    collector.sample("receive_seconds", [0.2], "transfer")
+    collector.count("failures", "BackendError", 2)
     collector.prompt(Outcome.LOCAL, "NoTicket", 40)
     collector.prompt(Outcome.LOCAL, "PrefixHit", 30)
     collector.prompt(Outcome.TRANSFERRED, "", 20)
     collector.prompt(Outcome.RECOMPUTED, "a text of its own", 7)
-    collector.fault("start_load_kv:KeyError")
-    collector.lease_expired()
-    collector.leases_held(3)
-    collector.local_prompts_waiting(4)
-    collector.local_prompt_waited(0.75)
+    collector.count("step_faults", "start_load_kv:KeyError")
+    collector.count("leases_expired")
+    collector.gauge("leases_held", 3)
+    collector.gauge("local_prompts_waiting", 4)
+    collector.sample("local_prompt_wait_seconds", [0.75])
     taken = collector.take()
     assert taken is not None
     return taken
@@ -38,11 +41,11 @@ def filled() -> ConnectorStats:
 def test_nothing_is_reported_when_nothing_happened() -> None:
     collector = StatsCollector()
     assert collector.take() is None
-    collector.leases_held(0)
+    collector.gauge("leases_held", 0)
     assert collector.take() is None
-    collector.leases_held(2)
+    collector.gauge("leases_held", 2)
     assert collector.take() is not None
-    collector.leases_held(2)
+    collector.gauge("leases_held", 2)
     assert collector.take() is None
     assert ConnectorStats().is_empty()
     assert not filled().is_empty()
@@ -52,12 +55,12 @@ def test_ranks_add_up_and_dicts_come_back() -> None:
     summed = filled().aggregate(filled())
     again = PDClusterConnector.build_kv_connector_stats(json.loads(json.dumps(summed.to_dict())))
     assert again is not None
-    assert again.data["received_bytes"] == 2000
-    assert again.data["seconds"]["total"] == [0.25, 0.25]
+    assert again.data["received_bytes"] == {"": 2000}
+    assert again.data["receive_seconds"]["total"] == [0.25, 0.25]
     assert again.data["failures"] == {"BackendError": 4}
-    assert again.data["leases_held"] == 3, "a gauge is not summed"
-    assert again.data["local_prompts_waiting"] == 4
-    assert again.data["local_prompt_waits"] == [0.75, 0.75]
+    assert again.data["leases_held"] == {"": 3}, "a gauge is not summed"
+    assert again.data["local_prompts_waiting"] == {"": 4}
+    assert again.data["local_prompt_wait_seconds"] == {"": [0.75, 0.75]}
     assert again.reduce()["failures"] == 4
     assert again.reduce()["prompts computed here"] == 4
     assert again.reduce()["mean seconds"] == 0.25
@@ -68,14 +71,14 @@ def test_ranks_add_up_and_dicts_come_back() -> None:
 def test_samples_are_bounded() -> None:
     collector = StatsCollector()
     for _ in range(3):
-        collector.receives(0, {"total": [0.1] * MAX_SAMPLES}, {})
+        collector.sample("receive_seconds", [0.1] * MAX_SAMPLES, "total")
     for _ in range(MAX_SAMPLES + 1):
-        collector.local_prompt_waited(0.1)
+        collector.sample("local_prompt_wait_seconds", [0.1])
     taken = collector.take()
     assert taken is not None
-    assert len(taken.data["seconds"]["total"]) == MAX_SAMPLES
-    assert len(taken.aggregate(taken).data["seconds"]["total"]) == MAX_SAMPLES
-    assert len(taken.data["local_prompt_waits"]) == MAX_SAMPLES
+    assert len(taken.data["receive_seconds"]["total"]) == MAX_SAMPLES
+    assert len(taken.aggregate(taken).data["receive_seconds"]["total"]) == MAX_SAMPLES
+    assert len(taken.data["local_prompt_wait_seconds"][""]) == MAX_SAMPLES
 
 
 def test_prometheus_names_and_values() -> None:

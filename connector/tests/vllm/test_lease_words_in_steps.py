@@ -142,7 +142,7 @@ def test_a_request_without_a_word_gets_no_ticket(engines: Any) -> None:
     watched.take_tickets()
     assert list(watched.tickets) == ["a"]
     assert engine.params["b"] is None
-    assert engine.total("faults") == {"finished:NoLeaseWord": 1}
+    assert engine.total("step_faults") == {"finished:NoLeaseWord": 1}
     assert leases.held == 1
     watched.release("a")
     engine.run(lambda: not engine.scheduler.requests)

@@ -168,7 +168,7 @@ def test_requests_that_generate_go_on_between_the_prompts_of_a_storm(
         generated[pace] = decode.tokens["good0"] - before
         assert list(first) == names, "first come, first served"
         assert not pace or keep_to_the_pace(first), first
-        waits = decode.total("local_prompt_waits") if pace else []
+        waits = decode.total("local_prompt_wait_seconds") if pace else []
         assert len(waits) == (11 if pace else 0)
         assert decode.prompts()["local", "NoTicket"] == 12
     assert generated[0] < 10, "without the pace, each step is full of prompts"
@@ -265,7 +265,9 @@ def test_prompts_that_never_wait_keep_nobody_waiting(engines: Any) -> None:
             decode.add("second", prompt(60, first=77), None)
         decode.step()
     assert waiting(decode) == 1
-    assert len(decode.total("local_prompt_waits")) == 0, "who asks for logprobs does not wait"
+    assert len(decode.total("local_prompt_wait_seconds")) == 0, (
+        "who asks for logprobs does not wait"
+    )
     for _ in range(2 * GAP):
         decode.step()
     assert {"honest", "second"} <= set(decode.finished)
@@ -328,7 +330,7 @@ def test_a_prompt_whose_kv_came_waits_and_counts_like_others_after_a_preemption(
     assert decode.scheduler.requests["came"].num_output_tokens == 0, "its client has read nothing"
     first = first_steps(decode, ["came", *names[1:]])
     assert waiting(decode) == 0
-    assert len(decode.total("local_prompt_waits")) == 3
+    assert len(decode.total("local_prompt_wait_seconds")) == 3
     assert keep_to_the_pace(first), first
 
 
@@ -376,7 +378,7 @@ def test_whatever_becomes_of_requests_nothing_is_left_of_them(
     assert (local._requests, local._waiting) == ({}, {})
     assert waiting(decode) == 0
     assert decode.free_blocks() > before
-    assert decode.total("faults") == {}
+    assert decode.total("step_faults") == {}
 
 
 def test_more_prompts_than_vllm_can_look_at_in_each_step_do_not_wait(

@@ -528,7 +528,7 @@ def test_an_exception_costs_a_request_and_not_the_engine(pair: Any, method: str)
     assert role.decode._requests == {}
     # A request that could not be taken in has no known ticket: its lease ends by itself.
     assert method == "arrived" or released(prefill)
-    assert sum(decode.total("faults").values()) >= 1
+    assert sum(decode.total("step_faults").values()) >= 1
     if method == "scheduled":
         assert decode.finished["d0"] == "error"
     elif method != "finished":

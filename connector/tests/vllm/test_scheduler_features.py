@@ -38,7 +38,7 @@ def nothing_left(prefill: ContractEngine, decode: ContractEngine, blocks: int = 
     for engine in (prefill, decode):
         for _ in range(2):
             engine.step()
-        assert engine.total("faults") == {}
+        assert engine.total("step_faults") == {}
     assert prefill.free_blocks() == 63
     assert decode.free_blocks() == blocks
     assert prefill.connector._scheduler.prefill._leases.armed == 0

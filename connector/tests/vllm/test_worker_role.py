@@ -112,7 +112,7 @@ def test_a_fault_while_starting_fails_those_requests(connector: PDClusterConnect
     assert "TypeError" in report.receipts["d1"].message
     stats = connector.get_kv_connector_stats()
     assert stats is not None
-    assert stats.data["faults"] == {
+    assert stats.data["step_faults"] == {
         "start_load_kv:TypeError": 1,
         "get_transfer_results:OSError": 1,
     }

@@ -139,7 +139,7 @@ class LocalPrompts:
             self._pace = self._pace.begin(request.num_tokens - computed)
         waited = self._waiting.pop(request.request_id, None)
         if waited is not None:
-            self._stats.local_prompt_waited(self._clock() - waited.since)
+            self._stats.sample("local_prompt_wait_seconds", [self._clock() - waited.since])
 
     def lets_others_begin(self, request_id: str) -> bool:
         """Whether a request whose KV could come now is passed over in this step.
@@ -171,7 +171,7 @@ class LocalPrompts:
             others_generate=any(map(_generates, self._requests.values())),
             lookups=sum(waiting.lookups for waiting in self._waiting.values()),
         )
-        self._stats.local_prompts_waiting(len(self._waiting))
+        self._stats.gauge("local_prompts_waiting", len(self._waiting))
 
 
 def _generates(request: Request) -> bool:

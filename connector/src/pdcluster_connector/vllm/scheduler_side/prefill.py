@@ -132,7 +132,7 @@ class PrefillRole:
         if slot is None:
             # Decode could not see whether the lease stands, so it would not use the ticket.
             logger.warning("the KV of %s is not handed over: no lease word is free", request_id)
-            self._stats.fault("finished:NoLeaseWord")
+            self._stats.count("step_faults", "finished:NoLeaseWord")
             self._leases.drop(request_id)
             return False, None
         try:
@@ -140,7 +140,7 @@ class PrefillRole:
             params = kv_transfer_params(ticket, self._keys())
         except ValueError as error:
             logger.warning("the KV of %s is not handed over: %s", request_id, error)
-            self._stats.fault("finished:TicketTooLong")
+            self._stats.count("step_faults", "finished:TicketTooLong")
             self._leases.drop(request_id)
             return False, None
         if not self._leases.grant(request_id):
@@ -187,9 +187,8 @@ class PrefillRole:
     def take(self) -> tuple[list[str], dict[int, int]]:
         """(requests that every rank reports as sent now, lease words to write before), once."""
         changes = self._leases.take()
-        for _ in changes.expired:
-            self._stats.lease_expired()
+        self._stats.count("leases_expired", amount=len(changes.expired))
         sent = [key for key in (*changes.released, *changes.expired) if key in self._owed]
         self._owed.difference_update(sent)
-        self._stats.leases_held(self._leases.held)
+        self._stats.gauge("leases_held", self._leases.held)
         return sent, changes.words

@@ -212,7 +212,7 @@ class SchedulerRole:
 
     def fault(self, method: str) -> None:
         """Count an exception that the guard caught."""
-        self._stats.fault(method)
+        self._stats.count("step_faults", method)
 
     def stats(self) -> ConnectorStats | None:
         """Counts since the last call."""
