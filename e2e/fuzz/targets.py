@@ -73,7 +73,7 @@ def _handshake_request(raw: bytes) -> None:
 
 def metadata(raw: bytes) -> None:
     """The answer to a handshake: judged, and planned from."""
-    _one_of(raw, (_metadata, messages.decode_shard))
+    _one_of(raw, (_metadata,))
 
 
 def _metadata(raw: bytes) -> None:

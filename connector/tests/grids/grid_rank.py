@@ -28,7 +28,7 @@ from pdcluster_connector.nixl_io.interface import Dlist, Handle, Indices, Memory
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.plan.descriptors import Rows
-from pdcluster_connector.protocol import messages, ticket
+from pdcluster_connector.protocol import ticket
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.transfer import job
 from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
@@ -198,7 +198,7 @@ def play(pipe: Connection) -> None:
 
     def serve(*args: Any) -> bytes:
         serving.append(PrefillRank(*args))
-        return messages.encode(serving[-1].metadata)
+        return serving[-1].metadata
 
     def stop() -> None:
         serving.pop().close()

@@ -12,7 +12,6 @@ from grid_rank import SLOT, TOKEN, Rank, Received, play, without_rules
 from layout_cases import Case
 from modelled_engine import Modelled
 
-from pdcluster_connector.protocol.messages import Malformed, ShardMetadata, decode_shard
 from pdcluster_connector.protocol.ticket import Ticket, encode
 from pdcluster_connector.sidechannel.server import SideChannelServer
 from ticket_key import KEYS
@@ -103,7 +102,7 @@ class ProcessGrid:
         serving = self._ranks("prefill", case.prefill.pipeline, case.prefill.tensor)
         for rank, process in serving.items():
             process.ask("serve", case, rank, engine_id)
-        shards = [_shard(process.answer()) for process in serving.values()]
+        shards = [process.answer() for process in serving.values()]
         published = [shard for shard in shards if shard.rank not in missing]
         server = SideChannelServer("127.0.0.1", 0, engine_id, prefill.shape(), shards=published)
         with without_rules(without):
@@ -147,9 +146,3 @@ class ProcessGrid:
     def end(self) -> None:
         for process in self._processes.values():
             process.end()
-
-
-def _shard(raw: bytes) -> ShardMetadata:
-    shard = decode_shard(raw)
-    assert not isinstance(shard, Malformed), shard
-    return shard

@@ -136,7 +136,6 @@ def test_an_engine_tells_of_64_versions_and_no_more() -> None:
         (m.decode_handshake_reply, 64 * 1024 * 1024),
         (m.decode_lease_request, 256 * 1024),
         (m.decode_lease_reply, 256 * 1024),
-        (m.decode_shard, 64 * 1024 * 1024),
         (m.decode_health, 4096),
         (links.decode_peers, 1024 * 1024),
         (links.decode_report, 1024 * 1024),

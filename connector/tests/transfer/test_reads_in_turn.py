@@ -101,9 +101,7 @@ def test_what_is_read_again_is_counted_once() -> None:
     bench.pass_time(DRAIN)
     bench.hanging.clear()
     bench.pass_time(1.0)
-    received = bench.take().received[again]
-    assert received.nbytes == 2 * BLOCK_BYTES
-    assert received.descriptors == 4
+    assert bench.take().received[again].nbytes == 2 * BLOCK_BYTES
 
 
 def test_a_lease_word_that_did_not_come_is_not_taken_for_an_older_one() -> None:

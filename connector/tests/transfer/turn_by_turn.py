@@ -104,7 +104,7 @@ class Bench:
         results = ReceiveResults()
         while self.ended:
             job = self.ended.popleft()
-            results.add(job.machine, job.nbytes, job.descriptors)
+            results.add(job.machine, job.nbytes)
         return results
 
     def right(self, request_id: str, blocks: int = 1) -> bool:

@@ -46,8 +46,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from loopback import free_port
 from models.tiny import model_path
 from pdcluster_connector.compat.shape import EngineShape
-from pdcluster_connector.protocol.messages import ProbeRegion, ShardMetadata, encode
-from pdcluster_connector.vllm.joined_shape import encode_shape
+from pdcluster_connector.protocol.messages import ProbeRegion, ShardMetadata
 from pdcluster_connector.vllm.metrics import ConnectorStats
 from pdcluster_connector.vllm.step_messages import Receipt, WorkerHandshake
 from ticket_key import KEY_FILE
@@ -161,7 +160,7 @@ class ContractEngine:
             regions=(), probe=ProbeRegion(address=4096, length=4096),
         )  # fmt: skip
         shape = EngineShape(model="m", tensor=len(self.workers), layers=())
-        return WorkerHandshake(self.engine_id, encode_shape(shape), encode(shard))
+        return WorkerHandshake(self.engine_id, shape, shard)
 
     def add(
         self, request_id: str, prompt: list[int], params: dict[str, Any] | None = None,
@@ -252,7 +251,7 @@ class ContractEngine:
         for stats in self.stats:
             total.aggregate(ConnectorStats(data=stats))
         children = total.data[name]
-        return children[""] if "" in children else children
+        return children.get("", children)
 
     def prompts(self) -> dict[tuple[str, str], int]:
         """Prompts by outcome and reason, over all steps."""

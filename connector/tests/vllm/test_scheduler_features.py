@@ -14,9 +14,7 @@ from contract import ContractEngine, closing_engines, prompt
 from test_scheduler_contract import abort, released
 from vllm.lora.request import LoRARequest
 
-from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol.messages import LeaseRequest
-from pdcluster_connector.vllm.joined_shape import encode_shape
 
 pytestmark = pytest.mark.vllm
 
@@ -241,8 +239,7 @@ def test_ranks_of_one_engine_agree_before_it_serves(engines: Any) -> None:
         publish({(0, 0): mine})
     for changes in ({"model": "other weights"}, {"packing": "CPU_ATTN/amx"}, {"block_size": 32}):
         other = engine._handshake(1)
-        shape = msgspec.structs.replace(EngineShape(model="m", tensor=2, layers=()), **changes)
-        other.shape = encode_shape(shape)
+        other.shape = msgspec.structs.replace(other.shape, **changes)
         (field,) = changes
         with pytest.raises(RuntimeError, match=rf"rank \(0, 1\) has {field}.*same model files"):
             publish({(0, 0): mine, (0, 1): other})

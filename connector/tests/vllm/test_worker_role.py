@@ -22,6 +22,7 @@ from pdcluster_connector.compat.supported import REFUSED_FLAGS
 from pdcluster_connector.plan.held_blocks import GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.ticket import Ticket
+from pdcluster_connector.transfer.receiver import Received, ReceiveResults
 from pdcluster_connector.vllm.config import ConfigError, parse_options
 from pdcluster_connector.vllm.connector import PDClusterConnector
 from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder, StepOrders, StepReport
@@ -80,6 +81,33 @@ def test_orders_are_answered_once(connector: PDClusterConnector) -> None:
     assert stats is not None
     assert stats.data["failures"] == {"BackendError": 1}
     assert connector.get_kv_connector_stats() is None
+
+
+def test_failures_are_counted_by_reason_and_not_those_that_the_engine_gave_up(
+    connector: PDClusterConnector,
+) -> None:
+    gone, late = Failure(Reason.PEER_RESTARTED, "gone"), Failure(Reason.LEASE_EXPIRED, "late")
+    ended = ReceiveResults(
+        finished={"a", "b", "c", "d", "e"},
+        failed={"a": gone, "b": gone, "c": late, "d": late},
+        abandoned={"d"},
+        received={"e": Received(4096, 2.0)},
+        phase_seconds={"total": [2.0]},
+    )
+    connector._worker._receiver = SimpleNamespace(  # type: ignore[assignment]
+        acknowledge=lambda _: None, refuse=lambda _: None, results=lambda: ended
+    )
+    results, report = step(connector, StepOrders())
+    assert results.finished_recving == {"a", "b", "c", "d", "e"}
+    assert results.failed_recving == {"a", "b", "c", "d"}
+    assert report is not None
+    assert report.receipts.keys() == {"a", "b", "c", "e"}
+    assert report.receipts["e"] == Receipt(4096, 2.0)
+    stats = connector.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["failures"] == {"PeerRestarted": 2, "LeaseExpired": 1}
+    assert stats.data["received_bytes"] == {"": 4096}
+    assert stats.data["receive_seconds"]["total"] == [2.0]
 
 
 def test_a_fault_while_starting_fails_those_requests(connector: PDClusterConnector) -> None:

@@ -181,7 +181,6 @@ def _parser(kind: type[T], limit: int) -> Callable[[bytes], T | Malformed]:
 decode_handshake_request = _parser(HandshakeRequest, MAX_REQUEST_BYTES)
 decode_lease_request = _parser(LeaseRequest, MAX_REQUEST_BYTES)
 decode_lease_reply = _parser(LeaseReply, MAX_REQUEST_BYTES)
-decode_shard = _parser(ShardMetadata, MAX_REPLY_BYTES)  # from a worker to its scheduler side
 
 _HEALTH = msgspec.json.Decoder(HealthReply)
 _REPLY = msgspec.msgpack.Decoder(EngineMetadata | Refusal)

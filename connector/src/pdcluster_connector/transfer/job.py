@@ -119,7 +119,7 @@ class Job:
         connection: to the prefill engine, once there is one.
         reads: those that are not yet posted.
         sources: the connection's sources that KV is read from.
-        nbytes, descriptors: of all that is read for it.
+        nbytes: of all that is read for it.
     """
 
     serial: int
@@ -129,7 +129,6 @@ class Job:
     reads: deque[Read] = field(default_factory=deque)
     sources: set[int] = field(default_factory=set)
     nbytes: int = 0
-    descriptors: int = 0
 
     @property
     def due(self) -> float:
@@ -142,7 +141,7 @@ class Job:
         self.connection = None
         self.reads.clear()
         self.sources.clear()
-        self.nbytes = self.descriptors = 0
+        self.nbytes = 0
 
 
 Dispatch = Callable[[Job, Event], None]
@@ -195,7 +194,6 @@ def plan_reads(job: Job, connection: Connection, limit: int) -> Failure | None:
         count = len(part.decode_indices)
         job.sources.add(part.source)
         job.nbytes += part.nbytes
-        job.descriptors += count
         for first in range(0, count, limit):
             cut = slice(first, first + limit)
             job.reads.append(Read(part.source, part.decode_indices[cut], part.prefill_indices[cut]))

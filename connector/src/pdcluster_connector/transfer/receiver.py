@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -37,7 +37,6 @@ class Received:
     """What this rank read for one request that arrived whole, and how long it took."""
 
     nbytes: int
-    descriptors: int
     seconds: float
 
 
@@ -62,11 +61,8 @@ class ReceiveResults:
     received: dict[str, Received] = field(default_factory=dict)
     phase_seconds: dict[str, list[float]] = field(default_factory=dict)
 
-    def __bool__(self) -> bool:
-        return bool(self.finished)
-
-    def add(self, receive: Receive, nbytes: int, descriptors: int) -> None:
-        """Count a receive that is DONE or FAILED, and what was read for it."""
+    def add(self, receive: Receive, nbytes: int) -> None:
+        """Count a receive that is DONE or FAILED, and the bytes that were read for it."""
         self.finished.add(receive.request_id)
         if receive.state is not State.DONE:
             failure = receive.failure or Failure(Reason.BACKEND_ERROR, "no cause is known")
@@ -75,20 +71,9 @@ class ReceiveResults:
                 self.abandoned.add(receive.request_id)
             return
         phases = _phases(receive)
-        self.received[receive.request_id] = Received(nbytes, descriptors, phases["total"])
+        self.received[receive.request_id] = Received(nbytes, phases["total"])
         for phase, seconds in phases.items():
             self.phase_seconds.setdefault(phase, []).append(seconds)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes read by requests that arrived whole."""
-        return sum(received.nbytes for received in self.received.values())
-
-    @property
-    def failures(self) -> dict[str, int]:
-        """Return how many requests failed, by reason; not those that the engine gave up."""
-        failed = self.failed.keys() - self.abandoned
-        return dict(Counter(self.failed[request_id].reason.value for request_id in failed))
 
 
 def _phases(receive: Receive) -> dict[str, float]:
@@ -200,7 +185,7 @@ class Receiver:
         results = ReceiveResults()
         while self._ended:
             job = self._ended.popleft()
-            results.add(job.machine, job.nbytes, job.descriptors)
+            results.add(job.machine, job.nbytes)
         return results
 
     def probe(self, peer: EngineMetadata, *, check: bool = False) -> Future[ProbeResult]:

@@ -7,8 +7,9 @@ remedy: a typo that is silently ignored would only be noticed when a transfer mi
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from pdcluster_connector.certificate_files import TlsFiles, tls_files
@@ -74,31 +75,16 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
             problems.append(f"{key}: unknown key; did you mean {near[0]}?")
 
-    def take(name: str, convert: Any) -> Any:
-        if name not in extra:
-            return ConnectorOptions.__dataclass_fields__[name].default
-        try:
-            return convert(extra[name])
-        except ValueError as error:
-            problems.append(f"{name}: {extra[name]!r} {error}")
-            return ConnectorOptions.__dataclass_fields__[name].default
-
-    options = ConnectorOptions(
-        side_channel_host=take("side_channel_host", _host),
-        side_channel_port=take("side_channel_port", _port) + data_parallel_rank,
-        lease_seconds=take("lease_seconds", _seconds),
-        drain_deadline_seconds=take("drain_deadline_seconds", _seconds),
-        transfer_stall_seconds=take("transfer_stall_seconds", _seconds),
-        allow_insecure=take("allow_insecure", _flag),
-        backends=take("backends", _backends),
-        num_threads=take("num_threads", _threads),
-        backend_options=take("backend_options", _backend_options),
-        show_internal_names=take("show_internal_names", _flag),
-        ticket_key_file=take("ticket_key_file", _path),
-        ticket_audience=take("ticket_audience", _audience),
-        tls=take("tls", tls_files),
-        local_tokens_per_step=take("local_tokens_per_step", _tokens_per_step),
-    )
+    given: dict[str, Any] = {}
+    for name in known:
+        if name in extra:
+            try:
+                given[name] = _READERS[name](extra[name])
+            except ValueError as error:
+                problems.append(f"{name}: {extra[name]!r} {error}")
+    options = ConnectorOptions(**given)
+    port = options.side_channel_port + data_parallel_rank
+    options = replace(options, side_channel_port=port)
     if "ticket_key_file" not in extra and not options.allow_insecure:
         problems.append(
             "ticket_key_file: missing: without a key, decode cannot tell a true ticket from a "
@@ -106,9 +92,9 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
             "prefill and the decode engine (or set allow_insecure: true where every client is "
             "trusted)"
         )
-    if options.side_channel_port > 65535:
+    if port > 65535:
         problems.append(
-            f"side_channel_port: {options.side_channel_port} with data-parallel rank "
+            f"side_channel_port: {port} with data-parallel rank "
             f"{data_parallel_rank} added is over 65535"
         )
     if problems:
@@ -211,15 +197,7 @@ def _backends(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _threads(value: Any) -> int:
-    return _whole(value, MAX_THREADS)
-
-
-def _tokens_per_step(value: Any) -> int:
-    return _whole(value, MOST_TOKENS_PER_STEP)
-
-
-def _whole(value: Any, most: int) -> int:
+def _whole(value: Any, *, most: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
         raise ValueError(f"is not a whole number from 0 to {most}")
     return value
@@ -237,3 +215,21 @@ def _backend_options(value: Any) -> tuple[tuple[str, str, str], ...]:
                 raise ValueError(f"holds {backend[:64]}.{name[:64]}, which {why}")
             found.append((backend, name, str(setting)))
     return tuple(found)
+
+
+_READERS: Final[dict[str, Callable[[Any], Any]]] = {
+    "side_channel_host": _host,
+    "side_channel_port": _port,
+    "lease_seconds": _seconds,
+    "drain_deadline_seconds": _seconds,
+    "transfer_stall_seconds": _seconds,
+    "allow_insecure": _flag,
+    "backends": _backends,
+    "num_threads": partial(_whole, most=MAX_THREADS),
+    "backend_options": _backend_options,
+    "show_internal_names": _flag,
+    "ticket_key_file": _path,
+    "ticket_audience": _audience,
+    "tls": tls_files,
+    "local_tokens_per_step": partial(_whole, most=MOST_TOKENS_PER_STEP),
+}

@@ -113,9 +113,15 @@ def _no_orders() -> KVConnectorMetadata:
 
 
 class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
-    """KV connector for prefill and decode on separate engines. Decode reads KV over NIXL."""
+    """KV connector for prefill and decode on separate engines. Decode reads KV over NIXL.
+
+    vLLM makes one for the scheduler side and one for each worker, and calls on it only the methods
+    of its side. Only the role of that side is there.
+    """
 
     _cache_hit_source = CacheHitSource.P2P
+    _scheduler: SchedulerRole
+    _worker: WorkerRole
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -129,22 +135,20 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         options = parse_options(
             transfer.kv_connector_extra_config, vllm_config.parallel_config.data_parallel_index
         )
-        self._scheduler: SchedulerRole | None = None
-        self._worker: WorkerRole | None = None
+        made: SchedulerRole | WorkerRole
         if role is KVConnectorRole.SCHEDULER:
             from pdcluster_connector.vllm.scheduler_side.scheduler import SchedulerRole
 
-            self._scheduler = SchedulerRole(vllm_config, kv_cache_config, options, engine_id)
+            made = self._scheduler = SchedulerRole(vllm_config, kv_cache_config, options, engine_id)
         else:
             from pdcluster_connector.vllm.worker_side.worker import WorkerRole
 
-            self._worker = WorkerRole(vllm_config, kv_cache_config, options, engine_id)
+            made = self._worker = WorkerRole(vllm_config, kv_cache_config, options, engine_id)
+        self._made = made
 
     def count_fault(self, method: str, error: Exception) -> None:
         """Count an exception that the guard caught in ``method``."""
-        role = self._scheduler or self._worker
-        if role is not None:
-            role.fault(f"{method}:{type(error).__name__}")
+        self._made.fault(f"{method}:{type(error).__name__}")
 
     # Scheduler side.
 
@@ -152,23 +156,18 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Check the workers' metadata and open the side channel; raises at start only."""
-        if self._scheduler is not None:
-            ours = cast("Mapping[tuple[int, int], WorkerHandshake]", metadata)
-            self._scheduler.publish(ours)
+        self._scheduler.publish(cast("Mapping[tuple[int, int], WorkerHandshake]", metadata))
 
     @engine_step(fallback=lambda: None)
     def on_new_request(self, request: Request) -> None:
         """Judge a new request's ticket."""
-        if self._scheduler is not None:
-            self._scheduler.arrived(request)
+        self._scheduler.arrived(request)
 
     @engine_step(fallback=lambda: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens that a prefill engine holds beyond the local ones. Has no side effects."""
-        if self._scheduler is None:
-            return 0, False
         return self._scheduler.matched(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
@@ -178,7 +177,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
     def _cannot_receive(
         self, error: Exception, request: Request, blocks: KVCacheBlocks, external: int
     ) -> None:
-        if self._scheduler is not None and external > 0:
+        if external > 0:
             self._scheduler.unreceivable(request.request_id, repr(error))
 
     @engine_step(fallback=lambda: None, affected=_cannot_receive)
@@ -186,31 +185,26 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Arm the lease (prefill) or order the receive (decode)."""
-        if self._scheduler is not None:
-            self._scheduler.scheduled(request, blocks, num_external_tokens)
+        self._scheduler.scheduled(request, blocks, num_external_tokens)
 
     @engine_step(fallback=_no_orders)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return this step's orders to the workers."""
-        return _no_orders() if self._scheduler is None else self._scheduler.orders()
+        return self._scheduler.orders()
 
     @engine_step(fallback=lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take in what all ranks reported."""
-        if self._scheduler is not None:
-            self._scheduler.results(connector_output)
+        self._scheduler.results(connector_output)
 
     def _forget(self, error: Exception, request: Request, *_: Any) -> None:
-        if self._scheduler is not None:
-            self._scheduler.forget(request.request_id)
+        self._scheduler.forget(request.request_id)
 
     @engine_step(fallback=lambda: (False, None), affected=_forget)
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return the ticket (prefill) or what the KV path did (decode) of a request that ended."""
-        if self._scheduler is None:
-            return False, None
         return self._scheduler.finished(request, block_ids)
 
     def request_finished(
@@ -222,18 +216,17 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
     @engine_step(fallback=lambda: False)
     def reset_cache(self) -> bool:
         """Make all KV computed so far invalid (new weights); False while others may fetch it."""
-        return True if self._scheduler is None else self._scheduler.reset()
+        return self._scheduler.reset()
 
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the caches with NIXL; raises at start only."""
-        if self._worker is not None:
-            self._worker.register(kv_caches)
+        self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What the scheduler side publishes on behalf of this rank."""
-        return None if self._worker is None else self._worker.handshake()
+        return self._worker.handshake()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take this step's orders; called before the forward pass."""
@@ -242,30 +235,25 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
 
     @engine_step(fallback=lambda: None)
     def _hear_of_leases(self) -> None:
-        if self._worker is not None:
-            self._worker.bound(self._orders())
+        self._worker.bound(self._orders())
 
     def _fail_orders(self, error: Exception, *_: Any) -> None:
-        if self._worker is not None:
-            self._worker.fail_orders(self._orders(), error)
+        self._worker.fail_orders(self._orders(), error)
 
     @engine_step(fallback=lambda: None, affected=_fail_orders)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Hand this step's orders to the transfer thread; returns at once."""
-        if self._worker is not None:
-            self._worker.start(self._orders())
+        self._worker.start(self._orders())
 
     @engine_step(fallback=KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests that this rank has finished, each exactly once."""
-        if self._worker is None:
-            return KVConnectorTransferResults()
         return self._worker.results()
 
     @engine_step(fallback=lambda: None)
     def build_connector_worker_meta(self) -> StepReport | None:
         """Return the results of the receives that ended in this step."""
-        return None if self._worker is None else self._worker.report()
+        return self._worker.report()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: loads are asynchronous. vLLM runs a request when all of its KV is there."""
@@ -299,14 +287,11 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
     @engine_step(fallback=lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the counts since the last step."""
-        role = self._scheduler or self._worker
-        return None if role is None else role.stats()
+        return self._made.stats()
 
     def shutdown(self) -> None:
         """Stop the threads, the agents and the side channel."""
-        role = self._scheduler or self._worker
-        if role is not None:
-            role.close()
+        self._made.close()
 
     @classmethod
     def build_kv_connector_stats(

@@ -1,16 +1,15 @@
-"""Shapes of one engine's ranks: sent as bytes between its processes, and joined to one shape."""
+"""Joins what the ranks of one engine say of themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerShape
-from pdcluster_connector.protocol.messages import Malformed, ShardMetadata, decode_shard, encode
+from pdcluster_connector.protocol.messages import ShardMetadata
 from pdcluster_connector.vllm.step_messages import WorkerHandshake
 
 Rank = tuple[int, int]
@@ -20,21 +19,15 @@ Rank = tuple[int, int]
 _OF_A_STAGE = frozenset({"kernel_blocks_per_block", "token_sliceable", "packing", "groups"})
 
 
-def encode_shape(shape: EngineShape) -> bytes:
-    """Bytes of a shape; inverse of :func:`decode_shape`."""
-    return encode(shape)
-
-
-def decode_shape(raw: bytes) -> EngineShape:
-    """Shape from bytes of the same engine; raises ``msgspec.MsgspecError`` on anything else."""
-    return msgspec.msgpack.decode(raw, type=EngineShape)
+class HandshakeError(RuntimeError):
+    """The workers of this engine contradict one another; the engine must not serve."""
 
 
 def join_shapes(shapes: Mapping[Rank, EngineShape]) -> EngineShape:
     """Join the shapes of an engine's ranks to the engine's: the layers of all stages, in order.
 
     Raises:
-        ValueError: two ranks contradict each other, for instance because a node holds other
+        HandshakeError: two ranks contradict each other, for instance because a node holds other
             weights. The message names the field, both ranks and both values.
     """
     known = _check(shapes)
@@ -81,7 +74,7 @@ def _check(shapes: Mapping[Rank, EngineShape]) -> dict[str, Any]:
             for other in others:
                 theirs = getattr(shapes[other], field)
                 if value != theirs:
-                    raise ValueError(
+                    raise HandshakeError(
                         f"rank {rank} has {field} {value}, rank {other} has {theirs}; give every "
                         "rank of an engine the same model files, settings and kind of machine"
                     )
@@ -114,10 +107,6 @@ def _groups(shapes: Sequence[EngineShape]) -> tuple[GroupShape, ...] | None:
     return tuple(found)
 
 
-class HandshakeError(RuntimeError):
-    """The workers of this engine contradict one another; the engine must not serve."""
-
-
 def join_workers(
     workers: Mapping[tuple[int, int], WorkerHandshake], engine_id: str, ranks: int
 ) -> tuple[EngineShape, list[ShardMetadata]]:
@@ -138,16 +127,9 @@ def join_workers(
                 f"scheduler {engine_id}; give every rank the same engine_id"
             )
         if worker.shard is not None:
-            shard = decode_shard(worker.shard)
-            if isinstance(shard, Malformed):
-                raise HandshakeError(f"rank {rank} published {shard.message}")
-            shards.append(shard)
+            shards.append(worker.shard)
     if len(workers) < ranks:
         raise HandshakeError(
             f"{Reason.SHARD_MISSING}: {len(workers)} of {ranks} ranks published their memory"
         )
-    try:
-        shape = join_shapes({rank: decode_shape(w.shape) for rank, w in sorted(workers.items())})
-    except ValueError as error:
-        raise HandshakeError(str(error)) from None
-    return shape, shards
+    return join_shapes({rank: worker.shape for rank, worker in sorted(workers.items())}), shards

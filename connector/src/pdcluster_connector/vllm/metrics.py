@@ -31,8 +31,8 @@ _BUCKETS: Final = (
 class _Metric(NamedTuple):
     """A metric of the API server.
 
-    A child's key holds the values of the metric's own labels, joined by ``|``. ``keys`` are those of
-    children that are always there. A metric without labels has one child, whose key is empty.
+    A child's key holds the values of the metric's own labels, joined by ``|``. ``keys`` are those
+    of children that are always there. A metric without labels has one child, whose key is empty.
     """
 
     kind: type

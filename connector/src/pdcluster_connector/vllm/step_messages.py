@@ -15,8 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.plan.held_blocks import GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.messages import ShardMetadata
 from pdcluster_connector.protocol.ticket import Ticket
 
 
@@ -112,11 +114,11 @@ class StepReport(KVConnectorWorkerMetadata):
 
 @dataclass
 class WorkerHandshake(KVConnectorHandshakeMetadata):
-    """What a worker publishes when its caches stand: encoded protocol messages.
+    """What a worker publishes when its caches stand.
 
     ``shard`` is None in an engine that only decodes: nobody reads from it.
     """
 
     engine_id: str
-    shape: bytes
-    shard: bytes | None
+    shape: EngineShape
+    shard: ShardMetadata | None

@@ -1,8 +1,8 @@
 """Scheduler side of a decode engine: which prompt tokens come from a prefill engine.
 
 Each live request has an :class:`Incoming`. Its ticket is judged when it arrives. A ticket is used
-once, and only for the prompt that it was made for. If none of our engines signed it, decode contacts
-no engine because of it: its sender would choose the address.
+once, and only for the prompt that it was made for. If none of our engines signed it, decode
+contacts no engine because of it: its sender would choose the address.
 
 The lease of a ticket is renewed by :mod:`.decode_leases`. It is released as soon as the KV is no
 longer needed: after the receive (also a failed one), or without one when the request never got that

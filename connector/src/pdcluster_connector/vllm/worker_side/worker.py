@@ -29,16 +29,11 @@ from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.plan.held_blocks import EngineBlocks, groups_of, unfilled
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.messages import encode
 from pdcluster_connector.sidechannel.peers import CONCERNS_ALL_RANKS, FIRST_RANK, PeerBook
 from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
 from pdcluster_connector.transfer.receiver import Receiver, ReceiveResults
 from pdcluster_connector.vllm.config import ConnectorOptions
-from pdcluster_connector.vllm.joined_shape import (
-    decode_shape,
-    encode_shape,
-    join_shapes,
-)
+from pdcluster_connector.vllm.joined_shape import join_shapes
 from pdcluster_connector.vllm.kv_caches.registration import Registration, register
 from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
 from pdcluster_connector.vllm.step_messages import (
@@ -49,6 +44,8 @@ from pdcluster_connector.vllm.step_messages import (
     WorkerHandshake,
 )
 from pdcluster_connector.vllm.worker_side.fingerprint import digest_of_engine
+
+logger = logging.getLogger(__name__)
 
 # An engine without requests makes no steps. What was found gone before may be back by the next one.
 NEWS_SECONDS: Final = 5.0
@@ -92,53 +89,6 @@ class PeerNews:
             return
         for engine_id, failure in gone.items():
             self._peers.hear(engine_id, failure)
-
-
-logger = logging.getLogger(__name__)
-
-
-class RankResults:
-    """What one rank reports to vLLM: the requests that it has sent, received or failed to receive.
-
-    Attributes:
-        sent: requests whose blocks prefill may free.
-        unreceivable: requests whose receive could not start, and why.
-    """
-
-    def __init__(self, stats: StatsCollector) -> None:
-        self.sent: set[str] = set()
-        self.unreceivable: dict[str, str] = {}
-        self._receipts: dict[str, Receipt] = {}
-        self._stats = stats
-
-    def take(self, ended: ReceiveResults) -> KVConnectorTransferResults:
-        """Return the requests that this rank is through with, each exactly once."""
-        sent, self.sent = self.sent, set()
-        unreceivable, self.unreceivable = self.unreceivable, {}
-        for request_id, why in unreceivable.items():
-            self._failed(request_id, Reason.BACKEND_ERROR, why)
-        for request_id in ended.failed.keys() - ended.abandoned:
-            failure = ended.failed[request_id]
-            self._failed(request_id, failure.reason, failure.message)
-        for request_id, received in ended.received.items():
-            self._receipts[request_id] = Receipt(received.nbytes, received.seconds)
-        if unreceivable:
-            self._stats.receives(0, {}, {Reason.BACKEND_ERROR.value: len(unreceivable)})
-        self._stats.receives(ended.nbytes, ended.phase_seconds, ended.failures)
-        return KVConnectorTransferResults(
-            finished_sending=sent,
-            finished_recving=ended.finished | unreceivable.keys(),
-            failed_recving=set(ended.failed) | unreceivable.keys(),
-        )
-
-    def take_receipts(self) -> dict[str, Receipt]:
-        """Return what became of the receives in :meth:`take`."""
-        receipts, self._receipts = self._receipts, {}
-        return receipts
-
-    def _failed(self, request_id: str, reason: Reason, message: str) -> None:
-        self._receipts[request_id] = Receipt(0, 0.0, reason.value, message)
-        logger.warning("KV of %s was not received: %s: %s", request_id, reason.value, message)
 
 
 class UnfilledBlocks:
@@ -211,7 +161,9 @@ class WorkerRole:
         self._receiver: Receiver | None = None
         self._launcher: LauncherClient | None = None
         self._bound_at = inf
-        self._results = RankResults(self._stats)
+        self._sent: set[str] = set()  # requests whose blocks prefill may free
+        self._unreceivable: dict[str, str] = {}  # requests whose receive could not start, and why
+        self._receipts: dict[str, Receipt] = {}
 
     # At start.
 
@@ -269,8 +221,8 @@ class WorkerRole:
         shard = None
         if self._serving is not None:
             regions = self._registration.shard.regions
-            shard = encode(self._serving.metadata(self._engine_id, self._rank, regions))
-        return WorkerHandshake(self._engine_id, encode_shape(self._registration.shape), shard)
+            shard = self._serving.metadata(self._engine_id, self._rank, regions)
+        return WorkerHandshake(self._engine_id, self._registration.shape, shard)
 
     def _new_agent(self, threads: int) -> NixlAgent:
         options = self._options
@@ -299,8 +251,8 @@ class WorkerRole:
         """Write lease words, and hand orders to the transfer thread."""
         if self._serving is not None:
             self._serving.lease_words.write(orders.lease_words)
-        self._results.sent.update(orders.sent)  # not before: vLLM gives these blocks to others
-        self._results.unreceivable.update(orders.unreceivable)
+        self._sent.update(orders.sent)  # not before: vLLM gives these blocks to others
+        self._unreceivable.update(orders.unreceivable)
         if self._receiver is None:
             return
         if orders.abandon:
@@ -328,23 +280,43 @@ class WorkerRole:
     def fail_orders(self, orders: StepOrders, error: Exception) -> None:
         """Report every receive of these orders as failed: starting them went wrong."""
         for order in orders.receive:
-            self._results.unreceivable[order.request_id] = repr(error)
+            self._unreceivable[order.request_id] = repr(error)
 
     def results(self) -> KVConnectorTransferResults:
         """Requests that this rank is through with, each exactly once."""
-        # The receiver comes first: it may raise, and taking the results empties them.
+        # The receiver comes first: it may raise, and what is taken here would be lost.
         ended = ReceiveResults() if self._receiver is None else self._receiver.results()
-        return self._results.take(ended)
+        sent, self._sent = self._sent, set()
+        for request_id, why in self._unreceivable.items():
+            ended.finished.add(request_id)
+            ended.failed[request_id] = Failure(Reason.BACKEND_ERROR, why)
+        self._unreceivable = {}
+        for request_id, failure in ended.failed.items():
+            if request_id in ended.abandoned:
+                continue
+            self._stats.count("failures", failure.reason.value)
+            self._receipts[request_id] = Receipt(0, 0.0, failure.reason.value, failure.message)
+            logger.warning("KV of %s was not received: %s", request_id, failure)
+        for request_id, received in ended.received.items():
+            self._stats.count("received_bytes", amount=received.nbytes)
+            self._receipts[request_id] = Receipt(received.nbytes, received.seconds)
+        for phase, seconds in ended.phase_seconds.items():
+            self._stats.sample("receive_seconds", seconds, phase)
+        return KVConnectorTransferResults(
+            finished_sending=sent,
+            finished_recving=ended.finished,
+            failed_recving=set(ended.failed),
+        )
 
     def report(self) -> StepReport | None:
         """What became of the receives in :meth:`results`, and which peers are gone."""
         gone = {} if self._peer_news is None else self._peer_news.take()
-        receipts = self._results.take_receipts()
+        receipts, self._receipts = self._receipts, {}
         return StepReport(receipts, gone) if receipts or gone else None
 
     def fault(self, method: str) -> None:
         """Count an exception that the guard caught."""
-        self._stats.fault(method)
+        self._stats.count("step_faults", method)
 
     def stats(self) -> ConnectorStats | None:
         """Counts since the last call."""
@@ -374,10 +346,10 @@ def _of_all_stages(shape: EngineShape) -> EngineShape:
     group = get_pp_group()
     if group.world_size == 1:
         return shape
-    stages: list[bytes] = [b""] * group.world_size
-    torch.distributed.all_gather_object(stages, encode_shape(shape), group=group.cpu_group)
+    stages = [shape] * group.world_size
+    torch.distributed.all_gather_object(stages, shape, group=group.cpu_group)
     tensor = get_tp_group().rank_in_group
-    return join_shapes({(stage, tensor): decode_shape(raw) for stage, raw in enumerate(stages)})
+    return join_shapes({(stage, tensor): held for stage, held in enumerate(stages)})
 
 
 def receiver_options(options: ConnectorOptions) -> ReceiverOptions:
