@@ -109,7 +109,7 @@ class World:
         """Whether a request has come to ``state`` on every rank."""
         for receiver in self.decodes[decode].receivers.values():
             receives = receiver._receives
-            job = receives._jobs.get(receives._by_id.get(request_id, -1))
+            job = receives._jobs.get(request_id)
             if job is None or job.machine.state is not state:
                 return False
         return True

@@ -130,8 +130,8 @@ class Engine:
             receives = rank.receiver._receives
 
             def note(receives=receives) -> None:
-                serial = receives._by_id.get(request_id)
-                state = "ended" if serial is None else receives._jobs[serial].machine.state
+                job = receives._jobs.get(request_id)
+                state = "ended" if job is None else job.machine.state
                 self.aborted_in[state] += 1
 
             rank.receiver._thread.put(note)
@@ -234,7 +234,7 @@ def test_every_rank_reports_every_receive_once(requests: int, parked: int) -> No
     assert not engine.waited_for
     for rank in engine.ranks:
         receives = rank.receiver._receives
-        assert receives._jobs == receives._by_id == {}
+        assert receives._jobs == {}
         assert not receives._rebuild.held
         assert not receives._transfers
         assert receives._transfers.unseen == 0

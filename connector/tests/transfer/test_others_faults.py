@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from math import inf
 
 import pytest
 from transfer_rig import Prefill
@@ -114,10 +115,27 @@ def test_many_that_stall_together_do_not_hold_up_the_thread() -> None:
     counted = bench.receives._transfers._under_way = Counted(bench.receives._transfers._under_way)
     bench.receives.acknowledge(dict.fromkeys(sent, bench.now + 2 * STALL))
     bench.now += STALL
-    for serial in bench.timers.run_out(bench.now):
-        bench.receives.time_is_up(serial)
+    bench.receives.tick()
     assert all(job.machine.failure is not None for job in bench.receives._jobs.values())
     assert counted.looked <= 4 * transfers
+
+
+def test_each_receive_sees_its_own_deadline(bench: Bench) -> None:
+    slow = bench.prefill("slow/1")
+    bench.hanging.add(slow.engine_id)
+    first, second = bench.send(slow), bench.send(slow)
+    assert bench.receives.due == bench.now + LEASE
+    bench.receives.acknowledge({first: bench.now + 3 * LEASE, second: bench.now + 2 * LEASE})
+    for at, open_receives in ((1.0, 2), (2.0, 1), (3.0, 0)):
+        bench.now += LEASE
+        bench.receives.tick()
+        going_on = [job.machine.failure is None for job in bench.receives._jobs.values()]
+        assert sum(going_on) == open_receives, at
+    assert bench.receives.due == bench.now + DRAIN, "of the first one's quarantine"
+    bench.receives.rebuild(Failure(Reason.BACKEND_ERROR, "the end"), final=True)
+    bench.now += DRAIN
+    bench.receives.tick()
+    assert bench.receives.due == inf
 
 
 def test_a_transfer_that_later_ones_overtake_stalls(bench: Bench) -> None:
@@ -346,7 +364,7 @@ def test_a_connection_heals_when_the_peer_answers_again(bench: Bench, reason: Re
     bench.connections.gone("x/1", Failure(reason, "a hiccup"))
     bench.turns()
     assert bench.send(prefill) in bench.take().received
-    assert slow in bench.receives._by_id
+    assert slow in bench.receives._jobs
 
 
 def test_a_probe_that_fails_in_an_unforeseen_way_ends_with_its_agent(

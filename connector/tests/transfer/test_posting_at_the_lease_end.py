@@ -19,7 +19,7 @@ def test_the_slot_and_the_connection_are_given_back() -> None:
     assert machine.state is State.FENCE
     words, one = FenceWords(), np.zeros(1, np.int32)
     connection: Any = SimpleNamespace(broken=None, transfers=1, sources=[])  # counted when planned
-    job = Job(0, request=SimpleNamespace(request_id="r"), machine=machine)  # type: ignore[arg-type]
+    job = Job(request=SimpleNamespace(request_id="r"), machine=machine)  # type: ignore[arg-type]
     job.connection = connection
     job.reads.append(Read(0, one, one, words.take()))
     transfers = Transfers(

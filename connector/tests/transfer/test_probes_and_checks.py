@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
@@ -13,12 +13,9 @@ from turn_by_turn import CACHE, PROBE_SECONDS, Bench
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import NixlErrorKind
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
-from pdcluster_connector.plan.geometry import Shard
-from pdcluster_connector.plan.peer_plan import PeerPlan
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.testing.nixl import Behaviour
-from pdcluster_connector.transfer import connections as connections_module
 from pdcluster_connector.transfer.job import ReceiverOptions
 
 Ask = Callable[[Bench, EngineMetadata], Future[ProbeResult]]
@@ -300,59 +297,6 @@ def test_the_time_of_a_check_begins_anew_with_each_read_of_kv_that_lands(bench: 
     assert not checked.done()
     bench.pass_time(0.25)
     assert checked.result(0).failure is not None
-
-
-# Plans: one for each peer, kept when its connection closes.
-
-
-def test_a_peer_that_is_connected_again_is_not_planned_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned = planned_peers(monkeypatch)
-    engines = [bench.prefill(f"p{n}/1") for n in range(2)]
-    for _ in range(3):
-        for engine in engines:
-            assert bench.send(engine) in bench.take().received
-            broken = Failure(Reason.BACKEND_ERROR, "the transport broke")
-            bench.connections.break_off(bench.connections.by_engine[engine.engine_id], broken)
-    assert planned == list(map(base_of, engines))
-    gone = Failure(Reason.PEER_RESTARTED, "p0 has another incarnation")
-    for plans in (2, 3):
-        assert bench.send(engines[0]) in bench.take().received
-        assert len(planned) == plans
-        bench.connections.break_off(bench.connections.by_engine["p0/1"], gone)
-
-
-def test_plans_of_the_oldest_peers_are_forgotten(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A cluster that runs for months sees any number of incarnations."""
-    monkeypatch.setattr(connections_module, "MAX_CONNECTIONS", 1)
-    planned = planned_peers(monkeypatch)
-    engines = [bench.prefill(f"p{n}/1") for n in range(3)]
-    for engine in engines:
-        assert bench.send(engine) in bench.take().received
-    assert bench.send(engines[1]) in bench.take().received
-    assert planned == list(map(base_of, engines))
-    assert bench.send(engines[0]) in bench.take().received
-    assert planned[3:] == [base_of(engines[0])], "of two connections at a time, two plans"
-
-
-def base_of(prefill: Prefill) -> int:
-    return prefill.metadata.shards[0].regions[0].base
-
-
-def planned_peers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Note where the memory of each peer begins that is planned from now on."""
-    made: list[int] = []
-    plan_peer = connections_module.plan_peer
-
-    def noted(decode: Shard, prefill: Sequence[Shard]) -> PeerPlan:
-        made.append(prefill[0].regions[0].base)
-        return plan_peer(decode, prefill)
-
-    monkeypatch.setattr(connections_module, "plan_peer", noted)
-    return made
 
 
 def test_one_rank_with_fewer_lease_words_bounds_the_ticket(bench: Bench) -> None:

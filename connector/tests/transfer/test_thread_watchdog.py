@@ -6,9 +6,10 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from math import inf
 
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer.transfer_thread import LOOKS, Timers, TransferThread, Watchdog
+from pdcluster_connector.transfer.transfer_thread import LOOKS, TransferThread, Watchdog
 
 LIMIT = 0.2
 
@@ -87,9 +88,10 @@ class Idle:
     """An executor with nothing to do."""
 
     busy = False
+    due = inf
 
-    def time_is_up(self, serial: int) -> None:
-        raise AssertionError(serial)
+    def tick(self) -> None:
+        pass
 
     def turn(self) -> bool:
         return False
@@ -104,7 +106,6 @@ def test_many_commands_are_not_one_long_piece_of_work() -> None:
     thread = TransferThread(
         "worker",
         Idle(),
-        Timers(),
         prepare=lambda: None,
         clock=lambda: next(ticks),
         fatal=lambda _: None,

@@ -1,4 +1,4 @@
-"""The transfer thread's timers, and what is told when the thread crashes or has ended."""
+"""What is reported when the transfer thread crashes or has ended."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from math import inf
 import pytest
 
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer.transfer_thread import Timers, TransferThread
+from pdcluster_connector.transfer.transfer_thread import TransferThread
 
 
 class Executor:
     """Counts its turns; ``crashes`` says which of them raise."""
 
     busy = True
+    due = inf
 
     def __init__(self, crashes: Callable[[int], bool] = lambda _: False) -> None:
         self.turns = 0
@@ -27,8 +28,8 @@ class Executor:
         self.over = threading.Event()
         self._crashes = crashes
 
-    def time_is_up(self, serial: int) -> None:
-        raise AssertionError(serial)
+    def tick(self) -> None:
+        pass
 
     def turn(self) -> bool:
         self.turns += 1
@@ -51,7 +52,6 @@ def thread_of(executor: Executor, fatal: Callable[[str], None] = lambda _: None)
     return TransferThread(
         "worker",
         executor,
-        Timers(),
         prepare=lambda: None,
         clock=lambda: next(ticks),
         fatal=fatal,
@@ -114,58 +114,3 @@ def test_a_thread_that_never_ran_ends_what_it_was_given() -> None:
     thread.put(lambda: done.append("later"))
     thread.drain()
     assert done[-1] == "later"
-
-
-def test_a_timer_runs_out_at_its_time_and_once() -> None:
-    timers = Timers()
-    assert timers.next == inf
-    timers.set(1, 10.0)
-    timers.set(2, 5.0)
-    timers.set(3, 7.0)
-    assert timers.next == 5.0
-    assert timers.run_out(4.9) == []
-    assert timers.run_out(7.0) == [2, 3]
-    assert timers.run_out(9.0) == []
-    assert timers.run_out(11.0) == [1]
-    assert timers.run_out(11.0) == []
-    assert timers.next == inf
-
-
-@pytest.mark.parametrize(("moved", "at"), [(3.0, 3.0), (20.0, 20.0)])
-def test_a_timer_that_is_set_again_runs_out_at_its_new_time_alone(moved: float, at: float) -> None:
-    timers = Timers()
-    timers.set(1, 10.0)
-    timers.set(1, moved)
-    assert timers.next == at
-    assert timers.run_out(at - 0.1) == []
-    assert timers.run_out(1000.0) == [1]
-
-
-def test_a_timer_without_a_time_does_not_run_out() -> None:
-    timers = Timers()
-    timers.set(1, 10.0)
-    timers.set(2, 11.0)
-    timers.set(1, inf)
-    timers.set(1, inf)
-    timers.set(3, inf)
-    assert timers.next == 11.0
-    assert timers.run_out(1000.0) == [2]
-
-
-def test_a_timer_that_has_run_out_may_be_set_to_the_same_time() -> None:
-    timers = Timers()
-    timers.set(1, 10.0)
-    assert timers.run_out(10.0) == [1]
-    timers.set(1, 10.0)
-    assert timers.run_out(10.0) == [1]
-
-
-def test_timers_that_move_all_the_time_take_no_more_room() -> None:
-    """Leases are renewed every few seconds, for as long as a receive lasts."""
-    timers = Timers()
-    for turn in range(1000):
-        for serial in range(10):
-            timers.set(serial, 1000.0 + turn + serial)
-        assert len(timers._heap) <= 2 * 10 + 64
-    assert timers.next == 1999.0
-    assert timers.run_out(1e9) == list(range(10))

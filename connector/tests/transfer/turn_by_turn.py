@@ -16,7 +16,6 @@ from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer.job import Job, ReceiveRequest, ReceiverOptions
 from pdcluster_connector.transfer.receiver import ReceiveResults
 from pdcluster_connector.transfer.receives import Receives
-from pdcluster_connector.transfer.transfer_thread import Timers
 
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 PROBE_SECONDS = 10.0
@@ -31,7 +30,6 @@ class Bench:
         self.fabric = Fabric()
         self.peers = FakePeers()
         self.ended: deque[Job] = deque()
-        self.timers = Timers()
         self.cache = LabelledCache(**CACHE)
         self.hanging: set[str] = set()
         self.fabric.behave = self._behave
@@ -42,9 +40,8 @@ class Bench:
             self.peers,
             self.ended,
             options or ReceiverOptions(drain_deadline_seconds=1e6),
-            self.timers,
             clock=lambda: self.now,
-            answer=lambda serial, answer: self.answers.append((serial, answer)),
+            answer=lambda job, answer: self.answers.append((job, answer)),
         )
         self.connections = self.receives.connections
         self.answers: list = []
@@ -90,10 +87,9 @@ class Bench:
         """Go on until nothing moves any more."""
         for _ in range(100):
             answers, self.answers = self.answers, []
-            for serial, answer in answers:
-                self.connections.answered(serial, answer)
-            for serial in self.timers.run_out(self.now):
-                self.receives.time_is_up(serial)
+            for job, answer in answers:
+                self.connections.answered(job, answer)
+            self.receives.tick()
             self.receives.turn()
 
     def pass_time(self, seconds: float) -> None:

@@ -93,7 +93,7 @@ def _hold_fences(receiver: Any) -> None:
 
     def keep(job: Any) -> None:
         if _is_in(job, State.FENCE.name):
-            planned[job.serial] = job
+            planned[job.request.request_id] = job
         else:
             add(job)
 

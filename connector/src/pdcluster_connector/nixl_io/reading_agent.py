@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,7 +83,7 @@ class Connection:
         transfers: how many transfers may still run over it.
         broken: why no new transfer may start; it closes when ``transfers`` is 0.
         notice: what makes the link slow though it works; empty if nothing is known to.
-        waiting: receives (by serial number) that wait for the warm-up, or for a broken
+        waiting: receives (``transfer.job.Job``) that wait for the warm-up, or for a broken
             connection to close; None when there is nothing to wait for.
     """
 
@@ -92,7 +93,7 @@ class Connection:
     sources: list[Source] = field(default_factory=list)
     transfers: int = 0
     broken: Failure | None = None
-    waiting: list[int] | None = field(default_factory=list)
+    waiting: list[Any] | None = field(default_factory=list)
     notice: str = ""
 
     @property

@@ -30,7 +30,7 @@ class AgentRebuild:
     """Destroys the agent when it is due.
 
     Args:
-        jobs: all receives under way, by serial.
+        jobs: all receives under way, by request id.
         dispatch: passes an event to the machine of a job.
         connect: has a job connect anew.
         fatal: called when the agent cannot be destroyed.
@@ -48,7 +48,7 @@ class AgentRebuild:
         self,
         connections: Connections,
         transfers: Transfers,
-        jobs: Mapping[int, Job],
+        jobs: Mapping[str, Job],
         *,
         dispatch: Callable[[Job, Event], None],
         connect: Callable[[Job], None],
@@ -163,8 +163,7 @@ class AgentRebuild:
         for job in jobs.values():  # what waited in a queue that moved has not waited in vain
             job.machine.queue_moved(self._transfers.queue_moved_at(job))
         self._transfers.clear()
-        waiting = (serial for connection in cut for serial in connection.waiting or ())
-        again = [jobs[serial] for serial in waiting if serial in jobs]  # some have ended meanwhile
+        again = [job for connection in cut for job in connection.waiting or ()]
         again, self.held = again + self.held, []
         for job in list(jobs.values()):
             if final:

@@ -19,7 +19,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import AgentInterface, AgentSurvivedError, MemoryRange
 from pdcluster_connector.nixl_io.reading_agent import Connection, ProbeResult, ReadingAgent
 from pdcluster_connector.plan.geometry import Shard
-from pdcluster_connector.plan.peer_plan import PeerPlan, cost_notice, plan_peer
+from pdcluster_connector.plan.peer_plan import cost_notice, plan_peer
 from pdcluster_connector.plan.slices import seams
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
@@ -38,7 +38,7 @@ SILENT = frozenset({Reason.SIDE_CHANNEL_UNREACHABLE, Reason.AUTHENTICATION_FAILE
 With TLS, a connection that breaks can also look like the second one.
 """
 
-Answer = Callable[[int, EngineMetadata | Failure], None]
+Answer = Callable[[Job, EngineMetadata | Failure], None]
 
 
 class Connections:
@@ -48,7 +48,7 @@ class Connections:
         shard: this rank's KV.
         memory: what to register for reading into.
         peers: where handshakes come from.
-        jobs: all receives under way, by serial.
+        jobs: all receives under way, by request id.
         dispatch: passes an event to the machine of a job.
         connect: has a job connect anew.
         hold: keeps a job for the next agent if the present one is about to be destroyed; returns
@@ -68,7 +68,7 @@ class Connections:
         memory: Sequence[MemoryRange],
         make_agent: Callable[[], AgentInterface],
         peers: PeerBook,
-        jobs: Mapping[int, Job],
+        jobs: Mapping[str, Job],
         options: ReceiverOptions,
         *,
         clock: Callable[[], float],
@@ -88,7 +88,6 @@ class Connections:
         self._answer = answer
         self._agent: ReadingAgent | None = None
         self.by_engine: dict[str, Connection] = {}
-        self._plans: dict[str, PeerPlan] = {}
         self._probing = probing = Probing(
             agent=lambda: self.agent,
             open_connection=self.open,
@@ -157,17 +156,12 @@ class Connections:
         self._retire_predecessors(metadata.engine_id)
         if len(self.by_engine) >= MAX_CONNECTIONS:
             self._make_room()
-        plan = self._plans.get(metadata.engine_id)
-        if plan is None:
-            plan = plan_peer(self._shard, [shard.shard for shard in metadata.shards])
+        plan = plan_peer(self._shard, [shard.shard for shard in metadata.shards])
         connection = self.agent.open(metadata, plan)
         connection.notice = cost_notice(plan, metadata.shape.layout)
         if connection.notice:
             logger.warning("%s: %s", metadata.engine_id, connection.notice)
         self.by_engine[metadata.engine_id] = connection
-        self._plans[metadata.engine_id] = plan
-        if len(self._plans) > 2 * MAX_CONNECTIONS:
-            del self._plans[next(iter(self._plans))]
         self._probing.warm_up(connection, self._warm_up_done)
         return connection
 
@@ -175,8 +169,6 @@ class Connections:
         """Start nothing new over ``connection``; it closes when its last transfer has ended."""
         if connection.broken is None or failure.reason not in SILENT:
             connection.broken = failure
-        if failure.reason is Reason.PEER_RESTARTED:
-            self._plans.pop(connection.engine_id, None)
         self.settle(connection)
 
     def settle(self, connection: Connection) -> None:
@@ -256,14 +248,13 @@ class Connections:
         """Ask for a handshake; its answer comes to :meth:`answered`."""
         ticket = job.request.ticket
         host, port = ticket.side_channel
-        done = partial(self._answer, job.serial)
+        done = partial(self._answer, job)
         machine = job.machine  # its lease is renewed while the peer takes its time
         self._peers.connect(ticket.engine_id, host, port, lambda: machine.deadline, done)
 
-    def answered(self, serial: int, answer: EngineMetadata | Failure) -> None:
+    def answered(self, job: Job, answer: EngineMetadata | Failure) -> None:
         """Take in how a handshake ended."""
-        job = self._jobs.get(serial)
-        if job is None or job.machine.state is not State.HANDSHAKE:
+        if job.machine.state is not State.HANDSHAKE:
             return
         if isinstance(answer, Failure):
             self._dispatch(job, Failed(answer))
@@ -284,7 +275,7 @@ class Connections:
         if connection.broken is not None and not connection.closing:
             self._dispatch(job, Failed(connection.broken))
         elif connection.broken is not None or connection.waiting is not None:
-            connection.waiting = [*(connection.waiting or ()), job.serial]
+            connection.waiting = [*(connection.waiting or ()), job]
         else:
             self._dispatch(job, Connected())
 
@@ -312,17 +303,14 @@ class Connections:
         if failure is not None:
             logger.warning("the connection to %s failed: %s", connection.engine_id, failure)
             self._peers.forget(connection.engine_id, failure)
-        for serial in connection.waiting or ():
-            job = self._jobs.get(serial)
-            if job is not None:
-                self._dispatch(job, Connected() if failure is None else Failed(failure))
+        for job in connection.waiting or ():
+            self._dispatch(job, Connected() if failure is None else Failed(failure))
 
     def _closed(self, connection: Connection) -> None:
         """Let those connect anew that waited for a broken connection to close."""
         waiting, connection.waiting = connection.waiting or (), None
-        for serial in waiting:
-            job = self._jobs.get(serial)
-            if job is not None:
+        for job in waiting:
+            if job.machine.state is State.HANDSHAKE:  # it may have ended meanwhile
                 self._connect(job)
 
 

@@ -113,7 +113,6 @@ class Job:
     """One receive on the transfer thread.
 
     Attributes:
-        serial: distinguishes requests of one id.
         request: from the engine step.
         machine: the state machine of the receive.
         connection: to the prefill engine, once there is one.
@@ -122,7 +121,6 @@ class Job:
         nbytes: of all that is read for it.
     """
 
-    serial: int
     request: ReceiveRequest
     machine: Receive
     connection: Connection | None = None

@@ -24,7 +24,7 @@ from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.transfer.job import Job, ReceiveRequest, ReceiverOptions
 from pdcluster_connector.transfer.receive import Receive, State
 from pdcluster_connector.transfer.receives import Receives
-from pdcluster_connector.transfer.transfer_thread import Timers, TransferThread
+from pdcluster_connector.transfer.transfer_thread import TransferThread
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +115,6 @@ class Receiver:
     ) -> None:
         options = options or ReceiverOptions()
         self._ended: deque[Job] = deque()  # thread-safe at both ends
-
-        timers = Timers()
         self._receives = Receives(
             shard,
             memory,
@@ -124,7 +122,6 @@ class Receiver:
             peers,
             self._ended,
             options,
-            timers,
             clock=clock,
             answer=self._answered,
         )
@@ -133,7 +130,6 @@ class Receiver:
         self._thread = TransferThread(
             f"pdcluster-transfer-{shard.rank[0]}-{shard.rank[1]}",
             self._receives,
-            timers,
             prepare=self._prepare,
             clock=clock,
             fatal=options.fatal,
@@ -210,8 +206,8 @@ class Receiver:
             self._prepare_thread()
         _ = self._connections.agent
 
-    def _answered(self, serial: int, answer: EngineMetadata | Failure) -> None:
-        self._thread.put(partial(self._connections.answered, serial, answer))
+    def _answered(self, job: Job, answer: EngineMetadata | Failure) -> None:
+        self._thread.put(partial(self._connections.answered, job, answer))
 
     def _gone(self, engine_id: str, failure: Failure) -> None:
         self._thread.put(partial(self._connections.gone, engine_id, failure))

@@ -13,11 +13,11 @@ error is left to the thread, which destroys the agent and goes on.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from math import inf
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import AgentInterface, MemoryRange
@@ -47,7 +47,6 @@ from pdcluster_connector.transfer.receive import (
     Started,
     Tick,
 )
-from pdcluster_connector.transfer.transfer_thread import Timers
 from pdcluster_connector.transfer.transfers import Transfers
 
 logger = logging.getLogger(__name__)
@@ -59,10 +58,10 @@ class Receives:
     Args:
         shard, memory, make_agent, peers, answer: those of :class:`Connections`.
         ended: where ended jobs go; the engine step takes them from there.
-        timers: of the transfer thread; they call :meth:`time_is_up`.
 
     Attributes:
         connections: to prefill engines, and the reading agent.
+        due: when :meth:`tick` has something to do, at the earliest.
     """
 
     def __init__(
@@ -73,13 +72,11 @@ class Receives:
         peers: PeerBook,
         ended: deque[Job],
         options: ReceiverOptions,
-        timers: Timers,
         *,
         clock: Callable[[], float],
         answer: Answer,
     ) -> None:
-        self._jobs: dict[int, Job] = {}
-        self._by_id: dict[str, int] = {}
+        self._jobs: dict[str, Job] = {}
         self.connections = connections = Connections(
             shard,
             memory,
@@ -103,9 +100,8 @@ class Receives:
         self._ended = ended
         self._options = options
         self._drain_seconds = options.drain_deadline_seconds
-        self._timers = timers
         self._clock = clock
-        self._serials = itertools.count()
+        self.due = inf
         self._rebuild = AgentRebuild(
             self.connections,
             self._transfers,
@@ -122,14 +118,12 @@ class Receives:
     def receive(self, requests: Iterable[ReceiveRequest]) -> None:
         """Take requests over from the engine step."""
         for request in requests:
-            if request.request_id in self._by_id:
+            if request.request_id in self._jobs:
                 logger.warning("request %s is being received already", request.request_id)
                 continue
             limits = (self._drain_seconds, self._options.transfer_stall_seconds)
             machine = Receive(request.request_id, request.deadline, *limits, request.claimed)
-            job = Job(next(self._serials), request, machine)
-            self._jobs[job.serial] = job
-            self._by_id[request.request_id] = job.serial
+            job = self._jobs[request.request_id] = Job(request, machine)
             if self._rebuild.over is not None:
                 self._dispatch(job, Failed(self._rebuild.over))
             elif len(self._jobs) > self._options.max_requests:
@@ -157,15 +151,20 @@ class Receives:
     def _dispatch_each(self, events: Iterable[tuple[str, Event]]) -> None:
         """Pass events to machines by request id. Requests that have ended already are left out."""
         for request_id, event in events:
-            if (serial := self._by_id.get(request_id)) is not None:
-                self._dispatch(self._jobs[serial], event)
-
-    def time_is_up(self, serial: int) -> None:
-        """Take in that a job's timer has run out."""
-        if (job := self._jobs.get(serial)) is not None:
-            self._dispatch(job, Tick())
+            if (job := self._jobs.get(request_id)) is not None:
+                self._dispatch(job, event)
 
     # Turns of the transfer thread.
+
+    def tick(self) -> None:
+        """Let time pass for the receives whose deadlines have come."""
+        now = self._clock()
+        if now < self.due:
+            return
+        for job in list(self._jobs.values()):
+            if job.due <= now:
+                self._dispatch(job, Tick())
+        self.due = min((job.due for job in self._jobs.values()), default=inf)
 
     def turn(self) -> bool:
         """Post and poll; returns whether anything moved."""
@@ -212,7 +211,7 @@ class Receives:
                     self._rebuild.ask(job)
                 case Action.REPORT:
                     self._report(job)
-        self._timers.set(job.serial, job.due)
+        self.due = min(self.due, job.due)
 
     def _connect(self, job: Job) -> None:
         job.begin()
@@ -253,8 +252,7 @@ class Receives:
                 self._dispatch(job, Posted())
 
     def _report(self, job: Job) -> None:
-        self._jobs.pop(job.serial, None)
-        self._by_id.pop(job.request.request_id, None)
+        self._jobs.pop(job.request.request_id, None)
         self._transfers.drop_reads(job)
         job.connection = None
         self._ended.append(job)

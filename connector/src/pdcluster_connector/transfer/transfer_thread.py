@@ -12,18 +12,17 @@ launcher starts the engine anew.
 
 from __future__ import annotations
 
-import heapq
 import logging
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from math import inf
-from typing import Final, Protocol
+from typing import Final
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.transfer.receives import Receives
 
 LOOKS: Final = 4  # at one call, before it is over its limit
 
@@ -97,70 +96,12 @@ MAX_CRASHES = 20  # in a row, without a turn that went well
 Command = Callable[[], None]
 
 
-class Executor(Protocol):
-    """What the thread drives (:class:`~pdcluster_connector.transfer.receives.Receives`)."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether turns are needed before the next timer runs out."""
-
-    def time_is_up(self, serial: int) -> None:
-        """Take in that the timer ``serial`` has run out."""
-
-    def turn(self) -> bool:
-        """Do what is due; returns whether anything moved."""
-
-    def rebuild(self, failure: Failure, *, final: bool = False) -> None:
-        """Destroy the agent and fail what ran on it; with ``final`` also everything else."""
-
-
-class Timers:
-    """One due time for each serial number; infinite means none.
-
-    Outdated entries stay in the heap until they come up or are too many.
-    """
-
-    def __init__(self) -> None:
-        self._due: dict[int, float] = {}
-        self._heap: list[tuple[float, int]] = []
-
-    def set(self, serial: int, at: float) -> None:
-        """Set a due time, in place of the one that ``serial`` had."""
-        if self._due.get(serial, inf) == at:
-            return
-        if at == inf:
-            del self._due[serial]
-        else:
-            self._due[serial] = at
-            heapq.heappush(self._heap, (at, serial))
-        if len(self._heap) > 2 * len(self._due) + 64:
-            self._heap = [(due, serial) for serial, due in self._due.items()]
-            heapq.heapify(self._heap)
-
-    @property
-    def next(self) -> float:
-        """Return the earliest due time."""
-        while self._heap and self._due.get(self._heap[0][1]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else inf
-
-    def run_out(self, now: float) -> list[int]:
-        """Return the serials whose time has come, and forget their times."""
-        serials = []
-        while self.next <= now:
-            _, serial = heapq.heappop(self._heap)
-            del self._due[serial]
-            serials.append(serial)
-        return serials
-
-
 class TransferThread:
     """Runs an executor's turns until it is stopped, and survives what they raise.
 
     Args:
         prepare: called first on the thread; what it raises, :meth:`start` raises.
         executor: what the thread drives; used on the thread only.
-        timers: used on the thread only; the executor gets those that run out.
         fatal: called when nothing can stop the transfers of a thread that ends, or when one of
             its calls does not return.
         stall_seconds: how long one command or one turn may last.
@@ -169,8 +110,7 @@ class TransferThread:
     def __init__(
         self,
         name: str,
-        executor: Executor,
-        timers: Timers,
+        executor: Receives,
         *,
         prepare: Command,
         clock: Callable[[], float],
@@ -178,7 +118,6 @@ class TransferThread:
         stall_seconds: float,
     ) -> None:
         self._executor = executor
-        self._timers = timers
         self._prepare = prepare
         self._clock = clock
         self._fatal = fatal
@@ -255,8 +194,7 @@ class TransferThread:
                 commanded = self._take(sleep)
                 if commanded is None:
                     return
-                for serial in self._timers.run_out(self._clock()):
-                    self._executor.time_is_up(serial)
+                self._executor.tick()
                 moved = self._executor.turn() or commanded
                 crashes = 0
             except BaseException as error:
@@ -272,8 +210,8 @@ class TransferThread:
 
     def _take(self, sleep: float) -> bool | None:
         """Wait at most until something is due and run commands; None means stop."""
-        until_timer = self._timers.next - self._clock()
-        wait = min(until_timer, sleep if self._executor.busy else LONGEST_BLOCK)
+        until_due = self._executor.due - self._clock()
+        wait = min(until_due, sleep if self._executor.busy else LONGEST_BLOCK)
         commanded = False
         self._works_since = None
         try:
