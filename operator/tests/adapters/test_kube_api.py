@@ -40,7 +40,6 @@ from pdcluster_operator.runtime.interfaces import (
     Key,
     NamespaceTerminating,
 )
-from pdcluster_operator.runtime.store import Store
 
 pytestmark = pytest.mark.cluster
 
@@ -404,17 +403,6 @@ async def test_lists_hold_every_page_and_only_what_is_ours(real, api, live, name
         assert all(one["kind"] == kind.name and "apiVersion" in one for one in found)
         assert not any("managedFields" in one["metadata"] for one in found)
         assert "other" not in {one["metadata"]["name"] for one in found}
-
-
-async def test_a_list_makes_no_new_objects_of_what_is_known(api, live, namespace):
-    store = Store()
-    api._remember, api._same = store.put, store.same
-    made = [step.manifest for step in applies(live) if step.manifest["kind"] == "Service"]
-    for manifest in made:
-        await api.apply(manifest)
-    listed = await api.list(BY_NAME["Service"], [namespace])
-    assert len(listed) == len(made)
-    assert all(store.same("Service", one) is one for one in listed)
 
 
 async def test_answers_are_told_to_whoever_wants_to_remember(api, live, namespace):

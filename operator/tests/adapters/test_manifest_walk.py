@@ -164,7 +164,7 @@ async def walked() -> list[Call]:
                 poll_seconds=0.01, backoff=Backoff(first=0.01),
             )  # fmt: skip
             loop.queue._rest = 0.01
-            api._remember, api._same = loop.remember, loop.store.same
+            api._remember = loop.remember
             loop.start()
             reflectors = Reflectors(client, loop, (), 300.0, (PDCLUSTER,))
             watching = asyncio.create_task(reflectors.run())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import logging
 import signal
@@ -32,7 +31,6 @@ from pdcluster_operator.adapters.api_server.kinds import (
     BY_NAME,
     PDCLUSTER,
     WATCHED,
-    as_kept,
     slim,
 )
 from pdcluster_operator.adapters.metrics import MOST_SHOWN, Metrics, resource_of
@@ -52,7 +50,6 @@ from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.cli import operator as command
 from pdcluster_operator.cli.operator import JsonLines
 from pdcluster_operator.plan.children import MANAGED_KINDS
-from pdcluster_operator.runtime.store import Store
 
 
 def test_every_kind_that_the_planner_makes_is_watched():
@@ -170,24 +167,6 @@ def test_a_status_that_nobody_wrote_is_none():
     assert "status" not in slim(new, PDCLUSTER)
     judged = {**new, "status": {**schema["default"], "observedGeneration": 1}}
     assert slim(judged, PDCLUSTER)["status"] == judged["status"]
-
-
-def test_an_object_that_is_kept_already_is_not_made_again():
-    store, kind = Store(), BY_NAME["Service"]
-    metadata = {"namespace": "ns", "name": "a", "uid": "u", "resourceVersion": "7"}
-    listed = {"metadata": metadata, "spec": {}}
-    first = as_kept(listed, kind, store.same)
-    store.put(first)
-    held = store.held(first)
-    assert held == first
-    assert as_kept(copy.deepcopy(listed), kind, store.same) is held
-    for other in ({"resourceVersion": "8"}, {"uid": "v"}, {"name": "b"}, {"namespace": "other"}):
-        changed = {"metadata": metadata | other, "spec": {}}
-        assert as_kept(changed, kind, store.same)["metadata"] == metadata | other
-    assert as_kept(listed, BY_NAME["ConfigMap"], store.same)["kind"] == "ConfigMap"
-    unversioned = {"metadata": {"name": "c"}, "spec": {}}
-    store.put(as_kept(unversioned, kind, store.same))
-    assert store.same("Service", unversioned) is None, "nobody knows whether it changed"
 
 
 def test_of_a_pods_spec_is_kept_what_plans_read_of_it():

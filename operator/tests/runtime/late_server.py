@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-from pdcluster_operator.adapters.api_server.kinds import BY_NAME, WATCHED, Kind, as_kept, slim
+from pdcluster_operator.adapters.api_server.kinds import BY_NAME, WATCHED, Kind, slim
 from pdcluster_operator.local.api_server import LocalApi
 from pdcluster_operator.plan.name_conflicts import why_not_applied
 from pdcluster_operator.plan.objects.ownership import controller_uid
@@ -110,8 +110,7 @@ class Port:
 
     async def _remember(self, live: Any) -> None:
         await self._travel()
-        loop = self.loop_of()
-        loop.remember(as_kept(live, BY_NAME[live["kind"]], loop.store.same))
+        self.loop_of().remember(slim(live, BY_NAME[live["kind"]]))
 
     async def _travel(self) -> None:
         await asyncio.sleep(self.random.choice(DELAYS))
@@ -146,10 +145,8 @@ class Watches:
             await asyncio.sleep(self.random.choice(DELAYS))
             if event == "GAP":
                 await self._list(kind)
-            elif event == "DELETED":
-                self.loop.see(event, slim(manifest, kind))
             else:
-                self.loop.see(event, as_kept(manifest, kind, self.loop.store.same))
+                self.loop.see(event, slim(manifest, kind))
 
     async def _list(self, kind: Kind) -> None:
         self._forget(kind.name)
@@ -157,6 +154,6 @@ class Watches:
         await asyncio.sleep(self.random.choice(DELAYS))
         names = {(NAMESPACE, one["metadata"]["name"]) for one in items}
         for one in items:
-            self.loop.see("MODIFIED", as_kept(one, kind, self.loop.store.same))
+            self.loop.see("MODIFIED", slim(one, kind))
         for one in self.loop.store.listed(kind.name, None, names, version):
             self.loop.see("DELETED", one)

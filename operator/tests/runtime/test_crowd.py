@@ -25,7 +25,7 @@ from pdcluster_connector.protocol.launcher_documents import (
     LinksReport,
     PeersDocument,
 )
-from pdcluster_operator.adapters.api_server.kinds import BY_NAME, as_kept, slim
+from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
 from pdcluster_operator.api.labels import API_VERSION, engine_of
 from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.plan.forecast.world import running, verified_link
@@ -188,10 +188,7 @@ async def create_many(counts: Counter[str]) -> float:
     watched = {kind.name for kind in KINDS}
 
     def see(event: str, manifest: Manifest) -> None:
-        kind = BY_NAME[manifest["kind"]]
-        gone = event == "DELETED"
-        kept = slim(manifest, kind) if gone else as_kept(manifest, kind, loop.store.same)
-        loop.see(event, kept)
+        loop.see(event, slim(manifest, BY_NAME[manifest["kind"]]))
 
     def happened(event: str, manifest: Manifest) -> None:
         if manifest["kind"] in watched:

@@ -130,8 +130,8 @@ async def story(seed: int) -> list[object]:
     parts: Any = {
         "launchers": SimpleNamespace(),
         "events": SimpleNamespace(publish=publish),
-        "connector": SimpleNamespace(bundle=lambda: CONNECTOR),
-        "clock": SimpleNamespace(now=now),
+        "connector": CONNECTOR,
+        "clock": now,
     }
     loop = ControlLoop(api=port, **parts)  # type: ignore[arg-type]
     port.loop_of = lambda: loop

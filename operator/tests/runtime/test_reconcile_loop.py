@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import copy
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -54,7 +55,7 @@ from pdcluster_operator.plan.types import (
 )
 from pdcluster_operator.runtime import reconcile
 from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
-from pdcluster_operator.runtime.control_loop import ControlLoop
+from pdcluster_operator.runtime.control_loop import RESYNC_SECONDS, ControlLoop
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict, Key, NamespaceTerminating
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.reconcile import Place, Reconciler
@@ -200,7 +201,7 @@ def fixed() -> float:
 
 class World:
     def __init__(self, **spec: Any) -> None:
-        self.now = 0.0
+        self.now, self.pretended = 0.0, itertools.count()
         self.api, self.store, self.events = LocalApi(), Store(lambda: self.now), Nobody()
         self.port = RecordingApi(self.api)
         self.start(self.events)
@@ -232,6 +233,12 @@ class World:
         if manifest["kind"] == "Secret":
             return  # nobody may watch them
         (self.store.drop if event == "DELETED" else self.store.put)(manifest)
+
+    def pretend(self, manifest: dict[str, Any]) -> None:
+        """Let the store hold what the API server does not have."""
+        metadata = manifest["metadata"]
+        version = f"{next(self.pretended)} after {metadata['resourceVersion']}"
+        self.store.put({**manifest, "metadata": {**metadata, "resourceVersion": version}})
 
     async def reconcile(self) -> float | None:
         self.port.writes.clear()
@@ -308,7 +315,7 @@ async def test_a_status_that_is_right_again_does_not_wait(monkeypatch: pytest.Mo
     assert cluster is not None
     right = cluster["status"]
     for status, waits in (({**right, "links": "7/7"}, True), (right, False)):
-        world.store.put({**cluster, "status": status})
+        world.pretend({**cluster, "status": status})
         await world.reconcile()
         assert (KEY in world.reconciler._waiting) is waits
 
@@ -341,6 +348,25 @@ async def test_nothing_more_is_written_into_a_namespace_that_is_being_deleted(re
     world.api.apply(copy.deepcopy(MANIFEST))
     await world.reconcile()
     assert "status" in world.port.writes, "a namespace of that name was created again"
+
+
+async def test_a_refusal_that_came_too_late_leaves_no_cluster_alone_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cluster is in a new namespace, into which something can be written again."""
+    now = [1000.0]
+    monkeypatch.setattr(reconcile, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    world = World()
+    world.port.fail["apply Service"] = NamespaceTerminating("it is being terminated")
+    await world.reconcile()
+    world.port.fail.clear()
+    now[0] += reconcile.BELIEVED_SECONDS - 1
+    await world.reconcile()
+    assert world.port.writes == []
+    now[0] += 1
+    await world.reconcile()
+    assert "apply Service" in world.port.writes
+    assert reconcile.BELIEVED_SECONDS < RESYNC_SECONDS, "the next look at all of them finds it"
 
 
 def keys(world: World) -> list[str]:
@@ -772,7 +798,7 @@ async def test_a_cluster_that_is_being_deleted_gets_nothing_any_more() -> None:
     cluster = world.api.get("PDCluster", *KEY)
     assert cluster is not None
     cluster["metadata"]["deletionTimestamp"] = "2026-11-24T00:00:00Z"
-    world.store.put(cluster)
+    world.pretend(cluster)
     assert await world.reconcile() is None
     assert world.port.writes == []
 
@@ -815,7 +841,7 @@ async def test_without_the_lease_no_status_is_written() -> None:
     world.api.apply(scaler)
     cluster = world.api.get("PDCluster", *KEY)
     assert cluster is not None
-    world.store.put({**cluster, "status": {**cluster["status"], "observedGeneration": 99}})
+    world.pretend({**cluster, "status": {**cluster["status"], "observedGeneration": 99}})
     ours = False
     await world.reconcile()
     assert world.port.writes == []
@@ -832,7 +858,7 @@ async def test_a_status_that_nobody_waits_for_is_written_five_seconds_after_the_
         await world.reconcile()
     cluster = world.api.get("PDCluster", *KEY)
     assert cluster is not None
-    world.store.put({**cluster, "status": {**cluster["status"], "replicas": 7}})
+    world.pretend({**cluster, "status": {**cluster["status"], "replicas": 7}})
     assert await world.reconcile() == 5.0
     assert world.port.writes == []
     monkeypatch.setattr(reconcile, "time", SimpleNamespace(monotonic=lambda: 1004.5))
@@ -843,7 +869,7 @@ async def test_a_status_that_nobody_waits_for_is_written_five_seconds_after_the_
     monkeypatch.setattr(reconcile, "time", SimpleNamespace(monotonic=lambda: 1006.0))
     cluster = world.api.get("PDCluster", *KEY)
     assert cluster is not None
-    world.store.put({**cluster, "status": {**cluster["status"], "replicas": 8}})
+    world.pretend({**cluster, "status": {**cluster["status"], "replicas": 8}})
     assert await world.reconcile() == 4.0
 
 

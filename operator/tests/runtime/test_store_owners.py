@@ -88,7 +88,9 @@ def test_a_pod_that_outlives_its_statefulset_counts_until_it_is_gone() -> None:
 
 def test_an_object_that_changes_its_owner_moves() -> None:
     store = filled()
-    store.put(thing("StatefulSet", ENGINE, "s", "PDCluster", "other", "o"))
+    moved = thing("StatefulSet", ENGINE, "s", "PDCluster", "other", "o")
+    moved["metadata"]["resourceVersion"] = "8"
+    store.put(moved)
     assert [child["metadata"]["uid"] for child in store.children(KEY)] == ["d"]
     list_into(store, "Deployment", [thing("Deployment", "tiny-router-k", "d2", *OF_CLUSTER)])
     list_into(store, "Deployment", [])
@@ -173,9 +175,9 @@ def test_the_clusters_of_a_namespace_are_those_that_are_there_now() -> None:
     elsewhere["metadata"]["namespace"] = "elsewhere"
     for cluster in (other, elsewhere):
         store.put(cluster)
-    assert store.keys_in("ns") == [KEY, Key("ns", "other")]
-    assert (store.uids("ns"), store.uids("elsewhere")) == (["c", "o"], ["e"])
+    assert store.clusters_in("ns") == {KEY: "c", Key("ns", "other"): "o"}
+    assert store.clusters_in("elsewhere") == {Key("elsewhere", "tiny"): "e"}
     store.drop(CLUSTER)
     list_into(store, "PDCluster", [copy.deepcopy(other)])
-    assert store.keys() == store.keys_in("ns") == [Key("ns", "other")]
-    assert store.keys_in("elsewhere") == store.uids("elsewhere") == []
+    assert store.keys() == list(store.clusters_in("ns")) == [Key("ns", "other")]
+    assert store.clusters_in("elsewhere") == {}

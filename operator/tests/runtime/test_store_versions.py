@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from listing import list_into
 
-from pdcluster_operator.adapters.api_server.kinds import BY_NAME, as_kept
+from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
 from pdcluster_operator.api.labels import CLUSTER_LABEL
 from pdcluster_operator.runtime.interfaces import Key
 from pdcluster_operator.runtime.object_metadata import GONE_SECONDS
@@ -35,11 +35,17 @@ def test_a_watch_that_lags_behind_our_own_write_changes_nothing() -> None:
 
 def test_an_object_that_is_held_is_found_by_its_version_and_uid() -> None:
     store = Store()
-    assert store.same("PDCluster", cluster(12)) is None
+    assert not store.has(cluster(12))
     store.put(cluster(12))
-    assert store.same("PDCluster", cluster(12)) is store.cluster(KEY)
+    held = store.cluster(KEY)
+    assert store.has(cluster(12))
     for other in (cluster(13), cluster(12, "uid-1"), {**cluster(12), "metadata": {"name": "x"}}):
-        assert store.same("PDCluster", other) is None
+        assert not store.has(other)
+    assert store.put({**cluster(12), "spec": {"other": 1}}) is None
+    assert store.cluster(KEY) is held, "no version is looked at twice"
+    unversioned = {"kind": "Service", "metadata": {"name": "c"}, "spec": {}}
+    store.put(unversioned)
+    assert not store.has(unversioned), "nobody knows whether it changed"
 
 
 def test_an_object_made_anew_counts_whatever_its_version() -> None:
@@ -152,7 +158,7 @@ def service(version: int, **parts: object) -> dict:
 
 
 def told(store: Store, manifest: dict) -> Key | None:
-    return store.put(as_kept(manifest, BY_NAME["Service"], store.same))
+    return store.put(slim(manifest, BY_NAME["Service"]))
 
 
 def test_what_nobody_reads_is_no_news_and_its_version_is_known() -> None:

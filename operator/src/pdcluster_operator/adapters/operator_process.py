@@ -156,12 +156,7 @@ class OperatorProcess:
         folder = options.engine_certificate
         identity = None if folder is None else _identity(folder)
         # The loop needs these two, and they call it back: it is made after them.
-        api = KubeApi(
-            client,
-            authority,
-            lambda answer: loop.remember(answer),  # noqa: PLW0108
-            store.same,
-        )
+        api = KubeApi(client, authority, lambda answer: loop.remember(answer))  # noqa: PLW0108
         leases = NamespaceLeases(
             renewing,
             lease_name(options.operator_class),

@@ -162,11 +162,11 @@ class ControlLoop:
 
     def works_in(self, namespace: str) -> bool:
         """Whether a namespace has PDClusters of this operator's class."""
-        return any(map(self._is_ours, self.store.keys_in(namespace)))
+        return any(map(self._is_ours, self.store.clusters_in(namespace)))
 
     def wake(self, namespace: str) -> None:
         """Queue every cluster of a namespace."""
-        for key in self.store.keys_in(namespace):
+        for key in self.store.clusters_in(namespace):
             self.queue.add(key)
 
     def _is_ours(self, key: Key) -> bool:

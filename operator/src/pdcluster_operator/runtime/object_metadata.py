@@ -104,6 +104,12 @@ def version_of(manifest: Manifest) -> str | None:
     return version
 
 
+def is_same_version(manifest: Manifest, held: Manifest) -> bool:
+    """Whether both are the same object, and the same version of it."""
+    version = version_of(manifest)
+    return version is not None and (uid_of(manifest), version) == (uid_of(held), version_of(held))
+
+
 def is_older(manifest: Manifest, held: Manifest | None) -> bool:
     """Whether ``held`` is a later version of the same object. Versions are numbers that grow."""
     if held is None or uid_of(held) != uid_of(manifest):

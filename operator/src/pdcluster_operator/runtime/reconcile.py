@@ -11,9 +11,9 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from pdcluster_operator.api.conditions import own_status
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
@@ -106,7 +106,7 @@ class Reconciler:
         self._rewrites = RewriteNotes()
         self._secrets = ClusterSecrets(api)
         self._executor = Executor(api, self._secrets, self._rewrites, may_write)
-        self._ended = EndedNamespaces(store.uids)
+        self._ending: dict[tuple[Key, str], float] = {}  # see _goes_with_namespace
         self._memos: OrderedDict[Key, Memo] = OrderedDict()
         self._began: dict[Key, str] = {}  # UIDs of the clusters that got first children from us
         self._wrote: dict[Key, float] = {}  # when each status was written, or first was missing
@@ -119,20 +119,39 @@ class Reconciler:
             ApiError: a step failed, or the status could not be written. The queue calls again.
         """
         cluster = self._store.cluster(key)
-        if cluster is None or is_being_deleted(cluster) or self._goes_with_namespace(cluster):
+        if cluster is None or is_being_deleted(cluster) or self._goes_with_namespace(key, cluster):
             self._dismiss(key)
             return None
         try:
             return await self._look(key, cluster)
         except NamespaceTerminating as error:
             log.info("%s: nothing more is done in the namespace: %s", key, error)
-            self._ended.add(key.namespace, cluster["metadata"]["uid"])
+            self._note_end_of_namespace(key, cluster)
             self._dismiss(key)
             return None
 
-    def _goes_with_namespace(self, cluster: Manifest) -> bool:
-        metadata = cluster["metadata"]
-        return self._ended.had(metadata["namespace"], metadata["uid"])
+    def _goes_with_namespace(self, key: Key, cluster: Manifest) -> bool:
+        """Whether the namespace is being deleted, as a refusal of the API server said.
+
+        Kubernetes deletes what a namespace holds kind by kind. As long as the PDClusters are there,
+        each object that is gone looks like one to create again. No watch reports that a namespace
+        ends: the operator may have no right to read namespaces. When a namespace with 500
+        PDClusters was deleted, the operator sent four requests into it, and the benchmark's day
+        with a deleted namespace allows one for each PDCluster.
+        """
+        return time.monotonic() < self._ending.get((key, cluster["metadata"]["uid"]), 0.0)
+
+    def _note_end_of_namespace(self, key: Key, cluster: Manifest) -> None:
+        """Note that each PDCluster of the namespace goes with it, for ``BELIEVED_SECONDS``.
+
+        If this cluster is gone, what was refused may have been of a namespace of the same name,
+        which is gone, too.
+        """
+        now = time.monotonic()
+        self._ending = {one: until for one, until in self._ending.items() if now < until}
+        there = self._store.clusters_in(key.namespace)
+        if there.get(key) == cluster["metadata"]["uid"]:
+            self._ending |= dict.fromkeys(there.items(), now + BELIEVED_SECONDS)
 
     def _dismiss(self, key: Key) -> None:
         """Do nothing more for a cluster: Kubernetes deletes the children, which it owns."""
@@ -154,18 +173,16 @@ class Reconciler:
         try:
             observed = await self._observe(key, cluster, children, pods, new=stage is Stage.NEW)
             plan = make_plan(observed, now, self._memo(key))
-        except ApiError as error:
-            before = cluster.get("status") or {}
-            status = with_failure(before, cluster, error.reason, str(error), now)
-            await self._write_status(key, cluster, status)
-            raise
         except Exception as error:
-            # This is a bug of the operator. Users see it in the status, and other clusters go on.
-            failure = ApiError("PlanFailed", f"{type(error).__name__}: {error}")
-            status = with_failure(
-                cluster.get("status") or {}, cluster, failure.reason, str(failure), now
-            )
+            # Anything but an ApiError is a bug of the operator. Users see it in the status, and
+            # other clusters go on.
+            bug = f"{type(error).__name__}: {error}"
+            failure = error if isinstance(error, ApiError) else ApiError("PlanFailed", bug)
+            before = cluster.get("status") or {}
+            status = with_failure(before, cluster, failure.reason, str(failure), now)
             await self._write_status(key, cluster, status)
+            if failure is error:
+                raise
             raise failure from error
         return await self._carry_out(key, cluster, stage, plan, now)
 
@@ -280,54 +297,3 @@ class Reconciler:
             scaler=self._store.scaler(key),
             connectors=self._store.connectors(key.namespace),
         )
-
-
-class _Ended(NamedTuple):
-    uids: frozenset[str]
-    since: float
-
-
-class EndedNamespaces:
-    """The namespaces that are being deleted, as the refusals of the API server said.
-
-    Kubernetes deletes what a namespace holds kind by kind. As long as the PDClusters are there,
-    each object that is gone looks like one to create again, and each pod that is gone like a
-    failure. No watch reports that a namespace ends: the operator may have no right to read
-    namespaces.
-
-    A namespace of the same name may come later. So the UIDs of the PDClusters are remembered.
-
-    When a namespace with 500 PDClusters was deleted, the operator sent four requests into it. The
-    benchmark's day with a deleted namespace allows one for each PDCluster.
-
-    Args:
-        uids: returns the UIDs of the PDClusters that a namespace has now.
-        clock: seconds that only grow.
-    """
-
-    def __init__(
-        self, uids: Callable[[str], Iterable[str]], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._uids = uids
-        self._clock = clock
-        self._ended: dict[str, _Ended] = {}
-
-    def add(self, namespace: str, uid: str) -> None:
-        """Remember that a namespace is being deleted. Forget what is too old.
-
-        Args:
-            uid: of the PDCluster that was reconciled. If it is gone, what was refused may have
-                been of a namespace of the same name, which is gone, too.
-        """
-        self._ended = {name: one for name, one in self._ended.items() if self._is_believed(one)}
-        there = frozenset(self._uids(namespace))
-        if uid in there:
-            self._ended[namespace] = _Ended(there, self._clock())
-
-    def had(self, namespace: str, uid: str) -> bool:
-        """Whether a PDCluster will be deleted with its namespace."""
-        ended = self._ended.get(namespace)
-        return ended is not None and uid in ended.uids and self._is_believed(ended)
-
-    def _is_believed(self, ended: _Ended) -> bool:
-        return self._clock() - ended.since < BELIEVED_SECONDS

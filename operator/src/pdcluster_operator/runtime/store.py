@@ -33,11 +33,11 @@ from pdcluster_operator.runtime.object_metadata import (
     identity_of,
     is_from_before,
     is_older,
+    is_same_version,
     key_of,
     places_of,
     says_the_same,
     uid_of,
-    version_of,
 )
 
 Manifest = dict[str, Any]
@@ -69,7 +69,7 @@ class Store:
         if is_older(manifest, held) or self._gone.include(manifest):
             return key_of(manifest)
         self._report(identity)
-        if manifest is held:
+        if held is not None and is_same_version(manifest, held):
             return None
         kept = with_shared_parts(manifest, _to_take_from(held, manifest))
         self._set(identity, kept)
@@ -82,12 +82,12 @@ class Store:
         of its namespace share it.
         """
         held = self._held(identity_of(manifest))
-        if held is None or held is manifest:
+        if held is None or is_same_version(manifest, held):
             return set()
         before, after = key_of(held), key_of(manifest)
         keys = set() if before is None or before == after else {before}
         if is_shared_connector(held) and not is_shared_connector(manifest):
-            keys.update(self.keys_in(held["metadata"]["namespace"]))
+            keys.update(self.clusters_in(held["metadata"]["namespace"]))
         return keys
 
     def answered(self, manifest: Manifest) -> None:
@@ -106,20 +106,10 @@ class Store:
         """Return the object of this kind and name; None if none is known."""
         return self._held(identity_of(manifest))
 
-    def same(self, kind: str, manifest: Mapping[str, Any]) -> Manifest | None:
-        """Return the object that is held if it is this very version, else None.
-
-        Most objects that are listed, and most that a watch reports after our own writes, are held
-        already. Nothing has to be made of them again.
-
-        Args:
-            manifest: as the API server sent it. Items of a LIST do not say their kind.
-        """
-        metadata = manifest["metadata"]
-        held = self._held((kind, metadata.get("namespace", ""), metadata["name"]))
-        if held is None or not version_of(held) or version_of(held) != version_of(manifest):
-            return None
-        return held if uid_of(held) == uid_of(manifest) else None
+    def has(self, manifest: Mapping[str, Any]) -> bool:
+        """Whether this very version of an object is held."""
+        held = self.held(manifest)
+        return held is not None and is_same_version(manifest, held)
 
     def drop(self, manifest: Manifest) -> Key | None:
         """Forget an object; return the key of the cluster that it concerned."""
@@ -168,14 +158,10 @@ class Store:
         known = self._objects.get(CLUSTER_KIND, {})
         return [Key(namespace, name) for _, namespace, name in known]
 
-    def keys_in(self, namespace: str) -> list[Key]:
-        """Every cluster of a namespace."""
-        known = self._index.get((CLUSTERS, namespace), {})
-        return [Key(namespace, name) for _, _, name in known]
-
-    def uids(self, namespace: str) -> list[str]:
-        """Return the UID of each PDCluster of a namespace."""
-        return [uid_of(one) for one in self._at(CLUSTERS, namespace)]
+    def clusters_in(self, namespace: str) -> dict[Key, str]:
+        """Return every cluster of a namespace, with its UID."""
+        found = self._index.get((CLUSTERS, namespace), {}).items()
+        return {Key(namespace, name): uid_of(held) for (_, _, name), held in found}
 
     def cluster(self, key: Key) -> Manifest | None:
         """Return the PDCluster itself."""

@@ -22,9 +22,6 @@ from pdcluster_operator.adapters.api_server.kinds import (
     SECRET,
     WATCHED,
     Kind,
-    Same,
-    as_kept,
-    nothing_is_kept,
     slim,
 )
 from pdcluster_operator.adapters.engine_authority import (
@@ -71,7 +68,6 @@ class KubeApi:
         authority: signs the engines' certificates.
         remember: called with every object that the server answers to a write. So the next
             reconcile knows our own writes before the watch reports them.
-        same: returns what is remembered already.
     """
 
     def __init__(
@@ -79,13 +75,11 @@ class KubeApi:
         client: KubeClient,
         authority: EngineAuthority,
         remember: Callable[[dict[str, Any]], object] | None = None,
-        same: Same = nothing_is_kept,
     ) -> None:
         self._client = client
         self._writes = ServerSideApply(client)
         self._authority = authority
         self._remember = remember or (lambda _: None)
-        self._same = same
 
     async def read_uid(self, key: Key) -> str | None:
         """Return the live cluster's UID; None if it is gone or is being deleted."""
@@ -228,10 +222,8 @@ class KubeApi:
                 query["labelSelector"] = kind.selector
             while True:
                 page = await self._client.call("GET", kind.path(namespace), query=query)
-                for item in page.get("items") or ():
-                    # Parts are shared now, because a list of all objects is large.
-                    known = self._same(kind.name, item)
-                    found.append(known or with_shared_parts(slim(item, kind)))
+                # Parts are shared now, because a list of all objects is large.
+                found += (with_shared_parts(slim(item, kind)) for item in page.get("items") or ())
                 rest = (page.get("metadata") or {}).get("continue")
                 if not rest:
                     break
@@ -265,7 +257,7 @@ class KubeApi:
     def _keep(self, kind: Kind, live: Manifest) -> None:
         if kind is SECRET:  # whose content is not for the store
             return
-        self._remember(as_kept(live, kind, self._same))
+        self._remember(slim(live, kind))
 
 
 class ServerSideApply:

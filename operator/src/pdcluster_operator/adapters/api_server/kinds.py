@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,19 +102,6 @@ WATCHED = (
 BY_NAME: Mapping[str, Kind] = {
     kind.name: kind for kind in (*WATCHED, SECRET, LEASE, EVENT, WEBHOOK_CONFIGURATION)
 }
-
-
-Same = Callable[[str, Mapping[str, Any]], dict[str, Any] | None]
-"""Returns the object of a kind that is kept already, if it is this very version."""
-
-
-def nothing_is_kept(_kind: str, _manifest: Mapping[str, Any]) -> None:
-    """See :data:`Same`."""
-
-
-def as_kept(manifest: Mapping[str, Any], kind: Kind, same: Same) -> dict[str, Any]:
-    """Return an object as the store keeps it; the one that it keeps already if nothing changed."""
-    return same(kind.name, manifest) or slim(manifest, kind)
 
 
 def slim(manifest: Mapping[str, Any], kind: Kind) -> dict[str, Any]:

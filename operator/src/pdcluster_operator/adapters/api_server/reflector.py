@@ -26,10 +26,9 @@ from pdcluster_operator.adapters.api_server.client import (
     KubeClient,
     NotFound,
     classified,
-    document_of,
     without_depths,
 )
-from pdcluster_operator.adapters.api_server.kinds import WATCHED, Kind, as_kept, slim
+from pdcluster_operator.adapters.api_server.kinds import WATCHED, Kind, slim
 from pdcluster_operator.api.labels import GROUP
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.interfaces import ApiError
@@ -60,36 +59,21 @@ would have reported what the first LIST has shown.
 """
 
 
-class _Metadata(msgspec.Struct):
-    name: str = ""
-    namespace: str = ""
-    uid: str = ""
-    resource_version: str = msgspec.field(name="resourceVersion", default="")
-
-
-class _Head(msgspec.Struct):
-    """What an object is called, and its version."""
-
-    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
-
-
 class _Line(msgspec.Struct):
-    """A line of a watch. The object is parsed only if it is needed."""
+    """A line of a watch."""
 
     type: str
-    object: msgspec.Raw
+    object: dict[str, Any]
 
 
-_LINE, _HEAD = msgspec.json.Decoder(_Line), msgspec.json.Decoder(_Head)
+_LINE = msgspec.json.Decoder(_Line)
 
 
-def _read(text: bytes) -> tuple[_Line, _Head]:
+def _read(text: bytes) -> _Line:
     try:
-        line = _LINE.decode(text)
-        return line, _HEAD.decode(line.object)
+        return _LINE.decode(text)
     except RecursionError:
-        line = _LINE.decode(without_depths(text))
-        return line, _HEAD.decode(line.object)
+        return _LINE.decode(without_depths(text))
 
 
 class HistoryLostError(Exception):
@@ -183,8 +167,7 @@ class Reflector:
             self._kopf_reports = True
             self._sooner.set()
         self._heard, self._unheard = True, 0
-        kept = as_kept(manifest, self.kind, self._store.same)
-        self._loop.see(event or "MODIFIED", kept)
+        self._loop.see(event or "MODIFIED", slim(manifest, self.kind))
         if event is None and self._due - _now() > SOON:
             self._due = _now() + SOON
             self._sooner.set()
@@ -211,8 +194,9 @@ class Reflector:
             page = await self._client.call("GET", self._path, query=query)
             for item in page.get("items") or ():
                 names.add((item["metadata"].get("namespace", ""), item["metadata"]["name"]))
-                news = news or self._store.same(kind.name, item) is None
-                self._loop.see("MODIFIED", as_kept(item, kind, self._store.same))
+                kept = slim(item, kind)
+                news = news or not self._store.has(kept)
+                self._loop.see("MODIFIED", kept)
             metadata = page["metadata"]
             if not metadata.get("continue"):
                 break
@@ -277,17 +261,12 @@ class Reflector:
         return heard or _now() >= self._due
 
     def _take(self, text: bytes) -> None:
-        line, head = _read(text)
+        line = _read(text)
         if line.type == "ERROR":
-            failure = document_of(line.object)
-            raise classified(int(failure.get("code") or 0), failure)
-        self._version = head.metadata.resource_version
-        if line.type not in REPORTED:
-            return
-        found = self._store.same(self.kind.name, {"metadata": msgspec.to_builtins(head.metadata)})
-        if found is None:
-            found = slim(document_of(line.object), self.kind)
-        self._loop.see(line.type, found)
+            raise classified(int(line.object.get("code") or 0), line.object)
+        self._version = (line.object.get("metadata") or {}).get("resourceVersion", "")
+        if line.type in REPORTED:
+            self._loop.see(line.type, slim(line.object, self.kind))
 
     def _not_served(self, error: NotFound) -> float:
         """Note that the API server does not have the kind; return when to ask again, in seconds."""
