@@ -90,7 +90,7 @@ async def stop(memo: Any, **_: Any) -> None:
 async def login(**_: Any) -> kopf.AiohttpSession:
     """Return a session with the same rights as the operator's own. kopf asks again after a 401."""
     configuration = await kubeconfig.find_configuration()
-    async with KubeClient(configuration, connections=0) as client:
+    async with KubeClient(configuration) as client:
         session = await client.session(_Response)
     return kopf.AiohttpSession(server=configuration.host, aiohttp_session=session)
 

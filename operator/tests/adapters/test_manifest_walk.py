@@ -153,7 +153,7 @@ async def walked() -> list[Call]:
             app.router.add_route("*", "/{path:.*}", server.launcher)
             host = f"{server.network}.{number}"
             await stack.enter_async_context(TestServer(app, host=host, port=LAUNCHER_PORT))
-        client = await stack.enter_async_context(KubeClient(reaching(there), connections=0))
+        client = await stack.enter_async_context(KubeClient(reaching(there)))
         launchers = await stack.enter_async_context(EnginesHttp(authority))
         api = KubeApi(client, authority)
         with Calls("manifest") as calls:

@@ -7,7 +7,6 @@ import itertools
 from contextlib import suppress
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -15,10 +14,11 @@ from kubernetes.aio import client as kubernetes
 from reached import reaching
 
 import virtual_time
-from pdcluster_operator.adapters.api_server import client
 from pdcluster_operator.adapters.api_server.client import APPLY, TRIES, KubeClient
+from pdcluster_operator.runtime.executor import SIDE_BY_SIDE
 from pdcluster_operator.runtime.interfaces import ApiError
-from pdcluster_operator.runtime.pacing.api_calls import MOST_PATIENCE, Overload
+from pdcluster_operator.runtime.pacing.api_calls import MOST_PATIENCE, Overload, namespace_of
+from pdcluster_operator.runtime.pacing.queue import WORKERS
 
 
 class Time:
@@ -171,23 +171,48 @@ async def test_a_call_is_made_again_and_given_up_at_last(time: Time, refusals: i
     assert codes == [429] * refusals + [200] * (refusals < TRIES)
 
 
-async def test_a_call_has_all_its_time_when_it_gets_a_connection(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(client, "CALL", aiohttp.ClientTimeout(total=2.0))
-    asked: list[str] = []
+@pytest.mark.parametrize(
+    ("path", "namespace"),
+    [
+        ("/api/v1/namespaces/ns/pods/p", "ns"),
+        ("/apis/pdcluster.dev/v1alpha1/namespaces/ns/pdclusters", "ns"),
+        ("/api/v1/namespaces/ns", "ns"),
+        ("/apis/apps/v1/statefulsets", ""),
+        ("/version", ""),
+    ],
+)
+def test_the_namespace_in_a_path(path: str, namespace: str) -> None:
+    assert namespace_of(path) == namespace
+
+
+async def test_calls_that_hang_in_one_namespace_leave_connections_for_the_others() -> None:
+    hanging, end = 0, asyncio.Event()
+
+    def pods(namespace: str) -> str:
+        return f"/api/v1/namespaces/{namespace}/pods"
 
     async def answer(request: web.Request) -> web.Response:
-        asked.append(request.path)
-        await asyncio.sleep(0.5)
+        nonlocal hanging
+        if request.match_info["namespace"] == "hangs":
+            hanging += 1
+            await end.wait()
         return web.json_response({})
 
     app = web.Application()
-    app.router.add_get("/{path:.*}", answer)
-    async with TestServer(app) as server, KubeClient(reaching(server), connections=1) as slow:
-        paths = [f"/{number}" for number in range(6)]
-        await asyncio.gather(*(slow.call("GET", path) for path in paths))
-    assert asked == paths, "in turn"
+    app.router.add_post("/api/v1/namespaces/{namespace}/pods", answer)
+    async with (
+        TestServer(app) as server,
+        KubeClient(reaching(server)) as client,
+        asyncio.timeout(60),
+    ):
+        many = WORKERS * SIDE_BY_SIDE
+        hung = [asyncio.create_task(client.call("POST", pods("hangs"))) for _ in range(many)]
+        while hanging < many:  # noqa: ASYNC110 - the handler announces nothing
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*(client.call("POST", pods(f"ns{one % 5}")) for one in range(50)))
+        assert not any(task.done() for task in hung)
+        end.set()
+        await asyncio.gather(*hung)
 
 
 async def test_a_body_is_sent_as_it_is() -> None:

@@ -94,7 +94,7 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Server,
     application.router.add_get("/{path:.*}", known.answer)
     async with (
         TestServer(application) as there,
-        KubeClient(reaching(there), connections=0) as client,
+        KubeClient(reaching(there)) as client,
     ):
 
         async def run(

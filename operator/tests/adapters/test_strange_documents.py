@@ -120,7 +120,7 @@ async def test_kopf_is_given_documents_that_its_parser_can_read() -> None:
     application = web.Application()
     application.router.add_get("/{path:.*}", answer)
     async with TestServer(application) as there:
-        async with KubeClient(reaching(there), connections=0) as client:
+        async with KubeClient(reaching(there)) as client:
             session = await client.session(handlers._Response)
         async with session:
             assert "spec" in await (await session.get(there.make_url("/"))).json()

@@ -20,7 +20,7 @@ from pdcluster_operator.plan.types import (
 )
 from pdcluster_operator.runtime import executor
 from pdcluster_operator.runtime.cluster_secrets import ClusterSecrets
-from pdcluster_operator.runtime.executor import Executor, RewriteNotes
+from pdcluster_operator.runtime.executor import SIDE_BY_SIDE, Executor, RewriteNotes
 from pdcluster_operator.runtime.interfaces import ApiError, Key
 
 KEY = Key("ns", "tiny")
@@ -86,11 +86,11 @@ async def test_a_stage_runs_side_by_side_within_its_bound_and_in_order() -> None
     steps = [apply("engine", "StatefulSet"), *(apply(f"s-{number}") for number in range(20))]
     running = asyncio.create_task(executor_of(api).perform(KEY, steps, []))
     async with asyncio.timeout(60):
-        while api.now < 8:  # noqa: ASYNC110 - nothing announces it
+        while api.now < SIDE_BY_SIDE:  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0)
     api.go.set()
     assert await running
-    assert api.most == 8
+    assert api.most == SIDE_BY_SIDE
     assert len(api.begun) == 21
     assert api.begun[-1] == "engine"
 

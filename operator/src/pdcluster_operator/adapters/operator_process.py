@@ -18,7 +18,7 @@ from typing import Any
 
 from pdcluster_operator.adapters.api_server import kubeconfig
 from pdcluster_operator.adapters.api_server.children import KubeApi
-from pdcluster_operator.adapters.api_server.client import CONNECTIONS, KubeClient
+from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.connector_collector import (
     PERIOD_SECONDS,
     ConnectorCollector,
@@ -137,15 +137,14 @@ class OperatorProcess:
             checks={"/healthz": alive, "/readyz": readiness},
             metrics=metrics,
         )
-        client, renewing, watching = [
+        client, renewing = [
             await stack.enter_async_context(
                 KubeClient(
                     await kubeconfig.find_configuration(), metrics.called, connections=number
                 )
             )
-            # Behind a burst on a slow API server, or behind calls that hang, a renewal of a Lease
-            # would come too late. Each watch holds a connection.
-            for number in (CONNECTIONS, RENEWALS_AT_ONCE, 0)
+            # A pause after a 429 holds for all calls of a client, and no renewal waits for it.
+            for number in (0, RENEWALS_AT_ONCE)
         ]
         connector = await asyncio.to_thread(build_connector)
         if options.authority is None:
@@ -182,7 +181,7 @@ class OperatorProcess:
         )
         metrics.loop = loop
         reflectors = self._reflectors = Reflectors(
-            watching, loop, options.namespaces, options.sweep_seconds, self._elsewhere
+            client, loop, options.namespaces, options.sweep_seconds, self._elsewhere
         )
         stack.push_async_callback(leases.stop)  # after the loop has stopped
         stack.push_async_callback(loop.stop)

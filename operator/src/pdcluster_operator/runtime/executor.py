@@ -28,8 +28,9 @@ from pdcluster_operator.runtime.interfaces import ApiServer, Key
 log = logging.getLogger(__name__)
 
 Manifest = Mapping[str, Any]
-SIDE_BY_SIDE = 8
-"""Concurrent calls for one cluster, so that a large one leaves connections for the others."""
+SIDE_BY_SIDE = 4
+"""Concurrent calls for one cluster. With those of all clusters that are reconciled at once, there
+are at most 96: the API server has other clients, too."""
 LEASE_CHECK_SECONDS = 1.0
 """How soon a step that is under way is cancelled after the Lease was lost."""
 

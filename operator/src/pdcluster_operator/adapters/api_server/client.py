@@ -18,7 +18,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode
@@ -34,13 +34,7 @@ from pdcluster_operator.runtime.interfaces import (
     Invalid,
     NamespaceTerminating,
 )
-from pdcluster_operator.runtime.pacing.api_calls import (
-    Connections,
-    Overload,
-    namespace_of,
-    written_namespace,
-)
-from pdcluster_operator.runtime.pacing.fair_slots import most_given
+from pdcluster_operator.runtime.pacing.api_calls import Overload, namespace_of
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +45,6 @@ TIMEOUT = 30.0
 SILENCE = 180.0
 """Seconds without a byte after which a watch counts as broken. A bookmark comes once a minute."""
 CALL = aiohttp.ClientTimeout(total=TIMEOUT)
-CONNECTIONS = 32
 USER_AGENT = "pdcluster-operator"
 TRIES = 5
 """How often a call is sent to an overloaded server, each time after the wait that it asks for."""
@@ -77,7 +70,8 @@ class KubeClient:
 
     Args:
         seen: see :data:`Seen`.
-        connections: the most at once, not counting some that hang; 0 for as many as are needed.
+        connections: the most at once; 0 for as many as are needed. The operator reconciles few
+            PDClusters at once, and calls that hang for one keep none from the others.
     """
 
     def __init__(
@@ -85,7 +79,7 @@ class KubeClient:
         configuration: client.Configuration,
         seen: Seen | None = None,
         *,
-        connections: int = CONNECTIONS,
+        connections: int = 0,
     ) -> None:
         self._seen = seen
         self._configuration = configuration
@@ -93,7 +87,6 @@ class KubeClient:
         self._client = client.ApiClient(configuration)
         self._http: aiohttp.ClientSession | None = None
         self._overload = Overload()
-        self._turns = Connections(connections) if connections else None
 
     async def __aenter__(self) -> Self:
         return self
@@ -122,12 +115,11 @@ class KubeClient:
         Raises:
             NotFound, Conflict, Invalid, ApiError: the server refused or did not answer.
         """
-        namespace, written = namespace_of(path), written_namespace(method, path)
+        namespace = namespace_of(path)
         patience = self._overload.patience()
         for _ in range(TRIES):
             await self._overload.wait(namespace, patience)
-            async with self._turns.one_for(written) if self._turns else nullcontext():
-                status, text, retry_after = await self._once(method, path, query, body, content)
+            status, text, retry_after = await self._once(method, path, query, body, content)
             if status != TOO_MANY:
                 break
             self._overload.refused(namespace, retry_after)
@@ -201,7 +193,7 @@ class KubeClient:
         tls = self._client.rest_client.ssl_context
         options = self._configuration.client_session_kwargs or {}
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=most_given(self._connections), ssl=tls),
+            connector=aiohttp.TCPConnector(limit=self._connections, ssl=tls),
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=bool(options.get("trust_env")),
             **more,

@@ -87,7 +87,6 @@ class Reflector:
     """Keeps the store equal to what the API server has of one kind.
 
     Args:
-        client: has a connection for each watch.
         namespace: whose objects are listed and watched; None for all.
         age: seconds after which a watch ends and its kind is listed again.
         elsewhere: whether kopf watches the kind. This reflector only lists it then, as soon as kopf

@@ -1,10 +1,6 @@
-"""When a call to the API server may be sent: connections in turns, and pauses after 429.
+"""When a call to the API server may be sent: pauses after 429.
 
-**Connections.** aiohttp does not give its connections out in turns, and the wait for one would
-count as a part of the call. So calls wait here for one of a limited number of slots, which
-:mod:`.fair_slots` shares between namespaces.
-
-**429 and Retry-After.** An overloaded API server asks a client to wait. What one call is asked
+An overloaded API server asks a client to wait, by ``Retry-After``. What one call is asked
 holds for all calls into its namespace, and for no other namespace: a priority level may be for some
 namespaces only, and an admission webhook can answer 429, too. If an API server refuses all calls
 for 50 PDClusters for a minute, 288 are refused in virtual time. If each call waited for itself, it
@@ -17,14 +13,9 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from pdcluster_operator.runtime.pacing.fair_slots import FairSlots
-
-CALL_HANGS_SECONDS = 5.0
-"""A call that takes longer hangs."""
 SHORTEST, LONGEST = 0.5, 10.0
 """Bounds of the seconds that a server may ask for."""
 MOST_PATIENCE = 30.0
@@ -39,46 +30,6 @@ SPREAD = 0.5
 def namespace_of(path: str) -> str:
     """Return the namespace in a path of the API server; empty if it has none."""
     return path.partition("/namespaces/")[2].partition("/")[0]
-
-
-def written_namespace(method: str, path: str) -> str:
-    """Return the namespace into which a call writes; empty for reads, which no webhook delays."""
-    return "" if method == "GET" else namespace_of(path)
-
-
-class Connections:
-    """Gives out ``most`` connections at once, not counting some that hang.
-
-    Used from one event loop.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._slots = FairSlots[asyncio.Future[None]](most, CALL_HANGS_SECONDS, _give)
-
-    @asynccontextmanager
-    async def one_for(self, namespace: str) -> AsyncIterator[None]:
-        """Wait for a connection for one call, and hold it while the context lasts.
-
-        Args:
-            namespace: into which the call writes; see :func:`written_namespace`.
-        """
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._slots.add(namespace, turn)
-        self._slots.hand_out()
-        try:
-            await turn
-            yield
-        finally:
-            if self._slots.waits(namespace, turn):  # it was cancelled while it waited
-                self._slots.drop(namespace, turn)
-            else:
-                self._slots.done(namespace, turn)
-                self._slots.hand_out()
-
-
-def _give(turn: asyncio.Future[None]) -> None:
-    if not turn.done():  # its call may be cancelled, and gives the slot back in a moment
-        turn.set_result(None)
 
 
 class _Asked(NamedTuple):

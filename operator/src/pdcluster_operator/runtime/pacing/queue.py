@@ -81,7 +81,7 @@ class KeyedQueue:
         self._rest = rest
         self._backoff = backoff or Backoff()
         self._uniform = uniform
-        self._slots = FairSlots[Key](workers, RECONCILE_HANGS_SECONDS, self._start)
+        self._slots = FairSlots(workers, RECONCILE_HANGS_SECONDS, self._start)
         self._resting: dict[Key, bool] = {}  # whether it was added meanwhile
         self._running: dict[Key, asyncio.Task[None]] = {}
         self._again: dict[Key, bool] = {}  # added while it is reconciled: whether it is urgent
@@ -100,10 +100,10 @@ class KeyedQueue:
         if key in self._running:
             self._again[key] = urgent or self._again.get(key, False)
             return
-        if key in self._resting and not urgent and not self._slots.waits(key.namespace, key):
+        if key in self._resting and not urgent and not self._slots.waits(key):
             self._resting[key] = True
             return
-        self._slots.add(key.namespace, key, urgent=urgent)
+        self._slots.add(key, urgent=urgent)
         self._hand_out()
 
     def add_after(self, key: Key, seconds: float) -> None:
@@ -181,7 +181,7 @@ class KeyedQueue:
             self._failures.pop(key, None)
         finally:
             del self._running[key]
-            self._slots.done(key.namespace, key)
+            self._slots.done(key)
         again = self._again.pop(key, None)
         if not again:
             self._let_rest(key, again=again is not None)
