@@ -85,7 +85,7 @@ def test_a_refusal_says_whether_to_try_again(
         (" <html>proxy</html> ", "<html>proxy</html>"),
         ("x" * 900, "x" * 200),
         ("[1]", "[1]"),
-        ('"no"', "no"),
+        ('"no"', '"no"'),
     ],
 )
 def test_a_refusal_in_words_that_are_not_kubernetes_own(text: str, said: str) -> None:

@@ -35,7 +35,7 @@ from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.plan.forecast.world import running
 from pdcluster_operator.plan.types import ConnectorBundle, Event
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.pacing.queue import Backoff
+from pdcluster_operator.runtime.queue import Backoff
 
 MANIFEST = {
     "apiVersion": PDCLUSTER.api_version,

@@ -14,11 +14,17 @@ from kubernetes.aio import client as kubernetes
 from reached import reaching
 
 import virtual_time
-from pdcluster_operator.adapters.api_server.client import APPLY, TRIES, KubeClient
+from pdcluster_operator.adapters.api_server.client import (
+    APPLY,
+    MOST_PATIENCE,
+    TRIES,
+    KubeClient,
+    Overload,
+    namespace_of,
+)
 from pdcluster_operator.runtime.executor import SIDE_BY_SIDE
 from pdcluster_operator.runtime.interfaces import ApiError
-from pdcluster_operator.runtime.pacing.api_calls import MOST_PATIENCE, Overload, namespace_of
-from pdcluster_operator.runtime.pacing.queue import WORKERS
+from pdcluster_operator.runtime.queue import WORKERS
 
 
 class Time:

@@ -9,7 +9,7 @@ from typing import Any
 import virtual_time
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.interfaces import Key
-from pdcluster_operator.runtime.pacing.queue import Backoff
+from pdcluster_operator.runtime.queue import Backoff
 from pdcluster_operator.runtime.reconcile import Place
 
 

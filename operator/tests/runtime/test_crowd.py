@@ -33,7 +33,7 @@ from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.runtime import reconcile
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.interfaces import Key, LauncherError
-from pdcluster_operator.runtime.pacing.queue import WORKERS
+from pdcluster_operator.runtime.queue import WORKERS
 
 COUNT = 36
 CALL_SECONDS = 0.005

@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import virtual_time
+from pdcluster_operator.runtime import queue
 from pdcluster_operator.runtime.interfaces import Key
-from pdcluster_operator.runtime.pacing import fair_slots
-from pdcluster_operator.runtime.pacing.fair_slots import (
+from pdcluster_operator.runtime.queue import (
     BELIEVED_SECONDS,
+    WORKERS,
     FairSlots,
+    KeyedQueue,
 )
-from pdcluster_operator.runtime.pacing.queue import WORKERS, KeyedQueue
 
 HANGS_SECONDS = 5.0
 
@@ -32,7 +33,7 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     moment = Time()
-    monkeypatch.setattr(fair_slots, "_now", moment)
+    monkeypatch.setattr(queue, "_now", moment)
     return moment
 
 
@@ -98,7 +99,7 @@ def test_a_namespace_that_has_nothing_gets_one_while_one_is_free(
 ) -> None:
     moment, held = Time(), dict[str, list[str]]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fair_slots, "_now", moment)
+        patch.setattr(queue, "_now", moment)
         slots = slots_of(total)
         for number, (namespace, step) in enumerate(steps):
             own = held.setdefault(namespace, [])

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from pdcluster_operator.runtime.interfaces import Key
-from pdcluster_operator.runtime.pacing.queue import Backoff, KeyedQueue
+from pdcluster_operator.runtime.queue import Backoff, KeyedQueue
 
 A, B = Key("ns", "a"), Key("ns", "b")
 

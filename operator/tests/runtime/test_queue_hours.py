@@ -10,7 +10,7 @@ from typing import Any
 
 import virtual_time
 from pdcluster_operator.runtime.interfaces import Key
-from pdcluster_operator.runtime.pacing.queue import KeyedQueue
+from pdcluster_operator.runtime.queue import KeyedQueue
 
 A, B = Key("ns", "a"), Key("ns", "b")
 

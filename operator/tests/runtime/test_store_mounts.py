@@ -11,7 +11,7 @@ from listing import list_into
 
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
 from pdcluster_operator.plan.connectors import shared_connectors_of
-from pdcluster_operator.runtime import object_metadata
+from pdcluster_operator.runtime import store as store_module
 from pdcluster_operator.runtime.store import Store
 
 NAMES = [f"pdcluster-connector-{digit * 16}" for digit in "ab"]
@@ -136,7 +136,7 @@ def test_one_object_that_cannot_be_read_keeps_no_other_from_the_store(
             raise AttributeError("of a kind that nobody thought of")
         return shared_connectors_of(manifest)
 
-    monkeypatch.setattr(object_metadata, "shared_connectors_of", read)
+    monkeypatch.setattr(store_module, "shared_connectors_of", read)
     store = Store()
     good = holder("StatefulSet", "good", "ns", [NAMES[0]], "1")
     bad = holder("StatefulSet", "bad", "ns", [NAMES[1]], "2")

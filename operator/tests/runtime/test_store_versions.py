@@ -8,8 +8,7 @@ from listing import list_into
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
 from pdcluster_operator.api.labels import CLUSTER_LABEL
 from pdcluster_operator.runtime.interfaces import Key
-from pdcluster_operator.runtime.object_metadata import GONE_SECONDS
-from pdcluster_operator.runtime.store import Store
+from pdcluster_operator.runtime.store import GONE_SECONDS, Store
 
 KEY = Key("default", "llama")
 

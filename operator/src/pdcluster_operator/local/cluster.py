@@ -48,7 +48,7 @@ from pdcluster_operator.plan.types import (
 from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.interfaces import Key
-from pdcluster_operator.runtime.pacing.queue import Backoff
+from pdcluster_operator.runtime.queue import Backoff
 from pdcluster_operator.runtime.reconcile import Place
 
 POD_PORTS = (

@@ -25,10 +25,9 @@ from pdcluster_operator.runtime.interfaces import (
     Launchers,
 )
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
-from pdcluster_operator.runtime.object_metadata import CLUSTER_KIND
-from pdcluster_operator.runtime.pacing.queue import Backoff, KeyedQueue
+from pdcluster_operator.runtime.queue import Backoff, KeyedQueue
 from pdcluster_operator.runtime.reconcile import Place, Reconciler
-from pdcluster_operator.runtime.store import Manifest, Store
+from pdcluster_operator.runtime.store import CLUSTER_KIND, Manifest, Store
 
 RESYNC_SECONDS = 300.0
 
