@@ -54,6 +54,7 @@ from pdcluster_operator.plan.children import MANAGED_KINDS
 
 def test_every_kind_that_the_planner_makes_is_watched():
     assert {kind.name for kind in WATCHED} == MANAGED_KINDS | {
+        "ConfigMap",
         "PDCluster",
         "PrefillScaler",
         "Pod",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -189,34 +188,6 @@ def test_a_template_that_the_server_refuses_replaces_nothing(real, operator, nam
     # It is tried again by itself, and goes on as soon as it is taken.
     enforce(real, namespace, "privileged")
     until(lambda: uids(real, namespace, "StatefulSet") != engines, 60, operator.said)
-
-
-def test_engines_of_an_operator_that_stored_no_revisions_are_adopted(
-    real, operator, namespace, tmp_path
-):
-    operator.start()
-    create(real, namespace, cluster())
-    settled(real, operator, namespace)
-    engines, pods = uids(real, namespace, "StatefulSet"), uids(real, namespace, "Pod")
-    operator.stop()
-    for name in revisions(real, namespace):
-        path = CHILDREN["ControllerRevision"].format(namespace)
-        assert real.call("DELETE", f"{path}/{name}")[0] == 200
-    operator.bring(later_version(tmp_path))
-    operator.start()
-    until(lambda: len(revisions(real, namespace)) == 2, 60, operator.said)
-    settled(real, operator, namespace)
-    at_rest(real, operator)
-    before = real.written
-    time.sleep(5)
-    assert [write["requestURI"] for write in real.writes(before)] == []
-    assert uids(real, namespace, "StatefulSet") == engines
-    assert uids(real, namespace, "Pod") == pods
-    made_from = {
-        (one["status"]["currentRevision"], one["status"]["updateRevision"])
-        for one in items(real, namespace, "StatefulSet").values()
-    }
-    assert all(current == update for current, update in made_from)
 
 
 def with_default(real, how):

@@ -14,8 +14,6 @@ from pdcluster_operator.api.object_names import (
     is_connector_name,
     is_group_of,
     name_errors,
-    own_connector_name,
-    owner_of_connector,
     start_group_name,
 )
 from pdcluster_operator.api.spec.enums import Role
@@ -42,15 +40,10 @@ def test_where_the_pods_of_an_engine_are() -> None:
     assert name.api_url == "http://tiny-decode-abcde-2-0.tiny-decode-abcde-2.ns.svc:8000"
 
 
-def test_a_connectors_name_says_whose_it_is() -> None:
-    shared, own = connector_name(DIGEST), own_connector_name("a-connector-b", DIGEST)
+def test_a_connectors_name_is_known() -> None:
+    shared = connector_name(DIGEST)
     assert shared == "pdcluster-connector-0123456789abcdef"
-    assert own == "a-connector-b-connector-0123456789"
-    assert (is_connector_name(shared), is_connector_name(own)) == (True, False)
-    assert owner_of_connector(own) == "a-connector-b"
-    for name in (shared, own_connector_name("pdcluster", DIGEST)[:-1], "a-connector-", "tiny"):
-        assert owner_of_connector(name) == ""
-    assert owner_of_connector(own_connector_name("pdcluster", DIGEST)) == "pdcluster"
+    assert is_connector_name(shared)
     for name in (shared + "0", shared[:-1], f"x-{shared}", shared[:-1] + "g"):
         assert not is_connector_name(name)
 

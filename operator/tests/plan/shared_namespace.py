@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from simulated_cluster import SimulatedCluster, manifest
@@ -87,52 +86,3 @@ class SharedNamespace:
         for world in self.clusters.values():
             yield from world.children.values()
             yield from (slim(pod, POD) for pod in world.pods.values())
-
-
-def as_an_older_operator_left_it(world: SimulatedCluster, stamp: Callable[..., Any]) -> None:
-    """Give the cluster its own copy of the connector, as operators did before they shared it."""
-    name = world.cluster["metadata"]["name"]
-    [(shared, config_map)] = world.shared.items()
-    own = f"{name}-connector-{world.connector.digest[:10]}"
-    world.children = {key: _renamed(one, shared, own) for key, one in world.children.items()}
-    world.pods = {key: _renamed(one, shared, own) for key, one in world.pods.items()}
-    config_map = _renamed(config_map, shared, own)
-    owner = next(iter(world.children.values()))["metadata"]["ownerReferences"]
-    labels = {
-        "app.kubernetes.io/name": "pdcluster",
-        "app.kubernetes.io/instance": name,
-        "app.kubernetes.io/component": "connector",
-        "app.kubernetes.io/part-of": "pdcluster",
-        "app.kubernetes.io/managed-by": "pdcluster-operator",
-        "pdcluster.dev/cluster": name,
-    }
-    config_map["metadata"] |= {"labels": labels, "ownerReferences": owner, "annotations": {}}
-    world.children["ConfigMap", own] = config_map
-    world.shared.clear()
-    for key, child in world.children.items():
-        world.children[key] = _stamped_anew(child, stamp)
-
-
-def _renamed(value: Any, old: str, new: str) -> Any:
-    if isinstance(value, dict):
-        return {key: _renamed(item, old, new) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_renamed(item, old, new) for item in value]
-    if isinstance(value, str) and value != old:
-        return value.replace(f'"{old}"', f'"{new}"')  # in JSON that is a text
-    return new if value == old else copy.copy(value)
-
-
-def _stamped_anew(child: dict[str, Any], stamp: Callable[..., Any]) -> dict[str, Any]:
-    """Let the stamp be the one of what the older operator applied."""
-    server = ("uid", "resourceVersion", "managedFields", "generation", "creationTimestamp")
-    metadata = child["metadata"]
-    kept = {key: value for key, value in metadata.items() if key in server}
-    bare = {**child, "metadata": {k: v for k, v in metadata.items() if k not in server}}
-    status = bare.pop("status", None)
-    annotations = dict(bare["metadata"].pop("annotations", None) or {})
-    annotations.pop("pdcluster.dev/applied", None)
-    if annotations:
-        bare["metadata"]["annotations"] = annotations
-    stamped = stamp(bare)
-    return {**stamped, "metadata": {**stamped["metadata"], **kept}, "status": status or {}}

@@ -257,19 +257,6 @@ def test_the_group_has_the_priority_of_its_pods() -> None:
     assert group["metadata"]["name"] != next(iter(groups(world_of()))), "it can never be changed"
 
 
-def test_adopted_engines_bring_no_group_into_a_stored_revision() -> None:
-    world = world_of()
-    everybody_runs(world)
-    stored = [key for key in world.children if key[0] == "ControllerRevision"]
-    for key in stored:
-        del world.children[key]
-    world.settle()
-    again = [child for (kind, _), child in world.children.items() if kind == "ControllerRevision"]
-    assert len(again) == 2
-    assert all(not group_in(child["data"]["template"]) for child in again)
-    assert shown(world) == ["decode-0 start", "prefill-0 start"]
-
-
 def test_a_queue_is_for_new_engines() -> None:
     world = world_of(scheduling={"queueName": "team-a"})
     everybody_runs(world)

@@ -21,7 +21,7 @@ MADE = {
     "metadata": {"name": "tiny-decode-abcde-0"},
     "spec": {"template": {"metadata": {}, "spec": {"containers": []}}},
 }
-"""From before there was TLS."""
+"""Its template has no certificates."""
 
 
 def test_only_leaders_with_an_address_are_asked() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from typing import Any
 
@@ -267,75 +266,6 @@ def replaced(world: SimulatedCluster) -> None:
         world.route()
 
 
-def of_an_older_operator(**given: str) -> SimulatedCluster:
-    """Return a cluster whose engines were made when the API had no ``spec.transfer.tls``.
-
-    Args:
-        given: what the API server of today makes of it.
-    """
-    world = SimulatedCluster(cluster(transfer={"device": "CPU", "tls": "Disabled"}))
-    world.bring_up()
-    for child in world.children.values():
-        if child["kind"] == "ControllerRevision":
-            del child["data"]["spec"]["transfer"]["tls"]
-    world.cluster["spec"]["transfer"] = {"device": "CPU", **given}
-    return world
-
-
-def test_engines_from_before_there_was_tls_may_stay_without_it() -> None:
-    world = of_an_older_operator()
-    before = copy.deepcopy(engines(world))
-    world.edit(transfer={"device": "CPU", "tls": "Disabled"})
-    world.settle()
-    assert engines(world) == before
-    prefill = {engine.revision for engine in world.leaders("prefill")}
-    world.edit(decode={"engine": {"env": [{"name": "A", "value": "1"}]}})
-    replaced(world)
-    assert {engine.revision for engine in world.leaders("prefill")} == prefill
-    assert not any(certificate_of(engine["spec"]["template"]) for engine in engines(world))
-    world.edit(transfer={"device": "CPU", "tls": "Enabled"})
-    replaced(world)
-    assert all(certificate_of(engine["spec"]["template"]) for engine in engines(world))
-
-
-@pytest.mark.parametrize("given", [{}, {"tls": "Enabled"}])
-def test_engines_from_before_there_was_tls_go_on_without_it(given: dict[str, str]) -> None:
-    world = of_an_older_operator(**given)
-    before = copy.deepcopy(engines(world))
-    assert [type(step) for step in world.step().steps] == [WriteCertificates]
-    world.settle()
-    assert engines(world) == before
-    world.edit(decode={"replicas": 2})
-    world.settle()
-    assert len(engines(world)) == 3
-    assert revisions(world) == {name.revision for name in map(engine_of, before) if name}
-    assert world.condition("Progressing")["status"] != "False"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"decode": {"engine": {"env": [{"name": "A", "value": "1"}]}}},
-        {"prefill": {"engine": {"env": [{"name": "A", "value": "1"}]}}},
-        {"rollout": {"type": "Recreate", "renew": "tls"}},
-    ],
-)
-def test_when_one_role_changes_both_get_tls_because_else_they_could_not_pair(
-    change: dict[str, Any],
-) -> None:
-    world = of_an_older_operator()
-    before = revisions(world)
-    world.settle()
-    world.edit(**change)
-    replaced(world)
-    now = engines(world)
-    assert len(now) == 2
-    assert not revisions(world) & before
-    assert all(certificate_of(engine["spec"]["template"]) for engine in now)
-    assert len({engine["metadata"]["labels"]["pdcluster.dev/pairing-key"] for engine in now}) == 1
-    assert world.condition("Ready")["status"] == "True"
-
-
 def test_engines_that_have_tls_by_default_lose_it_when_the_spec_says_so() -> None:
     """Their stored spec says nothing of TLS either, but they are of a time when there was TLS."""
     world = SimulatedCluster(cluster(transfer={"device": "CPU"}))
@@ -344,32 +274,6 @@ def test_engines_that_have_tls_by_default_lose_it_when_the_spec_says_so() -> Non
     world.edit(transfer={"device": "CPU", "tls": "Disabled"})
     replaced(world)
     assert not any(certificate_of(engine["spec"]["template"]) for engine in engines(world))
-    assert world.condition("Ready")["status"] == "True"
-
-
-@pytest.mark.parametrize("given", [{}, {"tls": "Enabled"}])
-def test_a_change_that_is_taken_back_brings_no_engines_without_tls_back(
-    given: dict[str, str],
-) -> None:
-    world = of_an_older_operator(**given)
-    world.settle()
-    world.edit(decode={"engine": {"env": [{"name": "A", "value": "1"}]}})
-    replaced(world)
-    world.edit(decode={})
-    replaced(world)
-    assert all(certificate_of(engine["spec"]["template"]) for engine in engines(world))
-    assert world.condition("Ready")["status"] == "True"
-
-
-def test_without_prefill_engines_those_of_decode_stay_as_an_older_operator_made_them() -> None:
-    world = of_an_older_operator()
-    before = {name.revision for name in world.leaders("decode")}
-    world.edit(prefill={"replicas": 0})
-    replaced(world)
-    assert {name.revision for name in world.leaders("decode")} == before
-    world.edit(prefill={"replicas": 1})
-    replaced(world)
-    assert {name.revision for name in world.leaders("decode")} == before
     assert world.condition("Ready")["status"] == "True"
 
 
@@ -413,20 +317,22 @@ def test_the_first_moment_stays_while_its_engine_is_silent_and_goes_when_it_is_r
     assert transfer(world)["notAfter"] == timestamp(START + 120 * A_DAY)
 
 
-def test_engines_from_before_there_was_tls_are_not_said_to_have_it() -> None:
-    world = of_an_older_operator(tls="Enabled")
+def test_engines_that_are_being_replaced_are_not_said_to_have_tls() -> None:
+    world = SimulatedCluster(cluster(transfer={"device": "CPU", "tls": "Disabled"}))
+    world.bring_up()
+    world.edit(
+        transfer={"device": "CPU", "tls": "Enabled"},
+        rollout={"type": "Surge"},
+        prefill={"replicas": 2},
+    )
     plan = world.step()
     status = transfer(world)
     assert status["certificates"] == "None"
     assert "2 of 2 engines without TLS" in status["message"]
-    assert "spec.rollout.renew" in status["message"], "what helps"
+    assert "They are being replaced" in status["message"], "what helps"
     said = [event for event in plan.events if event.reason == "InsecureSideChannel"]
     assert [(event.type, event.message) for event in said] == [("Warning", status["message"])]
     assert world.step().events == (), "once"
-    assert world.condition("Ready")["status"] == "True", "an upgrade breaks nothing"
-    world.edit(rollout={"renew": "tls", "type": "Surge"}, prefill={"replicas": 2})
-    world.step()
-    assert "They are being replaced" in transfer(world)["message"]
     replaced(world)
     assert transfer(world) == {"certificates": "Operator"}
 

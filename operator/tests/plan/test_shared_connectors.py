@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from shared_namespace import SharedNamespace, as_an_older_operator_left_it
+from shared_namespace import SharedNamespace
 from simulated_cluster import START, SimulatedCluster
 
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
@@ -20,7 +20,6 @@ from pdcluster_operator.api.labels import UNUSED_ANNOTATION
 from pdcluster_operator.api.object_names import (
     connector_name,
     is_connector_name,
-    own_connector_name,
 )
 from pdcluster_operator.plan.connectors import (
     KEEP_SECONDS,
@@ -31,7 +30,6 @@ from pdcluster_operator.plan.connectors import (
     step_for_connector,
 )
 from pdcluster_operator.plan.name_conflicts import may_be_taken
-from pdcluster_operator.plan.objects.drift import stamped
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.types import Apply, ConnectorBundle, Delete, RestartPod
 
@@ -101,21 +99,6 @@ def test_one_that_is_gone_or_marked_is_applied_again() -> None:
     assert step.uid == ""
 
 
-@pytest.mark.parametrize("spec", [{}, KEYED, {**KEYED, "engine": {"connector": "Image"}}])
-@pytest.mark.parametrize("name", ["llama", "pdcluster"])
-@pytest.mark.parametrize("connector", [OLDER, NEWER])
-def test_an_upgrade_from_copies_for_each_cluster_is_no_change(
-    spec: dict[str, Any], name: str, connector: ConnectorBundle
-) -> None:
-    world = up(name, **copy.deepcopy(spec))[name]
-    as_an_older_operator_left_it(world, stamped)
-    own = own_connector_name(name, OLDER.digest)
-    assert own in str(world.children)
-    assert OLD not in str(world.children)
-    world.connector = connector
-    assert world.plan().steps == ()
-
-
 @pytest.mark.parametrize(
     ("source", "volume", "name"),
     [
@@ -136,85 +119,6 @@ def test_routers_mount_no_volume_of_the_user_whatever_its_name(
     assert name not in str(router)
     world.connector = NEWER
     assert world.plan().steps == ()
-
-
-@pytest.mark.parametrize("spec", [{}, KEYED, {**KEYED, "engine": {"connector": "Image"}}])
-@pytest.mark.parametrize("connector", [OLDER, NEWER])
-def test_no_plan_of_an_upgrade_deletes_the_copy_that_something_mounts(
-    spec: dict[str, Any], connector: ConnectorBundle
-) -> None:
-    world = up("llama", **copy.deepcopy(spec))["llama"]
-    as_an_older_operator_left_it(world, stamped)
-    own = own_connector_name("llama", OLDER.digest)
-    stored = [key for key in world.children if key[0] == "ControllerRevision"]
-    for key in stored:  # an operator that is older still
-        del world.children[key]
-    world.connector = connector
-    applied = 0
-    for _ in range(8):
-        live = [one for (kind, _), one in world.children.items() if kind != "ConfigMap"]
-        mounting = own in str([live, world.pods])
-        steps = world.step().steps
-        applied += len([one for one in steps if isinstance(one, Apply)])
-        deleted = [one.name for one in steps if isinstance(one, Delete)]
-        assert not (mounting and own in deleted)
-        world.others_act()
-    assert applied > 0, "the revisions are stored"
-    assert world.plan().steps == ()
-    mounted = [one for (kind, _), one in world.children.items() if kind != "ConfigMap"]
-    assert (("ConfigMap", own) in world.children) == (own in str(mounted))
-
-
-def test_a_copy_stays_as_long_as_a_pod_mounts_it() -> None:
-    world = up("llama", **KEYED, engine={"connector": "Image"})["llama"]
-    as_an_older_operator_left_it(world, stamped)
-    own = own_connector_name("llama", OLDER.digest)
-    for key in [key for key in world.children if key[0] == "ControllerRevision"]:
-        del world.children[key]
-    [template] = [one["spec"]["template"] for (kind, _), one in world.children.items()
-                  if kind == "Deployment"]  # fmt: skip
-    metadata = {**template["metadata"], "name": "old-router", "namespace": "default"}
-    world.pods["old-router"] = {"kind": "Pod", "metadata": metadata, "spec": template["spec"]}
-    world.connector = NEWER
-    for _ in range(4):
-        world.step()
-        world.others_act()
-    workloads = [one for (kind, _), one in world.children.items() if kind != "ConfigMap"]
-    assert own not in str(workloads)
-    assert ("ConfigMap", own) in world.children
-    del world.pods["old-router"]
-    world.settle()
-    assert ("ConfigMap", own) not in world.children
-
-
-def test_the_copy_of_a_cluster_stays_for_what_mounts_it_and_then_goes() -> None:
-    namespace = up("llama", rollout={"revisionHistoryLimit": 1}, **KEYED)
-    world = namespace["llama"]
-    as_an_older_operator_left_it(world, stamped)
-    world.connector = NEWER
-    own = "ConfigMap", own_connector_name("llama", OLDER.digest)
-    world.edit(decode=ONE_VARIABLE)
-    for _ in range(12):
-        world.step()
-        world.others_act()
-    assert own in world.children, "prefill mounts it still"
-    assert namespace.mounted() == set(namespace.shared) == {NEW}
-    for _ in range(3):
-        changed(world)
-        stored = [one for (kind, _), one in world.children.items() if kind == "ControllerRevision"]
-        assert (own in world.children) == (own[1] in str(stored))
-    assert own not in world.children
-    assert world.condition("Ready")["status"] == "True"
-
-
-def test_a_copy_that_somebody_deletes_is_made_again_as_long_as_its_bytes_are_known() -> None:
-    world = up("llama")["llama"]
-    as_an_older_operator_left_it(world, stamped)
-    own = "ConfigMap", own_connector_name("llama", OLDER.digest)
-    before = world.children.pop(own)
-    world.settle()
-    assert world.children[own]["binaryData"] == before["binaryData"]
-    assert world.shared == {}
 
 
 def test_a_revision_that_mounts_a_marked_one_of_an_older_operator_is_not_used_again() -> None:
@@ -252,21 +156,15 @@ FORGERIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-@pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("size", [5, 5_000])
 def test_no_pod_starts_with_an_older_connector_that_is_not_what_its_name_says(
-    forgery: str, copied: bool, size: int
+    forgery: str, size: int
 ) -> None:
     older = bundle(b"older" * size)
     world = SharedNamespace("llama", **KEYED)["llama"]
     world.connector = older
     world.bring_up()
-    held: Any = world.shared
-    name: Any = connector_name(older.digest)
-    if copied:
-        as_an_older_operator_left_it(world, stamped)
-        held = world.children
-        name = "ConfigMap", own_connector_name("llama", older.digest)
+    held, name = world.shared, connector_name(older.digest)
     world.connector = NEWER
     config_map = held[name]
     held[name] = kept(config_map)

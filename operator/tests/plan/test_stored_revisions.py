@@ -32,7 +32,7 @@ from pdcluster_operator.plan.rollout.revisions import (
     revisions_in,
     stored_revisions,
 )
-from pdcluster_operator.plan.types import Apply, ConnectorBundle, Delete, TryOut
+from pdcluster_operator.plan.types import Apply, ConnectorBundle, TryOut
 
 NEWER = ConnectorBundle("d" * 64, b"newer")
 OLD_CONNECTOR = "pdcluster-connector-c0ffee0000000000"
@@ -248,31 +248,6 @@ def test_history_is_pruned_and_mounts_no_connector_then() -> None:
     assert {name for child in world.children.values() for name in shared_connectors_of(child)} == {
         f"pdcluster-connector-{n * 16}" for n in ("2", "3")
     }
-
-
-def test_engines_of_an_operator_that_stored_nothing_are_adopted() -> None:
-    world = up()
-    for name in named(world, "ControllerRevision"):
-        del world.children["ControllerRevision", name]
-    engines = copy.deepcopy({k: v for k, v in world.children.items() if k[0] == "StatefulSet"})
-    for engine in engines.values():
-        # An API server says all defaults.
-        engine["spec"]["template"]["spec"]["restartPolicy"] = "Always"
-        engine["spec"]["template"]["metadata"]["creationTimestamp"] = None
-    world.children |= copy.deepcopy(engines)
-    world.connector = NEWER
-    plan = world.settle()
-    assert not [step for step in plan.steps if isinstance(step, Delete)]
-    assert named(world, "ControllerRevision") == {
-        name.rpartition("-")[0] for name in named(world, "StatefulSet")
-    }
-    for key, engine in engines.items():
-        now = world.children[key]["spec"]["template"]["spec"]
-        assert now == engine["spec"]["template"]["spec"]
-    # Adopted once, they are like any other.
-    world.edit(decode=ONE_VARIABLE)
-    roll(world)
-    assert world.condition("Ready")["status"] == "True"
 
 
 def test_engines_of_a_spec_that_the_older_operator_had_not_seen_are_not_adopted() -> None:
@@ -556,23 +531,6 @@ def test_without_a_history_what_is_wanted_stays_although_no_engine_has_it() -> N
 
 
 @pytest.mark.parametrize(
-    ("reason", "adopted"),
-    [("Ready", True), ("EngineFailed", True), ("Paused", False), ("Replacing", False)],
-)
-def test_an_older_operator_that_had_engines_to_replace_made_them_of_another_spec(
-    reason: str, adopted: bool
-) -> None:
-    """It stored no revision. Nothing then says what the engines that run were made from."""
-    world = up()
-    for name in named(world, "ControllerRevision"):
-        del world.children["ControllerRevision", name]
-    world.connector = NEWER
-    world.condition("Ready")["reason"] = reason
-    tried_out = [step for step in world.plan().steps if isinstance(step, TryOut)]
-    assert bool(tried_out) is not adopted
-
-
-@pytest.mark.parametrize(
     ("before", "after", "paths"),
     [
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}, []),
@@ -636,25 +594,3 @@ def test_a_revision_is_read_as_it_was_stored() -> None:
     assert list(revisions_in([old])) == [
         replace(one, connector="", nodes=1, renew="", spec={}),
     ], "what an older operator did not store"
-
-
-def test_an_adopted_revision_says_what_its_engines_were_made_from() -> None:
-    """Further engines of it have as many pods, the same connector and the same partners."""
-    world = up(prefill={"parallelism": {"tensor": 2, "nodes": 2}})
-    engines = {
-        child["metadata"]["labels"]["pdcluster.dev/role"]: child
-        for (kind, _), child in world.children.items()
-        if kind == "StatefulSet"
-    }
-    for name in named(world, "ControllerRevision"):
-        del world.children["ControllerRevision", name]
-    world.connector = NEWER
-    steps = world.step().steps
-    assert {step.manifest["kind"] for step in steps} == {"ControllerRevision"}
-    found = {one.role: one for one in stored_revisions(world.observed())}
-    for role, nodes in ((Role.PREFILL, 2), (Role.DECODE, 1)):
-        labels = engines[role.value]["metadata"]["labels"]
-        assert (found[role].nodes, found[role].connector) == (nodes, "c0ffee" + "0" * 10)
-        assert found[role].pairing_key == labels["pdcluster.dev/pairing-key"]
-        assert found[role].name == labels["pdcluster.dev/revision"]
-        assert found[role].number == 1

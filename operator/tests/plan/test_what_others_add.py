@@ -124,9 +124,9 @@ def up(**spec: Any) -> Adorned:
 
 def test_in_a_rollout() -> None:
     world = up(decode={"replicas": 2})
-    world.children["ConfigMap", "left-over"] = {
+    world.children["ServiceAccount", "left-over"] = {
         "apiVersion": "v1",
-        "kind": "ConfigMap",
+        "kind": "ServiceAccount",
         "metadata": {"name": "left-over", "namespace": "default", "uid": "7",
                      "resourceVersion": "7"},
     }  # fmt: skip
@@ -139,7 +139,7 @@ def test_in_a_rollout() -> None:
     for _ in range(4):
         world.step()
         world.others_act()
-    assert ("ConfigMap", "left-over") not in world.children
+    assert ("ServiceAccount", "left-over") not in world.children
     assert world.condition("Ready")["status"] == "True"
 
 

@@ -27,12 +27,10 @@ ROUTER_METRICS_PORT = 29000
 NAME_LIMIT = 34
 REVISION_LENGTH = 5
 CONNECTOR_LENGTH = 16
-"""Digits of a digest. More than :func:`own_connector_name` has, so that no two names are equal."""
-OWN_CONNECTOR_LENGTH = 10
+"""Digits of a connector's digest in a name."""
 
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SHARED_CONNECTOR = re.compile(rf"pdcluster-connector-[0-9a-f]{{{CONNECTOR_LENGTH}}}")
-_OWN_CONNECTOR = re.compile(rf"(.+)-connector-[0-9a-f]{{{OWN_CONNECTOR_LENGTH}}}")
 
 
 def name_errors(name: object) -> list[tuple[str, str]]:
@@ -109,17 +107,6 @@ def connector_name(digest: str) -> str:
 def is_connector_name(name: str) -> bool:
     """Whether a ConfigMap of this name holds a connector for a namespace."""
     return _SHARED_CONNECTOR.fullmatch(name) is not None
-
-
-def own_connector_name(cluster: str, digest: str) -> str:
-    """Name of the ConfigMap with which an older operator gave each cluster its own copy."""
-    return f"{cluster}-connector-{digest[:OWN_CONNECTOR_LENGTH]}"
-
-
-def owner_of_connector(name: str) -> str:
-    """Return the cluster of a name from :func:`own_connector_name`; empty for other names."""
-    found = _OWN_CONNECTOR.fullmatch(name)
-    return found[1] if found else ""
 
 
 def start_group_name(cluster: str, suffix: str) -> str:

@@ -27,7 +27,6 @@ from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
-from pdcluster_operator.plan.connectors import config_maps_of
 from pdcluster_operator.plan.objects.drift import is_settled, stamped
 from pdcluster_operator.plan.objects.ownership import identity, is_being_deleted
 from pdcluster_operator.plan.observed.engines import released
@@ -89,7 +88,6 @@ MANAGED_KINDS = frozenset(
         "StatefulSet",
         "Deployment",
         "Service",
-        "ConfigMap",
         "ServiceAccount",
         "NetworkPolicy",
         "PodDisruptionBudget",
@@ -97,7 +95,7 @@ MANAGED_KINDS = frozenset(
         REVISION_KIND,
     }
 )
-"""The kinds that the operator creates. It deletes no object of another kind."""
+"""The kinds that a PDCluster owns. The operator deletes no object of another kind."""
 
 
 def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
@@ -117,9 +115,7 @@ def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
             continue
         if kind == REVISION_KIND and name not in desired.forgotten:
             continue
-        if kind == "ConfigMap" and (name in desired.mounted or _is_mounted(observed, name)):
-            continue
-        if kind in ("ConfigMap", POD_GROUP_KIND) and (leaving or desired.kept):
+        if kind == POD_GROUP_KIND and (leaving or desired.kept):
             # A pod that is leaving may restart once more. It needs what it was made with.
             continue
         metadata = child["metadata"]
@@ -140,12 +136,6 @@ def existing_engines(children: Iterable[Manifest], role: Role) -> int:
         engine_of(c) for c in children if c.get("kind") == "StatefulSet" and not is_being_deleted(c)
     )
     return sum(engine is not None and engine.role is role for engine in engines)
-
-
-def _is_mounted(observed: Observed, config_map: str) -> bool:
-    """Whether a live pod or template mounts it. An older operator stored no revision that does."""
-    live = (*observed.children, *observed.pods)
-    return any(config_map in config_maps_of(one) for one in live)
 
 
 def _leaving(observed: Observed, desired: Desired) -> set[EngineName]:

@@ -9,8 +9,7 @@ operators of several classes may share it, too. Two steps make sure that a pod n
 
 What somebody planned before the mark has long been written by then. The mark is in the object, so
 another operator goes on where the first one stopped. The steps are carried out by
-``adapters/api_server/connector_collector.py``. A copy that an older operator made for one PDCluster
-is deleted by :mod:`.children`, when no stored revision mounts it any more.
+``adapters/api_server/connector_collector.py``.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ from typing import Any
 
 from pdcluster_operator.api.conditions import seconds, timestamp
 from pdcluster_operator.api.labels import CONNECTOR_LABEL, UNUSED_ANNOTATION
-from pdcluster_operator.api.object_names import (
-    connector_name,
-    is_connector_name,
-    owner_of_connector,
-)
+from pdcluster_operator.api.object_names import connector_name, is_connector_name
 from pdcluster_operator.plan.builders.connector_configmap import CONNECTOR_FILE, CONNECTOR_VOLUME
 from pdcluster_operator.plan.objects.contents import MARK
 from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
@@ -48,43 +43,30 @@ def is_shared_connector(manifest: Manifest) -> bool:
 
 
 def shared_connectors_of(manifest: Manifest) -> frozenset[str]:
-    """Return the names of the shared ConfigMaps that an object's pods mount."""
-    return frozenset(filter(is_connector_name, config_maps_of(manifest)))
-
-
-def config_maps_of(manifest: Manifest) -> frozenset[str]:
-    """Return the names of all ConfigMaps that an object's pods mount.
+    """Return the names of the shared ConfigMaps that an object's pods mount.
 
     Others may have written the object, and Kubernetes checks nothing of a stored revision.
     """
     if manifest.get("kind") not in MOUNTING_KINDS:
         return frozenset()
-    return frozenset(name for _, name in _config_maps(_pod_spec(manifest)))
+    return frozenset(name for _, name in _connectors(_pod_spec(manifest)))
 
 
-def mounted_connector(cluster: str, template: Manifest) -> str:
-    """Return the name of the ConfigMap whose connector a pod mounts; empty if none.
+def mounted_connector(template: Manifest) -> str:
+    """Return the name of the ConfigMap whose connector a pod runs; empty if none.
 
     Args:
-        template: a pod template of the PDCluster ``cluster``. A user may have added volumes to it.
+        template: a pod template. A user may have added volumes to it.
     """
-    for volume, name in _config_maps(_mapping(template.get("spec"))):
-        ours = is_connector_name(name) or owner_of_connector(name) == cluster
-        if volume == CONNECTOR_VOLUME and ours:
-            return name
-    return ""
+    found = _connectors(_mapping(template.get("spec")))
+    return next((name for volume, name in found if volume == CONNECTOR_VOLUME), "")
 
 
-def connector_of(cluster: str, manifest: Manifest) -> str:
-    """Return the name of the ConfigMap whose connector an object's pods mount; empty if none."""
+def connector_of(manifest: Manifest) -> str:
+    """Return the name of the ConfigMap whose connector an object's pods run; empty if none."""
     if manifest.get("kind") not in MOUNTING_KINDS:
         return ""
-    return mounted_connector(cluster, {"spec": _pod_spec(manifest)})
-
-
-def digest_in(config_map: str) -> str:
-    """Return the beginning of the digest that stands in the name of a connector's ConfigMap."""
-    return config_map.rpartition("-")[2]
+    return mounted_connector({"spec": _pod_spec(manifest)})
 
 
 def config_maps_seen(observed: Observed) -> frozenset[str]:
@@ -92,10 +74,8 @@ def config_maps_seen(observed: Observed) -> frozenset[str]:
 
     One whose content does not match the hash in its name does not count.
     """
-    own = (child for child in observed.children if child.get("kind") == "ConfigMap")
-    shared = (one for one in observed.connectors if not marked_unused(one))
-    found = (one for one in (*own, *shared) if not is_forged(one))
-    return frozenset(str(one["metadata"]["name"]) for one in found)
+    staying = (one for one in observed.connectors if not marked_unused(one))
+    return frozenset(str(one["metadata"]["name"]) for one in staying if not is_forged(one))
 
 
 def marked_unused(connector: Manifest) -> str:
@@ -112,12 +92,12 @@ def _pod_spec(manifest: Manifest) -> Mapping[str, Any]:
     return _mapping(template.get("spec"))
 
 
-def _config_maps(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the names of the volumes that hold a ConfigMap, and of these ConfigMaps."""
+def _connectors(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the names of the volumes that hold a connector, and of their ConfigMaps."""
     volumes = spec.get("volumes")
     for volume in map(_mapping, volumes if isinstance(volumes, list | tuple) else ()):
         name = _mapping(volume.get("configMap")).get("name")
-        if isinstance(name, str):
+        if isinstance(name, str) and is_connector_name(name):
             yield str(volume.get("name")), name
 
 
@@ -132,7 +112,7 @@ def is_forged(config_map: Manifest) -> bool:
         config_map: as the store keeps it, with hashes. One with its contents is not judged.
     """
     name = str(config_map["metadata"]["name"])
-    if not is_connector_name(name) and not owner_of_connector(name):
+    if not is_connector_name(name):
         return False
     held = config_map.get("binaryData") or {}
     if not all(str(content).startswith(MARK) for content in held.values()):

@@ -11,12 +11,8 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from pdcluster_operator.api.object_names import connector_name, own_connector_name
-from pdcluster_operator.plan.connectors import (
-    connector_of,
-    is_forged,
-    is_shared_connector,
-)
+from pdcluster_operator.api.object_names import connector_name
+from pdcluster_operator.plan.connectors import connector_of, is_forged, is_shared_connector
 from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
 from pdcluster_operator.plan.types import Apply, Manifest, Observed, RestartPod, Step
 
@@ -56,24 +52,20 @@ def strange_connectors(observed: Observed, children: Iterable[Manifest]) -> froz
     One that is missing counts, too: somebody may have put another one into its place that the
     operator's watch does not see. The operator's own connector is compared when it is applied.
     """
-    digest, cluster = observed.connector.digest, str(observed.cluster["metadata"]["name"])
-    own = {connector_name(digest), own_connector_name(cluster, digest)}
-    live = (*observed.connectors, *(one for one in observed.children if one["kind"] == "ConfigMap"))
-    known = {str(one["metadata"]["name"]) for one in live if not is_forged(one)}
-    mounted = {connector_of(cluster, child) for child in children} - {""}
-    return frozenset(mounted - known - own)
+    known = {str(one["metadata"]["name"]) for one in observed.connectors if not is_forged(one)}
+    mounted = {connector_of(child) for child in children} - {""}
+    return frozenset(mounted - known - {connector_name(observed.connector.digest)})
 
 
 def may_be_taken(step: Step, observed: Observed, strange: AbstractSet[str]) -> bool:
     """Whether no pod starts with a strange connector because of a step."""
-    cluster = str(observed.cluster["metadata"]["name"])
     if isinstance(step, Apply):
-        return connector_of(cluster, step.manifest) not in strange
+        return connector_of(step.manifest) not in strange
     if isinstance(step, RestartPod):
         owner = step.name.rpartition("-")[0]
         sets = (one for one in observed.children if one["kind"] == "StatefulSet")
         named = (one for one in sets if one["metadata"]["name"] == owner)
-        return not any(connector_of(cluster, one) in strange for one in named)
+        return not any(connector_of(one) in strange for one in named)
     return True
 
 

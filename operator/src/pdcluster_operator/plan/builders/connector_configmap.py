@@ -1,8 +1,7 @@
 """The ConfigMap that carries the connector into engine pods.
 
-All PDClusters of a namespace share one. It has no owner, and
-``plan/connectors.py`` says when it goes. Older operators made a copy for each
-PDCluster, and stored revisions may mount that one.
+All PDClusters of a namespace share one. It has no owner, and ``plan/connectors.py`` says when it
+goes.
 """
 
 from __future__ import annotations
@@ -15,11 +14,8 @@ from pdcluster_operator.api.labels import (
     CONNECTOR_LABEL,
     FIELD_MANAGER,
     UNUSED_ANNOTATION,
-    cluster_labels,
 )
-from pdcluster_operator.api.object_names import CONNECTOR_LENGTH, connector_name, own_connector_name
-from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.objects.ownership import child_metadata
+from pdcluster_operator.api.object_names import CONNECTOR_LENGTH, connector_name
 from pdcluster_operator.plan.types import ConnectorBundle
 
 CONNECTOR_FILE = "connector.pyz"
@@ -46,17 +42,6 @@ def build_connector_configmap(namespace: str, connector: ConnectorBundle) -> dic
         "labels": labels,
         "annotations": {UNUSED_ANNOTATION: ""},
     }
-    return _with_contents(metadata, connector)
-
-
-def build_own_configmap(cluster: Cluster, connector: ConnectorBundle) -> dict[str, Any]:
-    """Return the copy that an older operator made for one cluster."""
-    name = own_connector_name(cluster.name, connector.digest)
-    labels = cluster_labels(cluster.name, CONNECTOR_COMPONENT)
-    return _with_contents(child_metadata(cluster, name, labels), connector)
-
-
-def _with_contents(metadata: dict[str, Any], connector: ConnectorBundle) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

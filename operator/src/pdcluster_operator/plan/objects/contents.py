@@ -14,13 +14,11 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from pdcluster_operator.api.object_names import is_connector_name, owner_of_connector
+from pdcluster_operator.api.object_names import is_connector_name
 from pdcluster_operator.plan.types import Manifest
 
 CONTENTS = ("data", "binaryData")
 MARK = "sha256:"
-SHORT = 128
-"""Characters that are kept as they are."""
 STATUS_FIELDS: Mapping[str, tuple[str, ...]] = {
     "Deployment": ("observedGeneration", "replicas", "updatedReplicas", "availableReplicas"),
     "Pod": ("podIP", "containerStatuses"),
@@ -30,21 +28,15 @@ POD_CONDITIONS = ("Ready", "PodScheduled")
 
 
 def without_contents(manifest: Manifest) -> Manifest:
-    """Return an immutable ConfigMap with hashes of its contents; any other object as it is.
+    """Return the ConfigMap of a connector with hashes of its contents; any other object as it is.
 
-    Of a connector, the bytes are hashed always: its name says the beginning of that hash.
-    The result for a result is the same, so that both sides of a comparison may come from here.
+    The bytes are hashed, because the ConfigMap's name says the beginning of that hash. The result
+    for a result is the same, so that both sides of a comparison may come from here.
     """
-    if manifest.get("kind") != "ConfigMap":
-        return manifest
-    connector = _is_connector(str(manifest["metadata"]["name"]))
-    if not connector and not manifest.get("immutable"):
+    if manifest.get("kind") != "ConfigMap" or not is_connector_name(manifest["metadata"]["name"]):
         return manifest
     hashed: dict[str, Any] = {
-        part: {
-            name: _bytes_hashed(text) if connector and part == "binaryData" else _hashed(text)
-            for name, text in manifest[part].items()
-        }
+        part: {name: _hashed(text) for name, text in manifest[part].items()}
         for part in CONTENTS
         if manifest.get(part)
     }
@@ -66,7 +58,7 @@ def pod_spec_that_is_read(spec: Manifest) -> dict[str, Any]:
         "schedulingGates": spec.get("schedulingGates"),
         "volumes": [
             *({"secret": {"secretName": name}} for name in secrets),
-            *({"configMap": {"name": name}} for name in maps if _is_connector(str(name))),
+            *({"configMap": {"name": name}} for name in maps if is_connector_name(str(name))),
         ],
         "containers": [{"resources": {"limits": one}} for one in limits if one],
     }
@@ -86,28 +78,15 @@ def status_that_is_read(kind: str, status: Manifest) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if value}
 
 
-def _is_connector(config_map: str) -> bool:
-    return is_connector_name(config_map) or bool(owner_of_connector(config_map))
-
-
 def _hashed(text: str) -> str:
-    return text if len(text) <= SHORT else _digest(text)
+    return text if text.startswith(MARK) else _digest(text)
 
 
 @lru_cache(maxsize=4)
 def _digest(text: str) -> str:
     """Remembered, because all clusters of an operator have the same content."""
-    return MARK + hashlib.sha256(text.encode()).hexdigest()
-
-
-def _bytes_hashed(text: str) -> str:
-    return text if text.startswith(MARK) else _digest_of_bytes(text)
-
-
-@lru_cache(maxsize=4)
-def _digest_of_bytes(text: str) -> str:
     try:
         content = base64.b64decode(text, validate=True)
     except ValueError:
-        return _digest(text)
+        content = text.encode()
     return MARK + hashlib.sha256(content).hexdigest()

@@ -34,7 +34,7 @@ from pdcluster_operator.plan.rollout.routing import Routing, route, stored_templ
 from pdcluster_operator.plan.rollout.targets import (
     Targets,
     find_targets,
-    keep_history,
+    forgotten_revisions,
     queues_of,
     what_targets_depend_on,
 )
@@ -57,7 +57,6 @@ class Desired:
         stale: whether an engine or a pod of another revision exists.
         trials: what must succeed before a new revision is stored and replaces anything.
         forgotten: names of the ControllerRevisions that the history has no place for.
-        mounted: names of the ConfigMaps whose connectors the other revisions mount.
         changed: the fields of the spec that made engines be replaced, in words.
         keys: pairing key of each engine.
         stuck: why engines cannot be replaced; empty if they can.
@@ -72,7 +71,6 @@ class Desired:
     stale: bool = False
     trials: tuple[TryOut, ...] = ()
     forgotten: frozenset[str] = frozenset()
-    mounted: frozenset[str] = frozenset()
     changed: str = ""
     stuck: str = ""
 
@@ -169,7 +167,6 @@ def desire(
     # Step 4: make the objects.
     stale = bool(existing.engines.difference(*names.values())) or bool(places.kept) or choice.waits
     made = {role: set(names[role]) - blocked for role in Role}
-    history = keep_history(cluster, choice.targets, existing.engines)
     build = Build(
         cluster=cluster,
         connector=observed.connector,
@@ -204,8 +201,7 @@ def desire(
         kept=places.kept,
         stale=stale,
         trials=tuple(_trial(cluster, choice.targets, role) for role in choice.untried),
-        forgotten=history.forgotten,
-        mounted=history.mounted,
+        forgotten=forgotten_revisions(cluster, choice.targets, existing.engines),
         changed=in_words(_changed(choice.targets, existing.engines, observed)) if stale else "",
         stuck=places.moves.stuck if places.moves else "",
     )

@@ -23,12 +23,7 @@ from pdcluster_operator.api.labels import (
     cluster_labels,
     engine_labels,
 )
-from pdcluster_operator.api.object_names import (
-    REVISION_LENGTH,
-    EngineName,
-    is_group_of,
-    revision_name,
-)
+from pdcluster_operator.api.object_names import REVISION_LENGTH, EngineName, revision_name
 from pdcluster_operator.api.spec.enums import Role, TlsMode
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER
 from pdcluster_operator.api.spec.resolve import resolve_engine
@@ -50,8 +45,8 @@ class Revision:
     Attributes:
         name: the hash in the names of its engines.
         pairing_key: engines of both roles pair when their keys are equal.
-        connector: digest of the operator's connector when it was rendered, or its beginning.
-            The pods mount it, unless the image holds a connector.
+        connector: digest of the operator's connector when it was rendered. The pods mount it,
+            unless the image holds a connector.
         nodes: pods of an engine.
         template: the pod template, for an engine that has no name yet; see :func:`engine_template`.
         spec: what the user wrote, without replicas and rollout.
@@ -122,14 +117,6 @@ def in_group(template: dict[str, Any], group: str) -> dict[str, Any]:
     if not group:
         return template
     return {**template, "spec": {**template["spec"], "schedulingGroup": {"podGroupName": group}}}
-
-
-def without_group(template: Template, name: EngineName) -> dict[str, Any]:
-    """Return an engine's pod template without the PodGroup that the operator gave it."""
-    spec = dict(template["spec"])
-    if is_group_of(name, str((spec.get("schedulingGroup") or {}).get("podGroupName") or "")):
-        del spec["schedulingGroup"]
-    return {**template, "spec": spec}
 
 
 def renamed(
@@ -224,7 +211,7 @@ def pairing_key(cluster: Cluster) -> str:
     """Return the key of all engines of a spec; engines pair when their keys are equal."""
     document: dict[str, Any] = {"model": _source(cluster)}
     if (tls := cluster.spec.transfer.tls) is not TlsMode.DISABLED:
-        # Without TLS, the key is the same as before the field existed.
+        # An engine without TLS has no entry, and so never the key of one with it.
         document["tls"] = True if tls is TlsMode.ENABLED else tls.value
     for role in Role:
         engine = resolve_engine(cluster, role)

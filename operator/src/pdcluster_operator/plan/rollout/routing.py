@@ -165,9 +165,7 @@ def router_template(
     then = _read(stored, router_selector(cluster, key))
     if then is None or then.template == today.template:
         return today
-    if mounted_connector(cluster.name, then.template) != mounted_connector(
-        cluster.name, today.template
-    ):
+    if mounted_connector(then.template) != mounted_connector(today.template):
         return today
     if then.spec == spec:
         return then

@@ -15,18 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdcluster_operator.api.labels import POD_INDEX_LABEL, RENDERED_ANNOTATION
-from pdcluster_operator.api.object_names import (
-    EngineName,
-    connector_name,
-    own_connector_name,
-    router_deployment_name,
-)
+from pdcluster_operator.api.object_names import EngineName, connector_name, router_deployment_name
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.connector_configmap import (
-    build_connector_configmap,
-    build_own_configmap,
-)
+from pdcluster_operator.plan.builders.connector_configmap import build_connector_configmap
 from pdcluster_operator.plan.builders.engine_objects import (
     build_engine_service,
     build_engine_statefulset,
@@ -44,10 +36,7 @@ from pdcluster_operator.plan.builders.router import (
     build_router_deployment,
     build_router_service,
 )
-from pdcluster_operator.plan.connectors import (
-    is_shared_connector,
-    mounted_connector,
-)
+from pdcluster_operator.plan.connectors import is_shared_connector, mounted_connector
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.drift import stamped
 from pdcluster_operator.plan.objects.ownership import identity
@@ -147,15 +136,12 @@ class Build:
         return made
 
     def _connectors(self, routers: Iterable[Mapping[str, Any]]) -> Iterator[Wanted]:
-        """Yield the ConfigMaps that are mounted and that this operator has the bytes of."""
+        """Yield this operator's connector if it is mounted. Of another one it has no bytes."""
         templates = [one.template for one in self.serving.values() if one is not None]
         templates += [router["spec"]["template"] for router in routers]
-        mounted = {mounted_connector(self.cluster.name, template) for template in templates}
-        why = "the connector that engines mount"
-        if connector_name(self.connector.digest) in mounted:
-            yield Wanted(build_connector_configmap(self.cluster.namespace, self.connector), why)
-        if own_connector_name(self.cluster.name, self.connector.digest) in mounted:
-            yield Wanted(build_own_configmap(self.cluster, self.connector), why)
+        if connector_name(self.connector.digest) in map(mounted_connector, templates):
+            shared = build_connector_configmap(self.cluster.namespace, self.connector)
+            yield Wanted(shared, "the connector that engines mount")
 
     def _gate(self) -> str:
         """Return the ConfigMap that routers mount: that of the engines, so that both stay.
@@ -167,11 +153,10 @@ class Build:
         engines = next((one for one in self.serving.values() if one is not None), None)
         if engines is None:
             return newest
-        if mounted := mounted_connector(self.cluster.name, engines.template):
+        if mounted := mounted_connector(engines.template):
             return mounted
-        digest = engines.connector
-        names = own_connector_name(self.cluster.name, digest), connector_name(digest)
-        return next((name for name in names if name in self.config_maps), newest)
+        older = connector_name(engines.connector)
+        return older if older in self.config_maps else newest
 
     def _revision(self, revision: Revision) -> Iterator[Wanted]:
         """Yield the ControllerRevision if it is not stored, or is not the newest one."""
