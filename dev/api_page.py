@@ -13,7 +13,7 @@ from typing import Any
 from dev.api_page_reasons import reasons_part
 from dev.api_page_status import sentence, status_part
 
-from pdcluster_operator.api.labels import API_VERSION, KIND
+from pdcluster_operator.api.object_names import API_VERSION, KIND
 from pdcluster_operator.api.schema.crd import to_yaml
 from pdcluster_operator.api.spec.fields import Example, FieldInfo, Items, Text, Whole, describe
 from pdcluster_operator.api.spec.types import Spec

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pdcluster_operator.api.conditions import ConditionType
-from pdcluster_operator.api.labels import role_selector
+from pdcluster_operator.api.object_names import role_selector
 from pdcluster_operator.api.schema.crd import to_yaml
 from pdcluster_operator.api.schema.status_schema import status_schema
 from pdcluster_operator.api.spec.enums import Role

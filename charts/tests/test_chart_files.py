@@ -15,7 +15,7 @@ import pytest
 import yaml
 from chart_helm import CHART
 
-from pdcluster_operator.api.labels import GROUP, PLURAL, SCALER_PLURAL
+from pdcluster_operator.api.object_names import GROUP, PLURAL, SCALER_PLURAL
 from pdcluster_operator.api.rules.validate import check_manifest
 
 REPOSITORY = CHART.parent.parent

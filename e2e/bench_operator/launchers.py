@@ -24,8 +24,7 @@ from aiohttp import web
 from bench_operator.certificates import Certificates, follow_secrets, known_clients
 from bench_operator.watching import events
 from pdcluster_operator.adapters.engines_http import use_small_buffers
-from pdcluster_operator.api.labels import engine_of
-from pdcluster_operator.api.object_names import LAUNCHER_PORT
+from pdcluster_operator.api.object_names import LAUNCHER_PORT, engine_of
 
 PATIENCE = 1.5
 LOAD_SECONDS = 3.0

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from images.for_cluster import template
-from pdcluster_operator.plan.objects.merge import merge
+from pdcluster_operator.api.spec.pod_templates import merge
 
 
 def client(name: str, image: str, **labels: str) -> dict[str, Any]:

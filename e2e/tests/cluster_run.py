@@ -25,7 +25,7 @@ from cluster.session import Cluster
 from images.engine_image import CONTAINERS
 from images.for_cluster import placed, template
 from pdcluster_operator.api.object_names import HTTP_PORT, LAUNCHER_PORT
-from pdcluster_operator.plan.objects.merge import merge
+from pdcluster_operator.api.spec.pod_templates import merge
 from waiting import until
 
 SHARED_CONNECTOR = "configmap/pdcluster-connector-"

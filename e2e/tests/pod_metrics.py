@@ -21,7 +21,7 @@ from cluster_run import ClusterRun
 
 from authority import Authority
 from cluster import network
-from pdcluster_operator.api.labels import ROLE_LABEL
+from pdcluster_operator.api.object_names import ROLE_LABEL
 
 GROUP, VERSION = "metrics.k8s.io", "v1beta1"
 API = f"/apis/{GROUP}/{VERSION}"

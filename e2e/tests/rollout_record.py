@@ -16,7 +16,7 @@ from client_account import Account
 from cluster_run import ClusterRun
 
 from cluster.report import ClusterError
-from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
+from pdcluster_operator.api.object_names import PAIRING_LABEL, engine_of
 
 SAMPLE_SECONDS = 0.25
 LINKS_SECONDS = 2.0

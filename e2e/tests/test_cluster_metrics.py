@@ -19,7 +19,7 @@ from pdcluster_operator.api.object_names import (
     ROUTER_METRICS_PORT,
     SIDE_CHANNEL_PORT,
 )
-from pdcluster_operator.plan.objects.merge import merge
+from pdcluster_operator.api.spec.pod_templates import merge
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -12,8 +12,7 @@ from kv_load import Load, text
 
 from cluster.report import ClusterError
 from pdcluster_operator.adapters.engine_authority import EngineAuthority, with_certificates
-from pdcluster_operator.api.labels import CERTIFICATES_ANNOTATION
-from pdcluster_operator.api.object_names import certificates_name
+from pdcluster_operator.api.object_names import CERTIFICATES_ANNOTATION, certificates_name
 from pdcluster_operator.plan.types import WriteCertificates
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]

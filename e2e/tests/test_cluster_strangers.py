@@ -20,8 +20,7 @@ from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol import messages
 from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, engine_name
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
-from pdcluster_operator.api.labels import CLUSTER_LABEL, ROLE_LABEL
-from pdcluster_operator.api.object_names import LAUNCHER_PORT
+from pdcluster_operator.api.object_names import CLUSTER_LABEL, LAUNCHER_PORT, ROLE_LABEL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -29,7 +29,7 @@ from pdcluster_operator.adapters.api_server.client import KubeClient, document_o
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, PREFILL_SCALER
 from pdcluster_operator.adapters.operator_process import OperatorOptions, OperatorProcess
 from pdcluster_operator.adapters.webhook_process import WEBHOOK_ID, WebhookOptions, WebhookProcess
-from pdcluster_operator.api.labels import GROUP
+from pdcluster_operator.api.object_names import GROUP
 
 log = logging.getLogger(__name__)
 

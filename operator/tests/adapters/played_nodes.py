@@ -22,8 +22,7 @@ from typing import Any, Self
 from operator_runs import CHILDREN
 from real_api import RealApi
 
-from pdcluster_operator.api.labels import engine_of
-from pdcluster_operator.api.object_names import LAUNCHER_PORT, EngineName
+from pdcluster_operator.api.object_names import LAUNCHER_PORT, EngineName, engine_of
 
 BEAT = 0.2
 

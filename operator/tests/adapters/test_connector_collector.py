@@ -11,7 +11,7 @@ import pytest
 import virtual_time
 from pdcluster_operator.adapters.api_server.connector_collector import ConnectorCollector
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.api.labels import UNUSED_ANNOTATION
+from pdcluster_operator.api.object_names import UNUSED_ANNOTATION
 from pdcluster_operator.plan.connectors import MarkConnector
 from pdcluster_operator.plan.types import Delete
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict

@@ -20,7 +20,7 @@ from operator_runs import (
 from played_nodes import PlayedNodes
 from real_api import RealApi
 
-from pdcluster_operator.api.labels import ROLE_LABEL, engine_of
+from pdcluster_operator.api.object_names import ROLE_LABEL, engine_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.soak, pytest.mark.timeout(900)]
 TWO = {"replicas": 2}

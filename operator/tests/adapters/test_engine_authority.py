@@ -27,7 +27,7 @@ from pdcluster_operator.adapters.engine_authority import (
     with_certificates,
 )
 from pdcluster_operator.adapters.engines_http import EnginesHttp
-from pdcluster_operator.api.labels import CERTIFICATES_HASH_ANNOTATION
+from pdcluster_operator.api.object_names import CERTIFICATES_HASH_ANNOTATION
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.types import HeldCertificates, WriteCertificates

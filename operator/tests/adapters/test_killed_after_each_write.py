@@ -11,7 +11,7 @@ from played_nodes import PlayedNodes
 from real_api import RealApi
 from watched_rollout import done, found, serves
 
-from pdcluster_operator.api.labels import engine_of
+from pdcluster_operator.api.object_names import engine_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.soak, pytest.mark.timeout(3600)]
 

@@ -18,7 +18,7 @@ from pdcluster_operator.adapters.api_server.kinds import BY_NAME, PDCLUSTER, WAT
 from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.api.conditions import ConditionType, set_conditions, yes
-from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION
+from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
 from pdcluster_operator.plan.objects.drift import is_applied
 from pdcluster_operator.plan.planner import make_plan

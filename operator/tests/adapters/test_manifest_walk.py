@@ -27,8 +27,7 @@ from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED
 from pdcluster_operator.adapters.api_server.reflector import Reflectors
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.engines_http import EnginesHttp
-from pdcluster_operator.api.labels import engine_of
-from pdcluster_operator.api.object_names import LAUNCHER_PORT
+from pdcluster_operator.api.object_names import LAUNCHER_PORT, engine_of
 from pdcluster_operator.api.rules.validate import review
 from pdcluster_operator.local.api_server import LocalApi
 from pdcluster_operator.local.controllers import Workloads

@@ -12,7 +12,7 @@ from played_nodes import PlayedNodes
 from real_api import RealApi
 from watched_rollout import done, found, serves
 
-from pdcluster_operator.api.labels import engine_of
+from pdcluster_operator.api.object_names import engine_of
 
 pytestmark = pytest.mark.cluster
 

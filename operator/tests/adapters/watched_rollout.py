@@ -7,8 +7,7 @@ from typing import Any
 from operator_runs import CHILDREN, condition, get
 from real_api import RealApi
 
-from pdcluster_operator.api.labels import PAIRING_LABEL
-from pdcluster_operator.api.object_names import router_name
+from pdcluster_operator.api.object_names import PAIRING_LABEL, router_name
 
 
 def done(real: RealApi, namespace: str) -> bool:

@@ -7,8 +7,7 @@ import pytest
 from pdcluster_connector.compat.shape import EngineShape, Memory
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.api.spec.resolve import resolve_engine
-from pdcluster_operator.api.spec.shape import engine_shape
+from pdcluster_operator.api.spec.resolve import engine_shape, resolve_engine
 
 FOLDER = {"hostPath": {"path": "/models/x"}}
 HUB = {"huggingFace": {"repo": "org/m"}}

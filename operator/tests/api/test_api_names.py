@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 from pdcluster_operator.api.findings import under
-from pdcluster_operator.api.labels import engine_labels, engine_of, role_selector
 from pdcluster_operator.api.object_names import (
     EngineName,
     connector_name,
+    engine_labels,
+    engine_of,
     is_connector_name,
     is_group_of,
     name_errors,
+    role_selector,
     start_group_name,
 )
 from pdcluster_operator.api.spec.enums import Role

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from simulated_cluster import SimulatedCluster, copied
 
 from pdcluster_operator.adapters.api_server.kinds import WATCHED, Kind, slim
-from pdcluster_operator.api.labels import engine_of
+from pdcluster_operator.api.object_names import engine_of
 from pdcluster_operator.plan.types import Observed
 from pdcluster_operator.runtime.interfaces import Key
 from pdcluster_operator.runtime.store import Store

@@ -8,7 +8,7 @@ from typing import Any
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.adapters.api_server.kinds import POD, slim
-from pdcluster_operator.api.labels import UNUSED_ANNOTATION
+from pdcluster_operator.api.object_names import UNUSED_ANNOTATION
 from pdcluster_operator.plan.connectors import (
     MarkConnector,
     shared_connectors_of,

@@ -19,7 +19,7 @@ from pdcluster_connector.protocol.launcher_documents import (
 )
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, POD, slim
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.api.labels import (
+from pdcluster_operator.api.object_names import (
     CERTIFICATES_ANNOTATION,
     ROLE_LABEL,
     ROTATE_TICKET_KEY_ANNOTATION,

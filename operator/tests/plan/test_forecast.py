@@ -11,7 +11,11 @@ from msgspec import structs
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_connector.protocol.launcher_documents import CanaryState, LinkState
-from pdcluster_operator.api.labels import PAIRING_LABEL, ROTATE_TICKET_KEY_ANNOTATION, engine_of
+from pdcluster_operator.api.object_names import (
+    PAIRING_LABEL,
+    ROTATE_TICKET_KEY_ANNOTATION,
+    engine_of,
+)
 from pdcluster_operator.plan.builders.secrets import entry_of
 from pdcluster_operator.plan.children import POD_REVISION_LABEL
 from pdcluster_operator.plan.forecast.course import Course, forecast, with_rewrites

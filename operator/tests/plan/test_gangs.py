@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import StatusReason
-from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
-from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.api.object_names import PAIRING_LABEL, EngineName, engine_of
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.forecast.course import forecast
 from pdcluster_operator.plan.observed.engines import HELD

@@ -6,7 +6,7 @@ import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.api.labels import RELEASED_ANNOTATION
+from pdcluster_operator.api.object_names import RELEASED_ANNOTATION
 from pdcluster_operator.plan import children
 
 TIMEOUT = 100

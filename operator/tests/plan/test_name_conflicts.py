@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from pdcluster_operator.plan.builders.connector_configmap import build_connector_configmap
+from pdcluster_operator.plan.connectors import build_connector_configmap
 from pdcluster_operator.plan.name_conflicts import (
     NAME_CONFLICT,
     STILL_BEING_DELETED,

@@ -8,7 +8,7 @@ import json
 import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_operator.api.labels import engine_of
+from pdcluster_operator.api.object_names import engine_of
 
 GPU = {"device": "CUDA"}
 

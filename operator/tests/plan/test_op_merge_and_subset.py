@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdcluster_operator.api.spec.pod_templates import merge
 from pdcluster_operator.api.spec.resources import parse_quantity
 from pdcluster_operator.plan.objects.drift import covers, differences
-from pdcluster_operator.plan.objects.merge import merge
 
 BASE = {
     "spec": {

@@ -9,7 +9,7 @@ import pytest
 from simulated_cluster import SimulatedCluster
 from simulated_cluster import manifest as cluster
 
-from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION
+from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.plan.builders.secrets import TICKET_KEY_VOLUME
 from pdcluster_operator.plan.types import WriteTicketKey
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from simulated_cluster import CheckedMemo, SimulatedCluster, manifest
 
-from pdcluster_operator.plan import planner
-from pdcluster_operator.plan.builders import connector_configmap
+from pdcluster_operator.plan import connectors, planner
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects import drift
 from pdcluster_operator.plan.observed import links
@@ -46,7 +45,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         (base64, "b64encode"),
     ):
         monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
-    connector_configmap._base64.cache_clear()
+    connectors._base64.cache_clear()
     return counts
 
 

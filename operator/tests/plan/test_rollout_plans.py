@@ -11,7 +11,7 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_connector.protocol.launcher_documents import LinkState
 from pdcluster_operator.api.conditions import StatusReason, timestamp
-from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
+from pdcluster_operator.api.object_names import PAIRING_LABEL, engine_of
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
 

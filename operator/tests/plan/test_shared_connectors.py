@@ -16,8 +16,8 @@ from simulated_cluster import START, SimulatedCluster
 
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.api.labels import UNUSED_ANNOTATION
 from pdcluster_operator.api.object_names import (
+    UNUSED_ANNOTATION,
     connector_name,
     is_connector_name,
 )

@@ -18,19 +18,17 @@ from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.plan.builders import engine_pod
 from pdcluster_operator.plan.connectors import shared_connectors_of
 from pdcluster_operator.plan.rollout import targets
-from pdcluster_operator.plan.rollout.changes import (
-    changed_fields,
-    in_words,
-    spec_of_engines,
-    what_changed,
-    why_replaced,
-    with_spec_of_engines,
-)
 from pdcluster_operator.plan.rollout.revisions import (
     Revision,
     build_revision,
+    changed_fields,
+    in_words,
     revisions_in,
+    spec_of_engines,
     stored_revisions,
+    what_changed,
+    why_replaced,
+    with_spec_of_engines,
 )
 from pdcluster_operator.plan.types import Apply, ConnectorBundle, TryOut
 

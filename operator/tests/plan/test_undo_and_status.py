@@ -10,7 +10,7 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.cli.rollout import announce, undo
-from pdcluster_operator.plan.rollout.changes import spec_of_engines, with_spec_of_engines
+from pdcluster_operator.plan.rollout.revisions import spec_of_engines, with_spec_of_engines
 from pdcluster_operator.plan.status.progress import with_failure
 
 

@@ -26,7 +26,7 @@ from pdcluster_connector.protocol.launcher_documents import (
     PeersDocument,
 )
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
-from pdcluster_operator.api.labels import API_VERSION, engine_of
+from pdcluster_operator.api.object_names import API_VERSION, engine_of
 from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.plan.forecast.world import running, verified_link
 from pdcluster_operator.plan.launchers import Target

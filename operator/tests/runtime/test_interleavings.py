@@ -17,7 +17,7 @@ from late_server import CERTIFICATES, CONNECTOR, KINDS, NAMESPACE, Manifest, Por
 
 import virtual_time
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
-from pdcluster_operator.api.labels import API_VERSION
+from pdcluster_operator.api.object_names import API_VERSION
 from pdcluster_operator.plan.connectors import is_shared_connector
 from pdcluster_operator.plan.objects.ownership import controller_uid
 from pdcluster_operator.plan.planner import make_plan

@@ -27,8 +27,11 @@ from pdcluster_operator.adapters.engine_authority import (
     with_certificates,
 )
 from pdcluster_operator.adapters.engines_http import EnginesHttp, MountedIdentity
-from pdcluster_operator.api.labels import API_VERSION, ROTATE_TICKET_KEY_ANNOTATION
-from pdcluster_operator.api.object_names import certificates_name
+from pdcluster_operator.api.object_names import (
+    API_VERSION,
+    ROTATE_TICKET_KEY_ANNOTATION,
+    certificates_name,
+)
 from pdcluster_operator.local.api_server import LocalApi
 from pdcluster_operator.plan import launchers
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND

@@ -6,7 +6,7 @@ import pytest
 from listing import list_into
 
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
-from pdcluster_operator.api.labels import CLUSTER_LABEL
+from pdcluster_operator.api.object_names import CLUSTER_LABEL
 from pdcluster_operator.runtime.interfaces import Key
 from pdcluster_operator.runtime.store import GONE_SECONDS, Store
 

@@ -28,7 +28,10 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pdcluster_connector.protocol.engine_id import engine_name
-from pdcluster_operator.api.labels import CERTIFICATES_ANNOTATION, CERTIFICATES_HASH_ANNOTATION
+from pdcluster_operator.api.object_names import (
+    CERTIFICATES_ANNOTATION,
+    CERTIFICATES_HASH_ANNOTATION,
+)
 from pdcluster_operator.plan.builders.secrets import AUTHORITY_FILE
 from pdcluster_operator.plan.types import HeldCertificates, WriteCertificates
 

@@ -24,7 +24,7 @@ from pdcluster_operator.adapters.webhook_certificate import (
     make_certificate,
     why_renew,
 )
-from pdcluster_operator.api.labels import FIELD_MANAGER
+from pdcluster_operator.api.object_names import FIELD_MANAGER
 from pdcluster_operator.runtime.interfaces import ApiError
 
 log = logging.getLogger(__name__)

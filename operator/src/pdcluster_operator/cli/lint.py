@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pdcluster_operator.api.findings import FieldError, Findings
-from pdcluster_operator.api.labels import KIND
+from pdcluster_operator.api.object_names import KIND
 from pdcluster_operator.api.rules.engines import unchecked_message
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.cli.exits import Exit, UserError

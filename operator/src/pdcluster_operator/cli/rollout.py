@@ -18,7 +18,7 @@ from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.cli.connection import connected
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.plan.observed.engines import live_by_role
-from pdcluster_operator.plan.rollout import changes
+from pdcluster_operator.plan.rollout import revisions
 from pdcluster_operator.plan.rollout.revisions import Revision, stored_revisions
 from pdcluster_operator.plan.rollout.targets import find_targets
 from pdcluster_operator.plan.types import ConnectorBundle, Observed
@@ -189,7 +189,7 @@ def undo(observed: Observed) -> Undo | None:
     current = _names(_targets(observed, now))
     best, newest = None, -1
     for revision in stored_revisions(observed):
-        spec = changes.with_spec_of_engines(now, revision.spec)
+        spec = revisions.with_spec_of_engines(now, revision.spec)
         wanted = _targets(observed, spec)
         age = sum(one.number for one in wanted.values())
         stored = bool(wanted) and all(one.number for one in wanted.values())
@@ -198,8 +198,8 @@ def undo(observed: Observed) -> Undo | None:
     if best is None:
         return None
     spec, wanted = best
-    fields = changes.changed_fields(
-        changes.spec_of_engines(observed.cluster), changes.spec_of_engines({"spec": spec})
+    fields = revisions.changed_fields(
+        revisions.spec_of_engines(observed.cluster), revisions.spec_of_engines({"spec": spec})
     )
     return Undo(spec, _names(wanted), tuple(fields))
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinkReport
-from pdcluster_operator.api.labels import CLUSTER_LABEL, engine_of
-from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.api.object_names import CLUSTER_LABEL, EngineName, engine_of
 from pdcluster_operator.local.cluster import LocalCluster
 from pdcluster_operator.local.controllers import is_ready
 from pdcluster_operator.plan.observed.pods import describe_end

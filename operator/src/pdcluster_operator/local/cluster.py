@@ -19,12 +19,13 @@ from pdcluster_operator.adapters.engine_authority import (
     with_certificates,
 )
 from pdcluster_operator.adapters.engines_http import EnginesHttp
-from pdcluster_operator.api.labels import KIND, SCALER_KIND
 from pdcluster_operator.api.object_names import (
     ENGINE_METRICS_PORT,
     HTTP_PORT,
+    KIND,
     LAUNCHER_PORT,
     ROUTER_METRICS_PORT,
+    SCALER_KIND,
     SIDE_CHANNEL_PORT,
     certificates_name,
     ticket_key_name,

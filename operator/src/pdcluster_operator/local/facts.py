@@ -19,7 +19,7 @@ import pdcluster_connector
 from pdcluster_connector.host_memory import available_bytes
 from pdcluster_connector.protocol import api_key
 from pdcluster_operator.api.findings import FieldError
-from pdcluster_operator.api.labels import engine_of
+from pdcluster_operator.api.object_names import engine_of
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.resolve import engine_places
 from pdcluster_operator.api.spec.resources import parse_quantity

@@ -18,12 +18,12 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from pdcluster_operator.api.conditions import seconds, timestamp
-from pdcluster_operator.api.labels import (
+from pdcluster_operator.api.object_names import (
     RELEASED_ANNOTATION,
     RELEASED_BECAUSE_ANNOTATION,
+    EngineName,
     engine_of,
 )
-from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND

@@ -1,4 +1,4 @@
-"""The ConfigMaps with a connector: which can be trusted, who mounts them, when one is deleted.
+"""The ConfigMaps with a connector: their content, which can be trusted, when one is deleted.
 
 The PDClusters of a namespace share one. Nobody owns it, so it is judged by what mounts it; then
 operators of several classes may share it, too. Two steps make sure that a pod never misses it:
@@ -14,18 +14,30 @@ another operator goes on where the first one stopped. The steps are carried out 
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from pdcluster_operator.api.conditions import seconds, timestamp
-from pdcluster_operator.api.labels import CONNECTOR_LABEL, UNUSED_ANNOTATION
-from pdcluster_operator.api.object_names import connector_name, is_connector_name
-from pdcluster_operator.plan.builders.connector_configmap import CONNECTOR_FILE, CONNECTOR_VOLUME
+from pdcluster_operator.api.object_names import (
+    CONNECTOR_LABEL,
+    CONNECTOR_LENGTH,
+    FIELD_MANAGER,
+    UNUSED_ANNOTATION,
+    connector_name,
+    is_connector_name,
+)
+from pdcluster_operator.api.spec.pod_templates import as_list, as_mapping
 from pdcluster_operator.plan.objects.contents import MARK
 from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
-from pdcluster_operator.plan.types import Delete, Manifest, Observed
+from pdcluster_operator.plan.types import ConnectorBundle, Delete, Manifest, Observed
 
+CONNECTOR_FILE = "connector.pyz"
+CONNECTOR_FOLDER = "/pdcluster"
+CONNECTOR_COMPONENT = "connector"
+CONNECTOR_VOLUME = "connector"
 MOUNTING_KINDS = frozenset({"StatefulSet", "Deployment", "ControllerRevision", "Pod"})
 """The kinds that hold a pod's spec. A stored revision counts: engines may be made of it again."""
 
@@ -58,7 +70,7 @@ def mounted_connector(template: Manifest) -> str:
     Args:
         template: a pod template. A user may have added volumes to it.
     """
-    found = _connectors(_mapping(template.get("spec")))
+    found = _connectors(as_mapping(template.get("spec")))
     return next((name for volume, name in found if volume == CONNECTOR_VOLUME), "")
 
 
@@ -86,23 +98,18 @@ def marked_unused(connector: Manifest) -> str:
 
 def _pod_spec(manifest: Manifest) -> Mapping[str, Any]:
     if manifest["kind"] == "Pod":
-        return _mapping(manifest.get("spec"))
+        return as_mapping(manifest.get("spec"))
     part = "data" if manifest["kind"] == "ControllerRevision" else "spec"
-    template = _mapping(_mapping(manifest.get(part)).get("template"))
-    return _mapping(template.get("spec"))
+    template = as_mapping(as_mapping(manifest.get(part)).get("template"))
+    return as_mapping(template.get("spec"))
 
 
 def _connectors(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the names of the volumes that hold a connector, and of their ConfigMaps."""
-    volumes = spec.get("volumes")
-    for volume in map(_mapping, volumes if isinstance(volumes, list | tuple) else ()):
-        name = _mapping(volume.get("configMap")).get("name")
+    for volume in map(as_mapping, as_list(spec.get("volumes"))):
+        name = as_mapping(volume.get("configMap")).get("name")
         if isinstance(name, str) and is_connector_name(name):
             yield str(volume.get("name")), name
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def is_forged(config_map: Manifest) -> bool:
@@ -175,3 +182,46 @@ def step_for_connector(
     if now - since < keep:
         return None
     return Delete("v1", "ConfigMap", *seen, "nothing has mounted it for a while")
+
+
+def build_connector_configmap(namespace: str, connector: ConnectorBundle) -> dict[str, Any]:
+    """Return the immutable ConfigMap of a namespace, named by the connector's hash.
+
+    Operators of different releases may share it. So nothing in it depends on who wrote it.
+    """
+    labels = {
+        "app.kubernetes.io/name": "pdcluster",
+        "app.kubernetes.io/component": CONNECTOR_COMPONENT,
+        "app.kubernetes.io/part-of": "pdcluster",
+        "app.kubernetes.io/managed-by": FIELD_MANAGER,
+        CONNECTOR_LABEL: connector.digest[:CONNECTOR_LENGTH],
+    }
+    metadata = {
+        "name": connector_name(connector.digest),
+        "namespace": namespace,
+        "labels": labels,
+        "annotations": {UNUSED_ANNOTATION: ""},
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata,
+        "immutable": True,
+        "binaryData": {CONNECTOR_FILE: _base64(connector.data)},
+    }
+
+
+@lru_cache(maxsize=4)
+def _base64(data: bytes) -> str:
+    """Return one string for all clusters: an operator has one connector all its life."""
+    return base64.b64encode(data).decode()
+
+
+def connector_volume(config_map: str) -> dict[str, Any]:
+    """Return the volume of a pod that mounts a connector's ConfigMap."""
+    return {"name": CONNECTOR_VOLUME, "configMap": {"name": config_map}}
+
+
+def connector_mount() -> dict[str, Any]:
+    """Return where a container sees it."""
+    return {"name": CONNECTOR_VOLUME, "mountPath": CONNECTOR_FOLDER, "readOnly": True}

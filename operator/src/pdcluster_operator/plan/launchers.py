@@ -19,12 +19,13 @@ from pdcluster_connector.protocol.launcher_documents import (
     PeersDocument,
     encode_json,
 )
-from pdcluster_operator.api.labels import POD_INDEX_LABEL, engine_of
 from pdcluster_operator.api.object_names import (
     HTTP_PORT,
     LAUNCHER_PORT,
+    POD_INDEX_LABEL,
     SIDE_CHANNEL_PORT,
     EngineName,
+    engine_of,
 )
 from pdcluster_operator.api.spec.enums import Certificates, Role
 from pdcluster_operator.api.spec.types import Cluster

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from pdcluster_operator.api.labels import FIELD_MANAGER, OPERATOR_LABELS
+from pdcluster_operator.api.object_names import FIELD_MANAGER, OPERATOR_LABELS
 from pdcluster_operator.plan.types import Manifest
 
 SHORTEST_SECONDS, LONGEST_SECONDS = 30, 120

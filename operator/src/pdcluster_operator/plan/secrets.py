@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION, engine_of
-from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION, EngineName, engine_of
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.secrets import (

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from pdcluster_connector.protocol.ticket_keys import KEY_BYTES
-from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION
+from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.plan.builders.secrets import TICKET_KEY_FILE
 from pdcluster_operator.plan.types import (
     HeldCertificates,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition
-from pdcluster_operator.api.labels import SCALER_KIND
+from pdcluster_operator.api.object_names import SCALER_KIND
 from pdcluster_operator.plan.connectors import is_shared_connector
 from pdcluster_operator.plan.lifecycle import Stage, stage_of
 from pdcluster_operator.plan.namespace_lease import belongs_to

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from pdcluster_operator.api.labels import CLUSTER_LABEL, SCALER_KIND
+from pdcluster_operator.api.object_names import CLUSTER_LABEL, SCALER_KIND
 from pdcluster_operator.plan.connectors import is_shared_connector, shared_connectors_of
 from pdcluster_operator.plan.objects.ownership import controller_uid, own_pods
 from pdcluster_operator.plan.objects.shared_parts import with_shared_parts

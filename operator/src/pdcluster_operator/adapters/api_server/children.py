@@ -30,8 +30,13 @@ from pdcluster_operator.adapters.engine_authority import (
     with_certificates,
 )
 from pdcluster_operator.api.conditions import StatusReason
-from pdcluster_operator.api.labels import FIELD_MANAGER, STATUS_FIELD_MANAGER, UNUSED_ANNOTATION
-from pdcluster_operator.api.object_names import certificates_name, ticket_key_name
+from pdcluster_operator.api.object_names import (
+    FIELD_MANAGER,
+    STATUS_FIELD_MANAGER,
+    UNUSED_ANNOTATION,
+    certificates_name,
+    ticket_key_name,
+)
 from pdcluster_operator.plan.connectors import MOUNTING_KINDS, MarkConnector
 from pdcluster_operator.plan.name_conflicts import name_conflict, why_not_applied
 from pdcluster_operator.plan.objects.drift import repair, without_manager

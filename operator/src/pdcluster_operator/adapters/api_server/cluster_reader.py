@@ -14,7 +14,7 @@ from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED, slim
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
-from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION
+from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.builders.protection import operator_namespace_in
 from pdcluster_operator.plan.forecast.user_view import merge_patch, reports_in, server_side_manager

@@ -13,7 +13,7 @@ from typing import Any
 
 from pdcluster_operator.adapters.api_server.client import MERGE, KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.kinds import EVENT
-from pdcluster_operator.api.labels import API_VERSION, GROUP, KIND
+from pdcluster_operator.api.object_names import API_VERSION, GROUP, KIND
 from pdcluster_operator.plan.rollout.revisions import short_hash
 from pdcluster_operator.plan.types import Event
 from pdcluster_operator.runtime.interfaces import ApiError, NamespaceTerminating

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdcluster_operator.api.labels import (
+from pdcluster_operator.api.object_names import (
     CLUSTER_LABEL,
     FIELD_MANAGER,
     GROUP,
@@ -15,7 +15,7 @@ from pdcluster_operator.api.labels import (
     SCALER_PLURAL,
     VERSION,
 )
-from pdcluster_operator.api.labels import KIND as CLUSTER_KIND
+from pdcluster_operator.api.object_names import KIND as CLUSTER_KIND
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.objects.contents import (
     pod_spec_that_is_read,

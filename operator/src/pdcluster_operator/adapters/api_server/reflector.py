@@ -29,7 +29,7 @@ from pdcluster_operator.adapters.api_server.client import (
     without_depths,
 )
 from pdcluster_operator.adapters.api_server.kinds import WATCHED, Kind, slim
-from pdcluster_operator.api.labels import GROUP
+from pdcluster_operator.api.object_names import GROUP
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.interfaces import ApiError
 

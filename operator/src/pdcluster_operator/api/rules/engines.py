@@ -17,8 +17,7 @@ from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_operator.api.findings import FieldError, Findings, Rule, shown
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.fields import camel
-from pdcluster_operator.api.spec.resolve import flag_path, resolve_engine
-from pdcluster_operator.api.spec.shape import engine_shape
+from pdcluster_operator.api.spec.resolve import engine_shape, flag_path, resolve_engine
 from pdcluster_operator.api.spec.types import Cluster
 
 LARGEST_ENGINE = 4096

@@ -20,8 +20,7 @@ from pdcluster_operator.api.spec.pod_templates import (
     containers,
     pod_templates,
 )
-from pdcluster_operator.api.spec.resolve import engine_places, flag_path, resolve_engine
-from pdcluster_operator.api.spec.shape import READ_FLAGS
+from pdcluster_operator.api.spec.resolve import READ_FLAGS, engine_places, flag_path, resolve_engine
 from pdcluster_operator.api.spec.types import Cluster
 
 OWNED_PREFIX = "PDCLUSTER_"

@@ -7,11 +7,18 @@ from it, with an error that does not name the field of the PDCluster.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Rule, nearest, quoted, shown
-from pdcluster_operator.api.spec.pod_templates import FIELDS, containers, pod_spec, pod_templates
+from pdcluster_operator.api.spec.pod_templates import (
+    FIELDS,
+    REQUIRED_KEYS,
+    containers,
+    is_list,
+    pod_spec,
+    pod_templates,
+)
 from pdcluster_operator.api.spec.resolve import grace_period, router_grace_period
 from pdcluster_operator.api.spec.resources import why_no_amount
 from pdcluster_operator.api.spec.types import Cluster
@@ -19,9 +26,6 @@ from pdcluster_operator.api.spec.types import Cluster
 MOST_ERRORS = 16
 # Strings in Kubernetes' types, but a manifest may give a number.
 QUANTITIES = frozenset({"limits", "requests", "overhead", "sizeLimit", "divisor"})
-# Lists that are merged with ours, and the field that identifies an item.
-IDENTITIES = {"containers": "name", "initContainers": "name", "volumes": "name", "env": "name",
-              "volumeMounts": "mountPath", "ports": "containerPort"}  # fmt: skip
 
 
 def pod_template_errors(cluster: Cluster) -> Iterator[FieldError]:
@@ -186,10 +190,10 @@ def _remedy(path: str, kind: str, key: str, known: Mapping[str, str]) -> str:
 
 def _list(path: str, kind: str, value: object) -> Iterator[FieldError]:
     field = path.rpartition(".")[2]
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+    if not is_list(value):
         yield _wrong(path, value, "a list", "Write a list: a hyphen before each item.")
         return
-    identity = IDENTITIES.get(field)
+    identity = REQUIRED_KEYS.get(field)
     for place, item in enumerate(value):
         here = f"{path}[{place}]"
         if item is None:

@@ -15,8 +15,14 @@ from typing import Any
 
 import yaml
 
-from pdcluster_operator.api.labels import API_VERSION, GROUP, KIND, PLURAL, VERSION
-from pdcluster_operator.api.object_names import NAME_LIMIT
+from pdcluster_operator.api.object_names import (
+    API_VERSION,
+    GROUP,
+    KIND,
+    NAME_LIMIT,
+    PLURAL,
+    VERSION,
+)
 from pdcluster_operator.api.schema.status_schema import status_schema
 from pdcluster_operator.api.spec.fields import (
     LABEL_VALUE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from pdcluster_operator.api.labels import SCALER_KIND, SCALER_PLURAL
+from pdcluster_operator.api.object_names import SCALER_KIND, SCALER_PLURAL
 from pdcluster_operator.api.schema.crd import column, custom_resource, to_yaml, validations
 from pdcluster_operator.api.spec.fields import Cel
 

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Rule, nearest, quoted, shown
-from pdcluster_operator.api.labels import API_VERSION, KIND
-from pdcluster_operator.api.object_names import name_errors
+from pdcluster_operator.api.object_names import API_VERSION, KIND, name_errors
 from pdcluster_operator.api.spec.engine_types import EngineOverride, Model, ModelSource, RoleSpec
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.fields import (

@@ -1,10 +1,13 @@
-"""Kubernetes' pod templates: which fields they have, and how to read a user's of any shape."""
+"""Kubernetes' pod templates: their fields, how to read a user's of any shape, and how to merge it.
+
+:func:`merge` lays a user's template over ours, in the spirit of Kubernetes' strategic merge.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
@@ -68,9 +71,86 @@ def amounts(container: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 def as_mapping(value: object) -> Mapping[str, Any]:
     """Return a value that is an object; else an empty one."""
-    return value if isinstance(value, Mapping) else {}
+    # The check for dict is the quicker one.
+    return value if isinstance(value, (dict, Mapping)) else {}
 
 
 def as_list(value: object) -> Sequence[Any]:
     """Return a value that is a list; else an empty one."""
-    return value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else ()
+    return value if is_list(value) else ()
+
+
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether a value is a list, as JSON has it."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+# The field that identifies an item of a list. Kubernetes requires it, but of a pull secret.
+REQUIRED_KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "volumes": "name",
+    "env": "name",
+    "volumeMounts": "mountPath",
+    "ports": "containerPort",
+}
+KEYED_LISTS = {**REQUIRED_KEYS, "imagePullSecrets": "name"}
+# Such an item names one of several sources. Two items merged would name two of them.
+WHOLE_ITEMS = frozenset({"volumes", "env"})
+PROBES = frozenset({"startupProbe", "readinessProbe", "livenessProbe"})
+HANDLERS = frozenset({"exec", "grpc", "httpGet", "tcpSocket"})
+
+
+def merge(base: Any, overlay: Any, key: str = "") -> Any:
+    """Return ``base`` with ``overlay`` on top; neither is changed.
+
+    Objects merge by key, the lists of ``KEYED_LISTS`` by the field that identifies an item (volumes
+    and variables as a whole). Every other list is replaced. ``null`` removes a key.
+    """
+    if isinstance(base, Mapping) and isinstance(overlay, Mapping):
+        merged = _beside(base, overlay, key)
+        for name, value in overlay.items():
+            if value is None:
+                merged.pop(name, None)
+            elif name in merged:
+                merged[name] = merge(merged[name], value, name)
+            else:  # a null inside of it would reach the API server
+                merged[name] = merge({}, value) if isinstance(value, Mapping) else value
+        return merged
+    if is_list(base) and is_list(overlay) and key in KEYED_LISTS:
+        return _merge_items(base, overlay, KEYED_LISTS[key], whole=key in WHOLE_ITEMS)
+    return overlay
+
+
+def _beside(base: Mapping[str, Any], overlay: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a copy of ``base`` without what Kubernetes refuses beside ``overlay``."""
+    refused: set[str] = set()
+    if key in PROBES and any(overlay.get(name) is not None for name in HANDLERS):
+        refused = {name for name in HANDLERS if name not in overlay}
+    if key == "securityContext" and _escalates(overlay):
+        refused = {"allowPrivilegeEscalation"}
+    return {name: value for name, value in base.items() if name not in refused}
+
+
+def _escalates(security: Mapping[str, Any]) -> bool:
+    names = as_list(as_mapping(security.get("capabilities")).get("add"))
+    admin = "SYS_ADMIN" in names or "CAP_SYS_ADMIN" in names
+    return security.get("privileged") is True or admin
+
+
+def _merge_items(
+    base: Sequence[Any], overlay: Sequence[Any], field: str, *, whole: bool
+) -> list[Any]:
+    items = list(base)
+    places = {item[field]: n for n, item in enumerate(items) if _identified(item, field)}
+    for item in overlay:
+        if _identified(item, field) and item[field] in places:
+            place = places[item[field]]
+            items[place] = item if whole else merge(items[place], item)
+        else:
+            items.append(item)
+    return items
+
+
+def _identified(item: Any, field: str) -> bool:
+    return isinstance(item, Mapping) and isinstance(item.get(field), (str, int))

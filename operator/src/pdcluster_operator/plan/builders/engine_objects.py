@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pdcluster_operator.api.labels import (
+from pdcluster_operator.api.object_names import (
     CLUSTER_LABEL,
     ENGINE_LABEL,
-    QUEUE_LABEL,
-    cluster_labels,
-    engine_labels,
-)
-from pdcluster_operator.api.object_names import (
     ENGINE_METRICS_PORT,
     HTTP_PORT,
     LAUNCHER_PORT,
+    QUEUE_LABEL,
     SIDE_CHANNEL_PORT,
     EngineName,
+    cluster_labels,
+    engine_labels,
 )
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.objects.ownership import child_metadata

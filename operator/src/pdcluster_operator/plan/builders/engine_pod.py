@@ -8,15 +8,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pdcluster_operator.api.labels import POD_INDEX_LABEL, TLS_LABEL, engine_labels
 from pdcluster_operator.api.object_names import (
     ENGINE_METRICS_PORT,
     HTTP_PORT,
     LAUNCHER_PORT,
     MASTER_PORT,
+    POD_INDEX_LABEL,
     SIDE_CHANNEL_PORT,
+    TLS_LABEL,
     EngineName,
     connector_name,
+    engine_labels,
     service_account_name,
 )
 from pdcluster_operator.api.spec.enums import (
@@ -28,7 +30,7 @@ from pdcluster_operator.api.spec.enums import (
     Switch,
     Visibility,
 )
-from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER
+from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, merge
 from pdcluster_operator.api.spec.resolve import (
     CACHE_FOLDER,
     DRAIN_DEADLINE_SECONDS,
@@ -40,12 +42,6 @@ from pdcluster_operator.api.spec.resolve import (
 )
 from pdcluster_operator.api.spec.resources import added_limits
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.connector_configmap import (
-    CONNECTOR_FILE,
-    CONNECTOR_FOLDER,
-    connector_mount,
-    connector_volume,
-)
 from pdcluster_operator.plan.builders.secrets import (
     TICKET_KEY_FILE,
     TICKET_KEY_FOLDER,
@@ -61,7 +57,12 @@ from pdcluster_operator.plan.builders.secrets import (
     tls_labels,
     tls_option,
 )
-from pdcluster_operator.plan.objects.merge import merge
+from pdcluster_operator.plan.connectors import (
+    CONNECTOR_FILE,
+    CONNECTOR_FOLDER,
+    connector_mount,
+    connector_volume,
+)
 
 SHARED_MEMORY = {Device.CUDA: "8Gi", Device.CPU: "2Gi"}
 TERMINATION_LOG = "/dev/termination-log"

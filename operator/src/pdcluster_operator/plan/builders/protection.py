@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pdcluster_operator.api.labels import CLUSTER_LABEL, OPERATOR_LABELS, ROLE_LABEL, cluster_labels
 from pdcluster_operator.api.object_names import (
+    CLUSTER_LABEL,
     ENGINE_METRICS_PORT,
     HTTP_PORT,
     LAUNCHER_PORT,
+    OPERATOR_LABELS,
+    ROLE_LABEL,
     ROUTER_METRICS_PORT,
     ROUTER_PORT,
     budget_name,
+    cluster_labels,
     engines_policy_name,
     router_policy_name,
     service_account_name,

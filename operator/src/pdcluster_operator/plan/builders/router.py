@@ -5,28 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pdcluster_operator.api.labels import CLUSTER_LABEL, PAIRING_LABEL, cluster_labels
 from pdcluster_operator.api.object_names import (
+    CLUSTER_LABEL,
     LAUNCHER_PORT,
+    PAIRING_LABEL,
     ROUTER_METRICS_PORT,
     ROUTER_PORT,
     EngineName,
+    cluster_labels,
     router_deployment_name,
     router_name,
     service_account_name,
 )
 from pdcluster_operator.api.spec.enums import Role, RouterPolicy
-from pdcluster_operator.api.spec.pod_templates import ROUTER_CONTAINER
+from pdcluster_operator.api.spec.pod_templates import ROUTER_CONTAINER, merge
 from pdcluster_operator.api.spec.resolve import ROUTER_LINGER_SECONDS, router_grace_period
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.connector_configmap import (
+from pdcluster_operator.plan.builders.secrets import api_key_env
+from pdcluster_operator.plan.connectors import (
     CONNECTOR_FILE,
     CONNECTOR_FOLDER,
     connector_mount,
     connector_volume,
 )
-from pdcluster_operator.plan.builders.secrets import api_key_env
-from pdcluster_operator.plan.objects.merge import merge
 from pdcluster_operator.plan.objects.ownership import child_metadata
 
 ROUTER_COMPONENT = "router"

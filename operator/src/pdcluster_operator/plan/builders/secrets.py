@@ -14,13 +14,15 @@ from __future__ import annotations
 from typing import Any
 
 from pdcluster_connector.protocol.api_key import VARIABLE
-from pdcluster_operator.api.labels import (
+from pdcluster_operator.api.object_names import (
     CERTIFICATES_ANNOTATION,
     ROTATE_TICKET_KEY_ANNOTATION,
     TLS_LABEL,
+    EngineName,
+    certificates_name,
     cluster_labels,
+    ticket_key_name,
 )
-from pdcluster_operator.api.object_names import EngineName, certificates_name, ticket_key_name
 from pdcluster_operator.api.spec.enums import Certificates, TlsMode
 from pdcluster_operator.api.spec.pod_templates import CERTIFICATE_FOLDER, ENGINE_CONTAINER
 from pdcluster_operator.api.spec.types import Cluster

@@ -25,7 +25,7 @@ from pdcluster_operator.plan.objects.ownership import identity
 from pdcluster_operator.plan.observed.engines import live_by_role
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.prefill_scaler import as_scaled
-from pdcluster_operator.plan.rollout.changes import spec_of_engines, why_replaced
+from pdcluster_operator.plan.rollout.revisions import spec_of_engines, why_replaced
 from pdcluster_operator.plan.rollout.targets import find_targets
 from pdcluster_operator.plan.types import Apply, Observed, Rewrite, Step, stages
 

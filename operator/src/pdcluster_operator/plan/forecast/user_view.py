@@ -23,8 +23,7 @@ from pdcluster_connector.protocol.launcher_documents import (
     LinkState,
 )
 from pdcluster_operator.api.conditions import ConditionType, Status, find_condition
-from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
-from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.api.object_names import PAIRING_LABEL, EngineName, engine_of
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.observed.engines import known_ids
 from pdcluster_operator.plan.types import Manifest

@@ -21,14 +21,14 @@ from pdcluster_connector.protocol.launcher_documents import (
     LinkState,
 )
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.api.labels import (
+from pdcluster_operator.api.object_names import (
     CERTIFICATES_ANNOTATION,
     PAIRING_LABEL,
     POD_INDEX_LABEL,
     ROTATE_TICKET_KEY_ANNOTATION,
+    EngineName,
     engine_of,
 )
-from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.children import POD_REVISION_LABEL
 from pdcluster_operator.plan.connectors import is_shared_connector

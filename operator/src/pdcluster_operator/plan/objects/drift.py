@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pdcluster_operator.api.conditions import StatusReason
-from pdcluster_operator.api.labels import APPLIED_ANNOTATION
+from pdcluster_operator.api.object_names import APPLIED_ANNOTATION
+from pdcluster_operator.api.spec.pod_templates import KEYED_LISTS, is_list
 from pdcluster_operator.api.spec.resources import parse_quantity
 from pdcluster_operator.plan.objects.contents import without_contents
-from pdcluster_operator.plan.objects.merge import KEYED_LISTS
 from pdcluster_operator.plan.types import Event, Manifest, Rewrite
 
 QUANTITY_FIELDS = frozenset({"requests", "limits", "sizeLimit"})
@@ -89,8 +89,8 @@ def covers(live: Any, desired: Any, key: str = "", *, quantities: bool = False) 
             covers(live.get(name), value, name, quantities=quantities)
             for name, value in desired.items()
         )
-    if _is_list(desired):
-        return _is_list(live) and _covers_items(live, desired, KEYED_LISTS.get(key))
+    if is_list(desired):
+        return is_list(live) and _covers_items(live, desired, KEYED_LISTS.get(key))
     if quantities:
         return _same_quantity(live, desired)
     return False
@@ -124,7 +124,7 @@ def differences(
 
 def _by_key(items: Any, field: str | None) -> Mapping[Any, Any]:
     """Return a list's items by what identifies them; empty if that is not unique."""
-    if field is None or not _is_list(items):
+    if field is None or not is_list(items):
         return {}
     named = [item for item in items if isinstance(item, Mapping) and item.get(field) is not None]
     found = {str(item[field]): item for item in named}
@@ -147,10 +147,6 @@ def _same_quantity(live: Any, desired: Any) -> bool:
 
 def _is_empty(value: Any) -> bool:
     return value is None or value in ("", [], {}, ())
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 MAX_SHOWN_FIELDS = 5

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pdcluster_operator.api.labels import API_VERSION, KIND, engine_of
+from pdcluster_operator.api.object_names import API_VERSION, KIND, engine_of
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.types import Manifest
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.protocol.launcher_documents import EngineReport
 from pdcluster_operator.api.conditions import StatusReason, seconds
-from pdcluster_operator.api.labels import (
+from pdcluster_operator.api.object_names import (
     RELEASED_ANNOTATION,
     RELEASED_BECAUSE_ANNOTATION,
+    EngineName,
     engine_of,
 )
-from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.engine_types import Parallelism
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.api.conditions import StatusReason, seconds
-from pdcluster_operator.api.labels import (
+from pdcluster_operator.api.object_names import (
     ENGINE_LABEL,
     KUEUE_GATES,
     QUEUE_LABEL,
     WORKLOAD_LABEL,
+    EngineName,
     engine_of,
 )
-from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER
+from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER, as_mapping
 from pdcluster_operator.api.spec.resources import is_accelerator, parse_quantity
 from pdcluster_operator.plan.types import Manifest
 
@@ -171,14 +171,12 @@ def pods_by_engine(pods: Iterable[Manifest]) -> dict[str, list[Manifest]]:
 
 def metadata_of(manifest: Manifest) -> Mapping[str, Any]:
     """Return an object's metadata; empty if it has none."""
-    metadata = manifest.get("metadata")
-    return metadata if isinstance(metadata, (dict, Mapping)) else {}
+    return as_mapping(manifest.get("metadata"))
 
 
 def status_of(manifest: Manifest) -> Mapping[str, Any]:
     """Return an object's status; empty if it has none."""
-    status = manifest.get("status")
-    return status if isinstance(status, (dict, Mapping)) else {}
+    return as_mapping(manifest.get("status"))
 
 
 def text_of(value: object) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 
-from pdcluster_operator.api.labels import PAIRING_LABEL
-from pdcluster_operator.api.object_names import EngineName, router_name
+from pdcluster_operator.api.object_names import PAIRING_LABEL, EngineName, router_name
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.router import ROUTER_COMPONENT
 from pdcluster_operator.plan.observed.pods import is_lost, metadata_of, pod_trouble, status_of

@@ -11,15 +11,13 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
-from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.api.object_names import PAIRING_LABEL, EngineName, engine_of
 from pdcluster_operator.api.spec.enums import Role, RolloutType, Switch
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.connectors import config_maps_seen
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.observed.engines import Live, live_by_role
 from pdcluster_operator.plan.observed.pods import lost_engines
-from pdcluster_operator.plan.rollout.changes import in_words, spec_of_engines, why_replaced
 from pdcluster_operator.plan.rollout.fleet import (
     Existing,
     Fleet,
@@ -29,7 +27,12 @@ from pdcluster_operator.plan.rollout.fleet import (
 )
 from pdcluster_operator.plan.rollout.gangs import GangEngines, Gangs, find_gangs, without
 from pdcluster_operator.plan.rollout.moves import Moves, frozen, next_moves
-from pdcluster_operator.plan.rollout.revisions import Revision
+from pdcluster_operator.plan.rollout.revisions import (
+    Revision,
+    in_words,
+    spec_of_engines,
+    why_replaced,
+)
 from pdcluster_operator.plan.rollout.routing import Routing, route, stored_templates
 from pdcluster_operator.plan.rollout.targets import (
     Targets,

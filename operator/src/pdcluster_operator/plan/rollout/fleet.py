@@ -7,8 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from pdcluster_connector.protocol.launcher_documents import LinkState
-from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
-from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.api.object_names import PAIRING_LABEL, EngineName, engine_of
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster

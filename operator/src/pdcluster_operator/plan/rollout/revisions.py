@@ -6,6 +6,8 @@ forces a new one, :mod:`.targets` says.
 
 The pairing key names what decides whether KV can be exchanged. It is part of the pod template, so a
 change of it changes both roles' revisions, and a change of one role's environment only that role's.
+
+At the end: the part of a spec that engines are made from, and the fields that differ in two specs.
 """
 
 from __future__ import annotations
@@ -16,18 +18,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from pdcluster_operator.api.labels import (
+from pdcluster_operator.api.object_names import (
     PAIRING_LABEL,
     REVISION_LABEL,
+    REVISION_LENGTH,
     ROLE_LABEL,
+    EngineName,
     cluster_labels,
     engine_labels,
+    revision_name,
 )
-from pdcluster_operator.api.object_names import REVISION_LENGTH, EngineName, revision_name
 from pdcluster_operator.api.spec.enums import Role, TlsMode
-from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER
-from pdcluster_operator.api.spec.resolve import resolve_engine
-from pdcluster_operator.api.spec.shape import MODEL_FLAGS, engine_shape
+from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, as_mapping
+from pdcluster_operator.api.spec.resolve import MODEL_FLAGS, engine_shape, resolve_engine
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.secrets import renamed_volume
 from pdcluster_operator.plan.objects.ownership import child_metadata
@@ -149,9 +152,9 @@ def is_pod_template(given: Any) -> TypeGuard[Mapping[str, Any]]:
 
     Others may write such objects, too.
     """
-    metadata, pod = (_mapping(given).get(part) for part in ("metadata", "spec"))
-    containers, volumes = (_mapping(pod).get(part) or [] for part in ("containers", "volumes"))
-    if not isinstance(_mapping(metadata).get("labels"), Mapping) or not containers:
+    metadata, pod = (as_mapping(given).get(part) for part in ("metadata", "spec"))
+    containers, volumes = (as_mapping(pod).get(part) or [] for part in ("containers", "volumes"))
+    if not isinstance(as_mapping(metadata).get("labels"), Mapping) or not containers:
         return False
     return all(
         isinstance(items, list) and all(isinstance(one, Mapping) for one in items)
@@ -161,10 +164,6 @@ def is_pod_template(given: Any) -> TypeGuard[Mapping[str, Any]]:
         and all(isinstance(word, str) for word in args)
         for one in containers
     )
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _read(child: Manifest) -> Revision | None:
@@ -181,7 +180,7 @@ def _read(child: Manifest) -> Revision | None:
         connector=str(data.get("connector") or ""),
         nodes=data["nodes"] if isinstance(data.get("nodes"), int) else 1,
         template=data["template"],
-        spec=_mapping(data.get("spec")),
+        spec=as_mapping(data.get("spec")),
         renew=str(data.get("renew") or ""),
         number=int(child.get("revision") or 0),
     )
@@ -229,3 +228,110 @@ def pairing_key(cluster: Cluster) -> str:
 
 def _source(cluster: Cluster) -> str:
     return repr(cluster.spec.model.source)
+
+
+# None of these is a part of an engine.
+ELSEWHERE = ("rollout", "monitoring", "verification", "operatorClass", "scheduling")
+ONLY_FIELD_OF_THE_ROUTER = "apiKeySecretRef"
+PARTLY = (*(role.value for role in Role), "router")
+"""Parts of the spec of which engines have some fields."""
+MOST_SHOWN = 3
+
+
+def spec_of_engines(cluster: Manifest) -> dict[str, Any]:
+    """Return the spec as the user wrote it, without the fields that change no engine."""
+    given = cluster.get("spec")
+    spec = {
+        name: value
+        for name, value in (given.items() if isinstance(given, Mapping) else ())
+        if name not in ELSEWHERE
+    }
+    for part in PARTLY:
+        _keep(spec, part)
+    return spec
+
+
+def with_spec_of_engines(given: Manifest, engines: Manifest) -> dict[str, Any]:
+    """Return a spec with its engines' part replaced; see :func:`spec_of_engines`.
+
+    ``rollout.renew`` is left out, because it asks for a newer revision than the one of ``engines``.
+    """
+    spec = {**engines, **{name: given[name] for name in ELSEWHERE if name in given}}
+    for part in PARTLY:
+        old = given.get(part)
+        stays = {n: v for n, v in old.items() if not _is_of_engines(part, n)} if old else {}
+        if stays:
+            spec[part] = {**(spec.get(part) or {}), **stays}
+    if isinstance(rollout := spec.get("rollout"), Mapping):
+        spec["rollout"] = {name: value for name, value in rollout.items() if name != "renew"}
+    return spec
+
+
+def changed_fields(before: Any, after: Any, path: str = "") -> Iterator[str]:
+    """Yield the path of each field that is not the same in both: ``decode.engine.env[0].value``."""
+    before = {} if before is None and isinstance(after, Mapping) else before
+    after = {} if after is None and isinstance(before, Mapping) else after
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for name in sorted(before.keys() | after.keys()):
+            inner = f"{path}.{name}" if path else str(name)
+            yield from changed_fields(before.get(name), after.get(name), inner)
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for number, (old, new) in enumerate(zip(before, after, strict=True)):
+            yield from changed_fields(old, new, f"{path}[{number}]")
+    elif before != after:
+        yield path
+
+
+def what_changed(before: Manifest, after: Manifest, role: Role, *, rekeyed: bool) -> list[str]:
+    """Return the fields that can have made another revision of ``role`` necessary.
+
+    Args:
+        rekeyed: the pairing key is another one, so the other role's fields count as well.
+    """
+    other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+    return [
+        path
+        for path in changed_fields(before, after)
+        if rekeyed or not path.startswith(f"{other.value}.")
+    ]
+
+
+def why_replaced(older: Iterable[Revision | None], wanted: Revision, spec: Manifest) -> set[str]:
+    """Return the fields because of which engines of older revisions get the wanted one.
+
+    Args:
+        older: the revisions of one role that engines have; None for one that is not known.
+        spec: see :func:`spec_of_engines`.
+    """
+    fields: set[str] = set()
+    for old in older:
+        if old is None or old.name == wanted.name:
+            continue
+        rekeyed = old.pairing_key != wanted.pairing_key
+        fields.update(what_changed(old.spec, spec, wanted.role, rekeyed=rekeyed))
+        if old.renew != wanted.renew:
+            fields.add("rollout.renew")
+    return fields
+
+
+def in_words(paths: Iterable[str]) -> str:
+    """Return a few of the paths and how many there are beside them; empty if there are none."""
+    unique = sorted(set(paths))
+    if not unique:
+        return ""
+    more = len(unique) - MOST_SHOWN
+    tail = f" and {more} more" if more > 0 else ""
+    return f"{', '.join(unique[:MOST_SHOWN])}{tail} changed"
+
+
+def _keep(spec: dict[str, Any], part: str) -> None:
+    """Keep only what engines have of one part of the spec; leave out a part that has none."""
+    given = spec.pop(part, None)
+    items = given.items() if isinstance(given, Mapping) else ()
+    kept = {name: value for name, value in items if _is_of_engines(part, name)}
+    if kept:
+        spec[part] = kept
+
+
+def _is_of_engines(part: str, name: str) -> bool:
+    return name == ONLY_FIELD_OF_THE_ROUTER if part == "router" else name != "replicas"

@@ -16,8 +16,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pdcluster_operator.api.labels import API_VERSION, KIND, RENDERED_ANNOTATION
-from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.api.object_names import API_VERSION, KIND, RENDERED_ANNOTATION, EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.types import Cluster

@@ -16,8 +16,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-from pdcluster_operator.api.labels import QUEUE_LABEL
-from pdcluster_operator.api.object_names import EngineName, revision_name
+from pdcluster_operator.api.object_names import QUEUE_LABEL, EngineName, revision_name
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.resolve import resolve_engine
@@ -26,7 +25,6 @@ from pdcluster_operator.plan.builders.engine_pod import build_engine_pod
 from pdcluster_operator.plan.connectors import config_maps_seen, mounted_connector
 from pdcluster_operator.plan.objects.drift import covers
 from pdcluster_operator.plan.observed.engines import Live
-from pdcluster_operator.plan.rollout.changes import spec_of_engines
 from pdcluster_operator.plan.rollout.revisions import (
     REVISION_KIND,
     Revision,
@@ -34,6 +32,7 @@ from pdcluster_operator.plan.rollout.revisions import (
     nameless,
     pairing_key,
     short_hash,
+    spec_of_engines,
     stored_revisions,
 )
 from pdcluster_operator.plan.types import Observed

@@ -14,11 +14,15 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pdcluster_operator.api.labels import POD_INDEX_LABEL, RENDERED_ANNOTATION
-from pdcluster_operator.api.object_names import EngineName, connector_name, router_deployment_name
+from pdcluster_operator.api.object_names import (
+    POD_INDEX_LABEL,
+    RENDERED_ANNOTATION,
+    EngineName,
+    connector_name,
+    router_deployment_name,
+)
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.connector_configmap import build_connector_configmap
 from pdcluster_operator.plan.builders.engine_objects import (
     build_engine_service,
     build_engine_statefulset,
@@ -36,7 +40,11 @@ from pdcluster_operator.plan.builders.router import (
     build_router_deployment,
     build_router_service,
 )
-from pdcluster_operator.plan.connectors import is_shared_connector, mounted_connector
+from pdcluster_operator.plan.connectors import (
+    build_connector_configmap,
+    is_shared_connector,
+    mounted_connector,
+)
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.drift import stamped
 from pdcluster_operator.plan.objects.ownership import identity

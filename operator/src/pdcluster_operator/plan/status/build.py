@@ -32,8 +32,7 @@ from pdcluster_operator.api.conditions import (
     timestamp,
 )
 from pdcluster_operator.api.findings import Findings
-from pdcluster_operator.api.labels import role_selector
-from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.api.object_names import EngineName, role_selector
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES, MAX_FAILED_LINKS
 from pdcluster_operator.api.spec.enums import Certificates, Role, RolloutType
 from pdcluster_operator.api.spec.types import Cluster
