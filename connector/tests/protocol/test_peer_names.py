@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from pdcluster_connector.protocol.engine_id import (
-    engine_in,
     engine_name,
     names_in,
     role_name,
@@ -25,11 +24,6 @@ def test_only_dns_names_count_in_whatever_case() -> None:
     held = certificate(("IP Address", "10.0.0.1"), ("DNS", dns), ("URI", f"spiffe://{dns}"))
     assert names_in(held) == (dns.lower(),)
     assert names_in(certificate()) == names_in({}) == names_in(None) == ()
-
-
-def test_the_first_name_of_an_engine_is_found_among_others() -> None:
-    assert engine_in(("localhost", f"ns.c.decode.r.0.{SUFFIX}")) == "ns.c.decode.r.0"
-    assert engine_in(("localhost", "operator.pdcluster.dev")) is None
 
 
 def test_an_incarnation_and_a_data_parallel_rank_have_the_engines_name() -> None:
@@ -129,11 +123,6 @@ def test_a_peer_cannot_make_a_message_long() -> None:
 def test_a_certificate_without_a_name_is_said_to_name_no_engine() -> None:
     why = why_not_peer(PREFILL, (), DECODE, "decode")
     assert why == f"its certificate names no engine, but it says that it is {DECODE}"
-
-
-def test_of_several_engines_in_a_certificate_the_first_one_is_meant() -> None:
-    names = ("localhost", f"ns.c.decode.r.1.{SUFFIX}", f"ns.c.decode.r.0.{SUFFIX}")
-    assert engine_in(names) == "ns.c.decode.r.1"
 
 
 @pytest.mark.parametrize("mine", [PREFILL, PREFILL.upper()])

@@ -58,8 +58,8 @@ class HeardServer(SideChannelServer):
         super().__init__(*given, **named)
         self.answered: list[tuple[str, int]] = []
         for what in ("handshake", "lease", "health"):
-            heard = partial(self._hear, what, getattr(self._answers, what))
-            setattr(self._answers, what, heard)
+            heard = partial(self._hear, what, getattr(self, what))
+            setattr(self, what, heard)
 
     def statuses(self, what: str) -> list[int]:
         return [status for asked, status in self.answered if asked == what]

@@ -12,15 +12,23 @@ from msgspec.structs import replace
 
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.engine_id import engine_name
-from pdcluster_connector.sidechannel.answers import Answers
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
+from pdcluster_connector.sidechannel.server import SideChannelServer
 
 LEASE = ("r", 7)
 
 
-def answers(leases: LeaseDesk | None = None, role: str = "prefill") -> Answers:
-    return Answers(
-        PREFILL, SHAPE, leases=leases, role=role, lease_seconds=17.5, versions={"vllm": "0.32.0"}
+def answers(leases: LeaseDesk | None = None, role: str = "prefill") -> SideChannelServer:
+    return SideChannelServer(
+        "127.0.0.1",
+        0,
+        PREFILL,
+        SHAPE,
+        shards=shards_of(PREFILL),
+        leases=leases,
+        role=role,
+        lease_seconds=17.5,
+        versions={"vllm": "0.32.0"},
     )
 
 
@@ -36,20 +44,11 @@ def refusal(answer: web.Response) -> m.Refusal:
 
 def test_a_decode_engine_learns_how_long_leases_last_and_which_versions_run() -> None:
     engine = answers()
-    engine.set_shards(shards_of(PREFILL))
     answer = engine.handshake(asked(), None)
     assert (answer.status, answer.content_type) == (200, "application/msgpack")
     assert m.decode_handshake_reply(answer.body) == m.EngineMetadata(
         3, PREFILL, SHAPE, shards_of(PREFILL), 17.5, {"vllm": "0.32.0"}
     )
-
-
-def test_before_the_memory_is_registered_a_handshake_may_be_tried_again() -> None:
-    engine = answers()
-    engine.set_shards(())
-    answer = engine.handshake(asked(), None)
-    assert (answer.status, answer.content_type) == (503, "text/plain")
-    assert answer.body == b"the engine's memory is not registered yet"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,6 @@ def test_without_a_common_protocol_both_ranges_are_told(
     oldest: int, newest: int, theirs: str
 ) -> None:
     engine = answers()
-    engine.set_shards(shards_of(PREFILL))
     answer = engine.handshake(asked(oldest, newest), None)
     assert answer.status == 409
     assert refusal(answer) == m.Refusal(
@@ -73,7 +71,6 @@ def test_without_a_common_protocol_both_ranges_are_told(
 @pytest.mark.parametrize(("oldest", "newest"), [(1, 3), (3, 9), (1, 9)])
 def test_one_common_protocol_is_enough(oldest: int, newest: int) -> None:
     engine = answers()
-    engine.set_shards(shards_of(PREFILL))
     assert engine.handshake(asked(oldest, newest), None).status == 200
 
 
@@ -106,16 +103,9 @@ def test_a_renewal_is_answered_with_how_long_it_holds() -> None:
 
 
 def test_health_says_who_listens_in_which_role_and_with_how_many_shards() -> None:
-    engine = answers(role="decode")
-    for shards in (0, 1):
-        engine.set_shards(shards_of(PREFILL)[:shards])
-        answer = engine.health()
-        assert (answer.status, answer.content_type) == (200, "application/json")
-        assert json.loads(answer.body) == {
-            "engine_id": PREFILL,
-            "role": "decode",
-            "shards": shards,
-        }
+    answer = answers(role="decode").health()
+    assert (answer.status, answer.content_type) == (200, "application/json")
+    assert json.loads(answer.body) == {"engine_id": PREFILL, "role": "decode", "shards": 1}
 
 
 def test_malformed_messages_are_logged_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
@@ -136,7 +126,6 @@ def test_a_client_whose_certificate_names_another_engine_is_told_nothing() -> No
     desk.arm(*LEASE)
     desk.grant("r")
     engine = answers(desk)
-    engine.set_shards(shards_of(PREFILL))
     stranger = (engine_name("ns.c.decode.r.1/ee"),)
     message = m.encode(m.LeaseRequest(PREFILL, DECODE, releases=(LEASE,)))
     for answer in (engine.handshake(asked(), stranger), engine.lease(message, stranger)):
@@ -151,7 +140,6 @@ def test_a_client_whose_certificate_names_another_engine_is_told_nothing() -> No
 
 def test_a_refusal_says_of_each_engine_what_is_its_own() -> None:
     engine = answers()
-    engine.set_shards(shards_of(PREFILL))
     other = m.HandshakeRequest((3, 3), DECODE, replace(SHAPE, kv_dtype="bfloat16"), (0, 0))
     answer = engine.handshake(m.encode(other), None)
     assert answer.status == 409

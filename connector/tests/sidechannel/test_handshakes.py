@@ -13,7 +13,6 @@ from urllib.request import urlopen
 
 import pytest
 from loopback_engines import PREFILL, SHAPE, Answer, HeardServer, connect, shards_of, until
-from msgspec.structs import replace
 
 from loopback import free_port
 from pdcluster_connector.compat.reasons import Reason
@@ -116,19 +115,6 @@ def test_retried_until_the_engine_listens(serve: Serve, books: Books) -> None:
     assert isinstance(answer.wait(), m.EngineMetadata)
 
 
-def test_retried_while_the_shards_are_not_there(books: Books) -> None:
-    server = SideChannelServer("127.0.0.1", 0, PREFILL, SHAPE)
-    server.start()
-    try:
-        answer = connect(books(), server.port)
-        time.sleep(0.4)
-        assert not answer.values
-        server.set_shards(shards_of(PREFILL))
-        assert isinstance(answer.wait(), m.EngineMetadata)
-    finally:
-        server.stop()
-
-
 def test_each_request_has_its_own_deadline(books: Books) -> None:
     book, port = books(), free_port()
     start = time.monotonic()
@@ -211,7 +197,7 @@ def test_another_protocol_is_refused_by_name(
     request = m.encode(m.HandshakeRequest((1, 1), "d/1", SHAPE, (0, 0)))
     decoded = m.decode_handshake_request(request)
     assert isinstance(decoded, m.HandshakeRequest)
-    refusal = server._answers.refusal(decoded)
+    refusal = server._refusal(decoded)
     assert refusal is not None
     assert refusal.reason == Reason.PROTOCOL_VERSION_MISMATCH
     assert (refusal.prefill_value, refusal.decode_value) == ("7..9", "1..1")
@@ -232,12 +218,11 @@ def handshake_of_protocol(newest: int, port: int) -> tuple[int, m.EngineMetadata
 
 def test_decode_is_answered_in_the_newest_protocol_of_both(serve: Serve) -> None:
     server = serve()
-    server.set_shards([replace(shard, seams=(1 << 31,)) for shard in shards_of(PREFILL)])
     for newest, expected in ((3, 3), (9, m.PROTOCOL_NEWEST)):
         status, reply = handshake_of_protocol(newest, server.port)
         assert isinstance(reply, m.EngineMetadata)
         assert (status, reply.protocol) == (200, expected)
-        assert reply.shards[0].seams == (1 << 31,)
+        assert reply.shards == shards_of(PREFILL)
 
 
 def test_decode_that_reads_no_ticket_of_ours_is_refused_at_the_handshake(serve: Serve) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdcluster_connector.sidechannel.server import ConnectionGuard
+from pdcluster_connector.sidechannel.listening import ConnectionGuard
 
 IDLE_SECONDS = 15.0
 

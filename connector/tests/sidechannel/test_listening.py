@@ -12,14 +12,14 @@ from contextlib import closing
 
 import pytest
 
-from pdcluster_connector.sidechannel.server import (
+from pdcluster_connector.sidechannel.listening import (
     SideChannelError,
     SideChannelRefusedError,
-    SideChannelServer,
     connection_limit,
     listen,
     require_loopback,
 )
+from pdcluster_connector.sidechannel.server import SideChannelServer
 
 
 @pytest.mark.parametrize(

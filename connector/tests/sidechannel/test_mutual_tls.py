@@ -27,7 +27,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.engine_id import role_name
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.sidechannel import server as server_module
+from pdcluster_connector.sidechannel import listening
 from pdcluster_connector.sidechannel.handshake import (
     Introduction,
     TryAgain,
@@ -340,8 +340,8 @@ def test_clients_that_never_shake_hands_are_bounded(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """asyncio's own server would hold any number of them while it waits for their TLS."""
-    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 8)
-    monkeypatch.setattr(server_module, "TLS_SECONDS", 600.0)
+    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(listening, "TLS_SECONDS", 600.0)
     server = engines.serve(engines.tls(PREFILL))
     guard = server._guard
     assert guard is not None
@@ -355,7 +355,7 @@ def test_clients_that_never_shake_hands_are_bounded(
         for client in silent:
             client.close()
     until(lambda: not guard._greeting)
-    monkeypatch.setattr(server_module, "TLS_SECONDS", 0.5)
+    monkeypatch.setattr(listening, "TLS_SECONDS", 0.5)
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
         assert client.recv(1) == b"", "asyncio's own limit is 60 seconds"
     book = engines.book(DECODE, engines.tls(DECODE))

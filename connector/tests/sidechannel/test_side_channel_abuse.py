@@ -20,13 +20,13 @@ from loopback_engines import DECODE, PREFILL, SHAPE, HeardServer, connect, shard
 
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.sidechannel.lease_desk import LeaseChanges, LeaseDesk
-from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.sidechannel.server import (
+from pdcluster_connector.sidechannel.listening import (
     ConnectionGuard,
     SideChannelError,
     SideChannelRefusedError,
-    SideChannelServer,
 )
+from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.sidechannel.server import SideChannelServer
 
 Serve = Callable[..., HeardServer]
 Books = Callable[..., PeerBook]
@@ -232,7 +232,7 @@ def test_a_client_that_asks_and_never_reads_is_dropped(monkeypatch: pytest.Monke
 def test_connections_over_the_limit_are_turned_away_at_once(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdcluster_connector.sidechannel.server.MAX_CONNECTIONS", 8)
+    monkeypatch.setattr("pdcluster_connector.sidechannel.listening.MAX_CONNECTIONS", 8)
     server = serve()
     guard = server._guard
     assert isinstance(guard, ConnectionGuard)
@@ -251,7 +251,7 @@ def test_accepts_that_fail_are_said_once(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without file descriptors, each accept fails at once: ten lines a second would say so."""
-    monkeypatch.setattr("pdcluster_connector.sidechannel.server.PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("pdcluster_connector.sidechannel.listening.PAUSE_SECONDS", 0.01)
     server = serve()
     accept, faults = socket.socket.accept, [OSError(errno.EMFILE, "no file descriptor")] * 5
 

@@ -19,6 +19,7 @@ from authority import Authority
 from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
+from pdcluster_connector.sidechannel import listening
 from pdcluster_connector.sidechannel import server as server_module
 from pdcluster_connector.sidechannel.handshake import (
     Introduction,
@@ -44,7 +45,7 @@ def side_channel(
     # A side channel takes at most a quarter of them.
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, machine.OPEN_FILES), hard))
     monkeypatch.setattr(server_module, "IDLE_SECONDS", STAYS_SECONDS)
-    monkeypatch.setattr(server_module, "TLS_SECONDS", STAYS_SECONDS)
+    monkeypatch.setattr(listening, "TLS_SECONDS", STAYS_SECONDS)
     ours = theirs = None
     if request.param == "tls":
         authority = Authority()

@@ -110,12 +110,6 @@ def names_in(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
     return tuple(value.lower() for kind, value in names if kind == "DNS")
 
 
-def engine_in(names: Iterable[str]) -> str | None:
-    """Return the logical id of the first engine among a certificate's names."""
-    found = (name.removesuffix(ENGINE_SUFFIX) for name in names if name.endswith(ENGINE_SUFFIX))
-    return next(found, None)
-
-
 def why_not_peer(mine: str, names: Iterable[str], claimed: str, role: str) -> str | None:
     """Return why a peer with these names may not speak as engine ``claimed``; None if it may.
 

@@ -1,211 +1,40 @@
 """The side channel: the small HTTP server from which peers get this engine's metadata and leases.
 
 It runs on the scheduler side, in a thread of its own, so that neither an engine step nor a
-client's behaviour can hold up the other. ``answers.py`` makes the answers. With TLS, every client
-shows a certificate, and what it says of itself has to fit it. Without TLS, the server binds to
-loopback only unless ``allow_insecure`` says otherwise, because its answers let the reader read KV
-memory.
+client's behaviour can hold up the other. ``listening.py`` bounds its connections.
 
-aiohttp limits the size of bodies and headers. It does not limit the number of connections, nor the
-time until the first request. A client that sends nothing could take all file descriptors. asyncio
-does not count connections before the end of their TLS handshake, so they are accepted here.
+Peers learn from the answers how to read KV memory. So with TLS, every client shows a certificate,
+and what it says of itself has to fit the names in it. Without TLS, the server binds to loopback
+only unless ``allow_insecure`` says otherwise.
 """
 
-from __future__ import annotations
-
 import asyncio
-import errno
-import ipaddress
 import logging
-import resource
 import socket
-import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from aiohttp import web
 
 from pdcluster_connector.certificate_files import Tls
+from pdcluster_connector.compat import rules
+from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol import messages
-from pdcluster_connector.protocol.engine_id import names_in
+from pdcluster_connector.protocol.engine_id import names_in, why_not_peer
+from pdcluster_connector.protocol.failure import refusal_of
 from pdcluster_connector.protocol.lease import LEASE_SECONDS
-from pdcluster_connector.protocol.messages import ShardMetadata
-from pdcluster_connector.sidechannel.answers import Answers, Names
+from pdcluster_connector.protocol.messages import Malformed, Refusal, ShardMetadata
+from pdcluster_connector.sidechannel import listening
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 
-
-class SideChannelError(Exception):
-    """The side channel cannot be opened; the message names the port and the remedy."""
-
-
-class SideChannelRefusedError(SideChannelError):
-    """The address is not loopback, and nothing protects the side channel."""
-
-
-def require_loopback(host: str, port: int) -> None:
-    """Raise SideChannelRefusedError if other machines can reach this address."""
-    if not _is_loopback(host):
-        raise SideChannelRefusedError(
-            f"side channel on {host}:{port} refused: without TLS it listens on"
-            " loopback only, since whoever reaches it can read KV memory; set"
-            " tls, or side_channel_host to 127.0.0.1, or allow_insecure: true in a network"
-            " that you trust"
-        )
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; raises SideChannelError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=256)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            why = "is in use; set side_channel_port to a free port or stop the process that has it"
-        elif error.errno in {errno.EADDRNOTAVAIL, socket.EAI_NONAME}:
-            why = "is not an address of this machine; set side_channel_host to one that is"
-        elif error.errno == errno.EACCES:
-            why = "needs privileges; set side_channel_port to a port above 1023"
-        else:
-            why = f"cannot be opened: {error.strerror}"
-        raise SideChannelError(f"side channel port {port} on {host} {why}") from error
-    listener.setblocking(False)
-    return listener
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name: only one is loopback everywhere
-        return host == "localhost"
-
-
 logger = logging.getLogger(__name__)
-
-# 64 decode engines of 8 ranks shake hands over 512 connections at once. Afterwards each of these
-# engines keeps two or three: for its first rank's questions and for its leases.
-MAX_CONNECTIONS = 8192
-TLS_SECONDS = 5.0  # for a client's TLS handshake
-PAUSE_SECONDS = 0.1  # after an accept that failed: no file descriptor is left, or the like
-
-
-def connection_limit() -> int:
-    """Return how many connections a side channel may hold: a quarter of the file descriptors."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 4)
-
-
-class ConnectionGuard:
-    """Closes idle connections once a second and turns away those over the limit.
-
-    A connection is busy from the moment that a request's headers are complete
-    (:meth:`began`) to its answer (:meth:`ended`); otherwise it may idle ``idle_seconds``.
-    """
-
-    def __init__(self, server: web.Server, *, limit: int, idle_seconds: float) -> None:
-        self._server = server
-        self._limit = limit
-        self._idle_seconds = idle_seconds
-        self._idle_since: dict[web.RequestHandler, float] = {}
-        self._busy: set[web.RequestHandler] = set()
-        self._greeting: set[web.RequestHandler] = set()  # those in their TLS handshake
-        self._tasks: dict[asyncio.Task[None], socket.socket] = {}
-
-    async def accept(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """Accept connections until cancelled, and close at once those over the limit."""
-        loop = asyncio.get_running_loop()
-        # loop.sock_accept would lose a connection that comes in while it is cancelled.
-        readable = asyncio.Event()
-        loop.add_reader(listener, readable.set)
-        failed = False
-        try:
-            while True:
-                await readable.wait()
-                readable.clear()
-                try:
-                    connection, _ = listener.accept()
-                except BlockingIOError:
-                    continue
-                except OSError as error:
-                    if not failed:
-                        logger.warning("no connection can be accepted: %s", error)
-                    failed = True
-                    loop.remove_reader(listener)
-                    await asyncio.sleep(PAUSE_SECONDS)
-                    loop.add_reader(listener, readable.set)
-                    continue
-                if failed:
-                    logger.warning("connections can be accepted again")
-                failed = False
-                self._take(connection, tls)
-        finally:
-            loop.remove_reader(listener)
-
-    def _take(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
-        connection.setblocking(False)
-        if len(self._greeting.union(self._server.connections)) >= self._limit:
-            connection.close()
-            return
-        handler = self._server()
-        self._greeting.add(handler)
-        task = asyncio.get_running_loop().create_task(self._greet(handler, connection, tls))
-        self._tasks[task] = connection
-        task.add_done_callback(self._tasks.pop)
-
-    async def _greet(
-        self, handler: web.RequestHandler, connection: socket.socket, tls: ssl.SSLContext | None
-    ) -> None:
-        """Hand a connection to aiohttp; with TLS, once the client has shown its certificate."""
-        timeout = None if tls is None else TLS_SECONDS
-        try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: handler, connection, ssl=tls, ssl_handshake_timeout=timeout
-            )
-        except OSError as error:  # ssl.SSLError, TimeoutError and broken connections
-            logger.debug("a connection was not taken: %s", error)
-            connection.close()
-        finally:
-            self._greeting.discard(handler)
-
-    def began(self, handler: web.RequestHandler) -> None:
-        """Note that a request's headers are complete."""
-        self._busy.add(handler)
-
-    def ended(self, handler: web.RequestHandler) -> None:
-        """Note that the request is answered."""
-        self._busy.discard(handler)
-        self._idle_since[handler] = asyncio.get_running_loop().time()
-
-    async def close_all(self) -> None:
-        """Close every connection, after the end of :meth:`accept`.
-
-        Also those that have just been accepted: their clients would wait for an answer.
-        """
-        greeting = dict(self._tasks)
-        for task in greeting:
-            task.cancel()
-        await asyncio.gather(*greeting, return_exceptions=True)
-        for connection in greeting.values():
-            connection.close()
-        for handler in self._server.connections:
-            handler.force_close()
-
-    async def sweep(self) -> None:
-        """Close connections that idle too long. Runs until cancelled."""
-        while True:
-            now = asyncio.get_running_loop().time()
-            known = self._idle_since
-            self._idle_since = {each: known.get(each, now) for each in self._server.connections}
-            for handler, since in self._idle_since.items():
-                idle = handler not in self._busy and now - since > self._idle_seconds
-                if idle and handler.transport is not None:
-                    handler.transport.abort()  # closing would wait for a client that does not read
-            await asyncio.sleep(1.0)
-
 
 IDLE_SECONDS = 15.0  # peers that keep a connection ask every second
 BODY_SECONDS = 5.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+# The DNS names of a client's certificate; None where nobody is asked for one.
+Names = tuple[str, ...] | None
 
 
 class SideChannelServer:
@@ -213,11 +42,15 @@ class SideChannelServer:
 
     Args:
         host, port: where to listen; port 0 takes any free one (see :attr:`port`).
-        engine_id, shape, leases, role, lease_seconds, versions: as in :class:`Answers`.
-        shards: metadata of every rank; empty until :meth:`set_shards`, handshakes are then
-            answered with 503, which peers retry.
+        engine_id: this engine's incarnation.
+        shape: this engine's shape, all fields known.
+        shards: metadata of every rank.
+        leases: what answers releases and renewals; None refuses them (a decode engine).
         tls: serve HTTPS to peers with a certificate; None for plain HTTP.
         allow_insecure: listen on an address that is not loopback, without TLS.
+        role: of this engine.
+        lease_seconds: how long this engine holds blocks for a peer.
+        versions: versions by name, which peers log.
     """
 
     def __init__(
@@ -237,19 +70,24 @@ class SideChannelServer:
     ) -> None:
         self.host = host
         self.port = port
-        self._answers = Answers(
-            engine_id,
-            shape,
-            leases=leases,
-            role=role,
-            lease_seconds=lease_seconds,
-            versions=versions or {},
+        self._engine_id = engine_id
+        self._shape = shape
+        self._leases = leases
+        self._health = messages.HealthReply(engine_id, role, len(shards))
+        self._metadata = messages.encode(
+            messages.EngineMetadata(
+                protocol=messages.PROTOCOL_NEWEST,
+                engine_id=engine_id,
+                shape=shape,
+                shards=tuple(shards),
+                lease_seconds=lease_seconds,
+                versions=dict(versions or {}),
+            )
         )
-        self.set_shards = self._answers.set_shards
-        self.set_shards(shards)
+        self._malformed_messages = 0
         self._tls = tls
         self._allow_insecure = allow_insecure
-        self._guard: ConnectionGuard | None = None
+        self._guard: listening.ConnectionGuard | None = None
         self._runner: web.AppRunner | None = None
         self._listener: socket.socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -264,8 +102,8 @@ class SideChannelServer:
             SideChannelError: the port is taken or the address is not this machine's.
         """
         if self._tls is None and not self._allow_insecure:
-            require_loopback(self.host, self.port)
-        listener = listen(self.host, self.port)
+            listening.require_loopback(self.host, self.port)
+        listener = listening.listen(self.host, self.port)
         self.port = listener.getsockname()[1]
         self._thread = LoopThread("pdcluster-side-channel")
         self._thread.start()
@@ -279,9 +117,9 @@ class SideChannelServer:
 
     async def _serve(self, listener: socket.socket) -> None:
         app = web.Application(client_max_size=messages.MAX_REQUEST_BYTES, middlewares=[self._watch])
-        app.router.add_post("/v1/handshake", self._handshake)
-        app.router.add_post("/v1/leases", self._lease)
-        app.router.add_get("/healthz", self._healthz)
+        app.router.add_post("/v1/handshake", self._post_handshake)
+        app.router.add_post("/v1/leases", self._post_leases)
+        app.router.add_get("/healthz", self._get_healthz)
         runner = web.AppRunner(
             app,
             access_log=None,
@@ -293,9 +131,9 @@ class SideChannelServer:
         await runner.setup()
         server = runner.server
         if not isinstance(server, web.Server):
-            raise SideChannelError("aiohttp made no server")
-        limit = connection_limit()
-        self._guard = ConnectionGuard(server, limit=limit, idle_seconds=IDLE_SECONDS)
+            raise listening.SideChannelError("aiohttp made no server")
+        limit = listening.connection_limit()
+        self._guard = listening.ConnectionGuard(server, limit=limit, idle_seconds=IDLE_SECONDS)
         loop = asyncio.get_running_loop()
         self._runner = runner
         self._listener = listener
@@ -326,14 +164,14 @@ class SideChannelServer:
         finally:
             self._guard.ended(request.protocol)
 
-    async def _healthz(self, _: web.Request) -> web.Response:
-        return self._answers.health()
+    async def _get_healthz(self, _: web.Request) -> web.Response:
+        return self.health()
 
-    async def _handshake(self, request: web.Request) -> web.Response:
-        return self._answers.handshake(await _body(request), self._names(request))
+    async def _post_handshake(self, request: web.Request) -> web.Response:
+        return self.handshake(await _body(request), self._names(request))
 
-    async def _lease(self, request: web.Request) -> web.Response:
-        return self._answers.lease(await _body(request), self._names(request))
+    async def _post_leases(self, request: web.Request) -> web.Response:
+        return self.lease(await _body(request), self._names(request))
 
     def _names(self, request: web.Request) -> Names:
         """Return the names in the client's certificate; None where names do not count."""
@@ -341,6 +179,87 @@ class SideChannelServer:
             return None
         transport = request.transport
         return names_in(None if transport is None else transport.get_extra_info("peercert"))
+
+    # The answers.
+
+    def health(self) -> web.Response:
+        """Say which incarnation listens here."""
+        body = messages.encode_health(self._health)
+        return web.Response(body=body, content_type="application/json")
+
+    def handshake(self, body: bytes, names: Names) -> web.Response:
+        """Give the engine's metadata to a decode engine that can read its KV."""
+        asked = messages.decode_handshake_request(body)
+        if isinstance(asked, Malformed):
+            return self._malformed(asked)
+        if why := self._stranger("handshake", names, asked.engine_id):
+            return _text(403, why)
+        refusal = self._refusal(asked)
+        if refusal is not None:
+            logger.warning(
+                "handshake of %s refused: %s: %s", asked.engine_id, refusal.reason, refusal.message
+            )
+            return _packed(409, messages.encode(refusal))
+        return _packed(200, self._metadata)
+
+    def lease(self, body: bytes, names: Names) -> web.Response:
+        """Take a decode engine's releases and renewals in."""
+        asked = messages.decode_lease_request(body)
+        if isinstance(asked, Malformed):
+            return self._malformed(asked)
+        if why := self._stranger("lease message", names, asked.holder):  # for nobody else
+            return _text(403, why)
+        if asked.engine_id != self._engine_id:
+            refusal = Refusal(
+                Reason.PEER_RESTARTED.value,
+                f"{asked.engine_id} is gone; {self._engine_id} listens here now",
+                self._engine_id,
+                asked.engine_id,
+            )
+            return _packed(409, messages.encode(refusal))
+        if self._leases is None:
+            return _text(404, "this engine grants no leases")
+        return _packed(200, messages.encode(self._leases.answer(asked)))
+
+    def _refusal(self, asked: messages.HandshakeRequest) -> Refusal | None:
+        """Return why the two engines cannot exchange KV; None if they can."""
+        oldest, newest = asked.protocols
+        if oldest > messages.PROTOCOL_NEWEST or newest < messages.PROTOCOL_OLDEST:
+            ours = f"{messages.PROTOCOL_OLDEST}..{messages.PROTOCOL_NEWEST}"
+            theirs = f"{oldest}..{newest}"
+            return Refusal(
+                Reason.PROTOCOL_VERSION_MISMATCH.value,
+                f"prefill speaks protocol {ours}, decode {theirs}; give both"
+                " engines the same connector",
+                ours,
+                theirs,
+            )
+        return refusal_of(rules.check(self._shape, asked.shape))
+
+    def _stranger(self, what: str, names: Names, claimed: str) -> str | None:
+        """Return why a client may not ask this; ``claimed`` is who it says that it is."""
+        if names is None:
+            return None
+        why = why_not_peer(self._engine_id, names, claimed, "decode")
+        if why is not None:
+            logger.warning("a %s was refused: %s", what, why)
+        return why
+
+    def _malformed(self, why: Malformed) -> web.Response:
+        self._malformed_messages += 1
+        number = self._malformed_messages
+        if number & (number - 1) == 0:  # 1, 2, 4, 8 ...
+            logger.warning("malformed message %d: %s", number, why.message)
+        return _text(400, why.message)
+
+
+def _packed(status: int, body: bytes) -> web.Response:
+    return web.Response(status=status, body=body, content_type="application/msgpack")
+
+
+def _text(status: int, text: str) -> web.Response:
+    body = text.encode("utf-8", "replace")
+    return web.Response(status=status, body=body, content_type="text/plain")
 
 
 async def _body(request: web.Request) -> bytes:
