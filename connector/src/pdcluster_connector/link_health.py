@@ -13,8 +13,6 @@ probe takes too long. A NIXL connection of a receive breaks apart from that
 (``transfer/connections.py``).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -180,15 +178,11 @@ class LinkKeeper:
                 return checked
 
     async def _connect(self, host: str, port: int) -> EngineMetadata | Failure:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[EngineMetadata | Failure] = loop.create_future()
-
-        def done(outcome: EngineMetadata | Failure) -> None:
-            loop.call_soon_threadsafe(_settle, answer, outcome)
-
+        answer: Future[EngineMetadata | Failure] = Future()
         deadline = time.monotonic() + CONNECT_SECONDS
-        self._peers.connect(self._engine_id, host, port, lambda: deadline, done)
-        return await answer
+        self._peers.connect(self._engine_id, host, port, lambda: deadline, answer.set_result)
+        # A keeper that is cancelled cancels no answer: the peer book would set its result.
+        return await asyncio.shield(asyncio.wrap_future(answer))
 
     async def _probed(
         self, metadata: EngineMetadata, probe: Future[ProbeResult]
@@ -220,7 +214,6 @@ class LinkKeeper:
                 state=LinkState.ESTABLISHED,
                 message=outcome.notice,
                 bytes_per_second=outcome.bytes_per_second,
-                probe_bytes=outcome.nbytes,
                 establishment=next(_ESTABLISHMENTS),
             )
         if report != self.report:
@@ -236,13 +229,6 @@ class LinkKeeper:
 
 def _named(data_rank: int | None) -> str:
     return "the only rank" if data_rank is None else f"data-parallel rank {data_rank}"
-
-
-def _settle(
-    answer: asyncio.Future[EngineMetadata | Failure], outcome: EngineMetadata | Failure
-) -> None:
-    if not answer.done():
-        answer.set_result(outcome)
 
 
 URL_VARIABLE = "PDCLUSTER_CONTROL_URL"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from unittest import mock
 
 import pytest
 from msgspec.structs import replace
 
+from pdcluster_connector.compat import rules
 from pdcluster_connector.compat.findings import Finding
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.rules import RULES, Verdict, check, check_engine, refused
@@ -850,6 +852,7 @@ def test_layers_of_one_engine_that_are_not_known_are_told_with_the_number_of_the
         ((KNOWN, unknown), ("2 layers", "unknown")),
         ((unknown, KNOWN), ("unknown", "2 layers")),
     ):
-        [found] = check(*pair, rules=[rule])
+        with mock.patch.object(rules, "RULES", (rule,)):
+            [found] = check(*pair)
         assert found.verdict is Verdict.UNKNOWN
         assert (found.field, found.prefill_value, found.decode_value) == ("layers", *values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdcluster_connector.launcher import inside_vllm
 from pdcluster_connector.launcher.arguments import ArgumentError, EngineCommand, engine_command
-from pdcluster_connector.launcher.identity import Identity, mint_incarnation
+from pdcluster_connector.launcher.options import UsageError, new_engine_id
 
 CONFIG = json.dumps({"kv_connector": "PDClusterConnector", "kv_role": "kv_producer"})
 
@@ -156,16 +157,14 @@ def test_the_roles_must_agree():
     assert read("m", "--kv-transfer-config", both, role="decode").model == "m"
 
 
-def test_identities():
-    assert Identity("ns.c.prefill.r.0", "0123456789abcdef").engine_id == (
-        "ns.c.prefill.r.0/0123456789abcdef"
+def test_each_start_has_an_incarnation_of_its_own():
+    assert re.fullmatch(
+        r"ns\.c\.prefill\.r\.0/[0-9a-f]{16}", new_engine_id("ns.c.prefill.r.0").engine
     )
-    assert len({mint_incarnation() for _ in range(1000)}) == 1000
+    assert len({new_engine_id("a").incarnation for _ in range(1000)}) == 1000
     for wrong in ("", "a/b", "a b", "-a", "a\n", "x" * 201):
-        with pytest.raises(ValueError, match="is not a valid engine id"):
-            Identity(wrong)
-    with pytest.raises(ValueError, match="is not an incarnation"):
-        Identity("a", "0")
+        with pytest.raises(UsageError, match="is not a valid engine id"):
+            new_engine_id(wrong)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from pdcluster_connector.launcher.engine.engine_api import DATA_RANK_HEADER, MAX_ANSWER, EngineApi
 from pdcluster_connector.launcher.links import canary
-from pdcluster_connector.launcher.links.canary import CanarySchedule, keep_running, run, run_ranks
+from pdcluster_connector.launcher.links.canary import Canaries, CanarySchedule
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.protocol.launcher_documents import (
     CanaryReport,
@@ -70,25 +70,21 @@ async def engine(
         yield EngineApi(session, str(server.make_url("")).rstrip("/"), key), asked
 
 
+async def run(
+    prefill: EngineApi, decode: EngineApi, sizes: tuple[int, int] = (1, 1), **options: Any
+) -> CanaryReport:
+    canaries = Canaries(decode, D, sizes[1], lambda: TOKENS, **options)
+    return await canaries.run(prefill, P, sizes[0], "llama")
+
+
 async def result(prefill: Answer, decode: Answer, seconds: float = 5.0) -> CanaryReport:
     async with engine(prefill) as (p, _), engine(decode) as (d, _):
-        return await run(
-            p, d, prefill_engine_id=P, decode_engine_id=D, model="llama", tokens=TOKENS,
-            seconds=seconds,
-        )  # fmt: skip
+        return await run(p, d, seconds=seconds)
 
 
 async def test_kv_that_moved():
     async with engine(params(HANDED)) as (p, to_p), engine(path()) as (d, to_d):
-        outcome = await run(
-            p,
-            d,
-            prefill_engine_id=P,
-            decode_engine_id=D,
-            model="llama",
-            tokens=TOKENS,
-            names_key="k",
-        )
+        outcome = await run(p, d, names_key="k")
     assert outcome == CanaryReport(CanaryState.PASSED, 65536)
     (first,), (second,) = to_p, to_d
     assert first["kv_transfer_params"] == {"do_remote_decode": True}
@@ -122,10 +118,7 @@ async def ranked(
 
 
 async def through_ranks(api: EngineApi, sizes: tuple[int, int]) -> CanaryReport:
-    return await run_ranks(
-        api, api, prefill_engine_id=P, decode_engine_id=D, sizes=sizes, model="llama",
-        make_prompt=lambda: TOKENS,
-    )  # fmt: skip
+    return await run(api, api, sizes)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (3, 2), (4, 4)])
@@ -211,9 +204,8 @@ async def test_each_way_to_fail(prefill, decode, says):
 async def test_an_api_that_is_not_there_means_unknown():
     async with engine(params(HANDED)) as (p, _), aiohttp.ClientSession() as session:
         nobody = EngineApi(session, "http://127.0.0.1:9")
-        common = {"prefill_engine_id": P, "decode_engine_id": D, "model": "m", "tokens": TOKENS}
         for pair in ((nobody, p), (p, nobody)):
-            outcome = await run(*pair, **common)
+            outcome = await run(*pair)
             assert outcome.state == "Pending"
             assert "http://127.0.0.1:9/v1/completions does not answer" in outcome.message
 
@@ -226,9 +218,7 @@ async def test_a_connection_that_breaks_means_unknown():
     server = await asyncio.start_server(drop, "127.0.0.1", 0)
     async with server, aiohttp.ClientSession() as session:
         api = EngineApi(session, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        outcome = await run(
-            api, api, prefill_engine_id=P, decode_engine_id=D, model="m", tokens=TOKENS
-        )
+        outcome = await run(api, api)
     assert outcome.state == "Pending"
 
 
@@ -241,9 +231,7 @@ async def test_a_server_that_speaks_no_http():
     server = await asyncio.start_server(babble, "127.0.0.1", 0)
     async with server, aiohttp.ClientSession() as session:
         api = EngineApi(session, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        outcome = await run(
-            api, api, prefill_engine_id=P, decode_engine_id=D, model="m", tokens=TOKENS
-        )
+        outcome = await run(api, api)
     assert outcome.state != "Passed"
     assert outcome.message
 
@@ -255,9 +243,7 @@ async def test_an_api_that_hangs_has_failed():
     server = await asyncio.start_server(hang, "127.0.0.1", 0)
     async with server, aiohttp.ClientSession() as session:
         api = EngineApi(session, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        outcome = await run(
-            api, api, prefill_engine_id=P, decode_engine_id=D, model="m", tokens=TOKENS, seconds=0.3
-        )
+        outcome = await run(api, api, seconds=0.3)
     assert outcome == CanaryReport(CanaryState.FAILED, message="no answer within 0.3 s")
 
 
@@ -362,16 +348,8 @@ async def test_the_loop_fills_the_link_table(key):
         )
         async with aiohttp.ClientSession() as session:
             task = asyncio.create_task(
-                keep_running(
-                    links,
-                    session,
-                    d,
-                    decode_engine_id=D,
-                    decode_ranks=1,
-                    ready=lambda: True,
-                    make_prompt=lambda: TOKENS,
-                    names_key="k",
-                    api_key=key,
+                Canaries(d, D, 1, lambda: TOKENS, "k", key).keep_running(
+                    links, session, lambda: True
                 )
             )
             async with asyncio.timeout(60):

@@ -20,19 +20,15 @@ from pdcluster_connector.launcher import installed_versions
 from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
 from pdcluster_connector.launcher.before_start import (
     Port,
-    clash_problems,
-    layout_problems,
     memory_problems,
     model_problems,
-    pipeline_problems,
     port_problems,
     shm_problems,
 )
-from pdcluster_connector.launcher.engine import drain
-from pdcluster_connector.launcher.engine.drain import FORGET_SECONDS, Calm
-from pdcluster_connector.launcher.engine.engine_api import Work, work
+from pdcluster_connector.launcher.engine import engine_api
+from pdcluster_connector.launcher.engine.engine_api import FORGET_SECONDS, Calm, Work, work
 from pdcluster_connector.launcher.engine.readiness import Readiness
-from pdcluster_connector.launcher.identity import Identity
+from pdcluster_connector.protocol.engine_id import EngineId
 
 
 def command(model: str, *flags: str) -> EngineCommand:
@@ -40,28 +36,6 @@ def command(model: str, *flags: str) -> EngineCommand:
     return engine_command(
         [model, *flags, "--kv-transfer-config", config], engine_id="a/b", role="prefill"
     )
-
-
-# What the sizes and addresses alone tell.
-
-
-def test_data_parallel_ranks_that_span_nodes_are_refused_by_rule():
-    both = ("--data-parallel-size", "2", "--nnodes", "4")
-    (problem,) = layout_problems(command("m", *both))
-    assert problem.startswith("rule LayoutUnsupported/data-nodes refuses an engine of tensor 1 x ")
-    assert "data 2 on 4 nodes; choose parallelism.data as a multiple" in problem
-    for one in (both[:2], both[2:], (*both[:3], "2"), ()):
-        assert list(layout_problems(command("m", *one))) == []
-
-
-def test_addresses_that_would_clash():
-    api = Port("", 5601, "the engine's API", "pass another --port")
-    side = [Port("10.0.0.1", 5600 + n, f"side channel {n}", "move it") for n in range(2)]
-    assert list(clash_problems(side)) == []
-    (problem,) = clash_problems([api, *side])
-    assert problem == "port 5601 is the engine's API's and side channel 1's at once; move it"
-    elsewhere = Port("10.0.0.2", 5601, "another pod", "-")
-    assert list(clash_problems([elsewhere, *side])) == []
 
 
 # The model's folder.
@@ -212,17 +186,6 @@ def test_shared_memory_that_suffices(tmp_path):
 
 
 # What vLLM's CPU runner lacks.
-
-
-@pytest.mark.parametrize("flag", ["--enforce-eager", "--enforce_eager"])
-def test_an_eager_pipeline_would_end_at_its_first_request(model, flag):
-    (problem,) = pipeline_problems(command(str(model), "--pipeline-parallel-size", "2", flag))
-    assert "--compilation-config" in problem
-    assert list(pipeline_problems(command(str(model), flag))) == []
-    assert list(pipeline_problems(command(str(model), "--pipeline-parallel-size", "2"))) == []
-
-
-# Memory.
 
 
 def test_memory_counts_weights_and_every_workers_cache(model):
@@ -416,13 +379,13 @@ def test_while_routers_may_send_requests_a_quiet_engine_serves_on_for_a_time():
 async def test_a_drain_ends_when_the_operator_says_that_routers_have_forgotten_the_engine(
     monkeypatch,
 ):
-    monkeypatch.setattr(drain, "SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(drain, "QUIET_SECONDS", 0.0)
-    monkeypatch.setattr(drain, "FORGET_SECONDS", float("inf"))
-    monkeypatch.setattr(drain, "_POLL", 0.0)
+    monkeypatch.setattr(engine_api, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(engine_api, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(engine_api, "FORGET_SECONDS", float("inf"))
+    monkeypatch.setattr(engine_api, "_POLL", 0.0)
     words = ["m", "--kv-transfer-config", '{"kv_role":"kv_both"}']
     command = engine_command(words, engine_id="a/b", role="prefill")
-    readiness = Readiness(Identity("a", "0123456789abcdef"), "prefill", command, {})
+    readiness = Readiness(EngineId("a", "0123456789abcdef"), "prefill", command, {})
     looks = 0
 
     class Api:
@@ -432,7 +395,7 @@ async def test_a_drain_ends_when_the_operator_says_that_routers_have_forgotten_t
             readiness.routed = looks < 10
             return Work(0, 0, 7)
 
-    await drain.wait_until_idle(Api(), readiness, float("inf"), lambda: None)
+    await engine_api.wait_until_idle(Api(), readiness, float("inf"), lambda: None)
     assert looks == 10
 
 
@@ -440,13 +403,13 @@ async def test_requests_that_never_stop_are_turned_away_after_a_time_and_the_dra
     monkeypatch,
 ):
     """As those of a router of the user's that has not noticed that the engine ends."""
-    monkeypatch.setattr(drain, "SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(drain, "QUIET_SECONDS", 0.02)
-    monkeypatch.setattr(drain, "FORGET_SECONDS", 0.2)
-    monkeypatch.setattr(drain, "_POLL", 0.005)
+    monkeypatch.setattr(engine_api, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(engine_api, "QUIET_SECONDS", 0.02)
+    monkeypatch.setattr(engine_api, "FORGET_SECONDS", 0.2)
+    monkeypatch.setattr(engine_api, "_POLL", 0.005)
     words = ["m", "--kv-transfer-config", '{"kv_role":"kv_both"}']
     command = engine_command(words, engine_id="a/b", role="prefill")
-    readiness = Readiness(Identity("a", "0123456789abcdef"), "prefill", command, {})
+    readiness = Readiness(EngineId("a", "0123456789abcdef"), "prefill", command, {})
     readiness.routed = True
     closed: list[bool] = []
     looks = 0
@@ -462,7 +425,7 @@ async def test_requests_that_never_stop_are_turned_away_after_a_time_and_the_dra
         assert not readiness.routed, "a router of the operator's would lose these requests"
         closed.append(True)
 
-    await drain.wait_until_idle(Api(), readiness, time.monotonic() + 60, close)
+    await engine_api.wait_until_idle(Api(), readiness, time.monotonic() + 60, close)
     assert closed
     assert looks >= 100
 

@@ -14,9 +14,9 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.engine.readiness import Readiness
-from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.launcher.interface import LauncherServer
 from pdcluster_connector.launcher.links.link_table import LinkTable
+from pdcluster_connector.protocol.engine_id import EngineId
 from pdcluster_connector.protocol.launcher_documents import EngineState
 
 TOKEN = {"Authorization": "Bearer secret"}
@@ -40,7 +40,6 @@ REPORT = {
             "reason": "",
             "message": "",
             "bytes_per_second": 1.5e9,
-            "probe_bytes": 4096,
         }
     ],
 }
@@ -48,10 +47,10 @@ REPORT = {
 
 @asynccontextmanager
 async def launcher() -> AsyncIterator[tuple[TestClient, Readiness, list[int]]]:
-    identity = Identity("ns.c.decode.r.0", "0123456789abcdef")
+    identity = EngineId("ns.c.decode.r.0", "0123456789abcdef")
     config = '{"kv_role":"kv_consumer"}'
     command = engine_command(
-        ["m", "--kv-transfer-config", config], engine_id=identity.engine_id, role="decode"
+        ["m", "--kv-transfer-config", config], engine_id=identity.engine, role="decode"
     )
     readiness = Readiness(identity, "decode", command, {"vllm": "0.32.0"})
     drained: list[int] = []
@@ -140,7 +139,7 @@ def test_an_engine_that_was_ready_is_never_loading_again():
     command = engine_command(
         ["m", "--kv-transfer-config", '{"kv_role":"kv_both"}'], engine_id="a/b", role="decode"
     )
-    readiness = Readiness(Identity("a", "0123456789abcdef"), "decode", command, {})
+    readiness = Readiness(EngineId("a", "0123456789abcdef"), "decode", command, {})
     assert readiness.loading
     readiness.healthy()
     readiness.unhealthy("/health did not answer in time")
@@ -149,14 +148,14 @@ def test_an_engine_that_was_ready_is_never_loading_again():
 
 
 async def test_stopping_answers_those_who_wait():
-    identity = Identity("a", "0123456789abcdef")
+    identity = EngineId("a", "0123456789abcdef")
     command = engine_command(
         ["m", "--kv-transfer-config", '{"kv_role":"kv_both"}'], engine_id="a/b", role="decode"
     )
     readiness = Readiness(identity, "decode", command, {})
     server = LauncherServer(readiness, LinkTable((1, 1)), "t", lambda: None)
     await server.start("127.0.0.1", 0)
-    (host, port), *_ = server.addresses
+    (host, port), *_ = server._runner.addresses
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(b"GET /v1/peers?after=0&wait=30 HTTP/1.1\r\nHost: x\r\n\r\n")
     await asyncio.sleep(0.1)
@@ -237,7 +236,7 @@ async def test_bad_peers_are_refused_and_change_nothing(body):
         json.dumps({**REPORT, "rank": [-1, 0]}).encode(),
         json.dumps({**REPORT, "of": [9, 9]}).encode(),
         json.dumps({**REPORT, "links": [{**REPORT["links"][0], "state": "Up"}]}).encode(),
-        json.dumps({**REPORT, "links": [{**REPORT["links"][0], "probe_bytes": -1}]}).encode(),
+        json.dumps({**REPORT, "links": [{**REPORT["links"][0], "establishment": -1}]}).encode(),
     ],
 )
 async def test_bad_reports_are_refused(body):

@@ -19,15 +19,14 @@ from pdcluster_connector import certificate_files
 from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.engine.readiness import Readiness
-from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.launcher.interface import LauncherServer
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.launcher.multi_node import Followers, Leader
 from pdcluster_connector.link_health import LauncherClient
-from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, engine_name, role_name
+from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, EngineId, engine_name, role_name
 from pdcluster_connector.sidechannel.peers import PeerBook
 
-ENGINE = Identity("ns.c.decode.r.0", "00000000000000dd")
+ENGINE = EngineId("ns.c.decode.r.0", "00000000000000dd")
 NEIGHBOUR = "ns.c.decode.r.1/00000000000000ee"
 CALLS = (
     ("PUT", "/v1/peers"), ("GET", "/v1/peers"), ("POST", "/v1/reports"), ("GET", "/v1/links"),
@@ -84,7 +83,7 @@ class Launched:
                 f"https://127.0.0.1:{self.port}{path}",
                 data=body,
                 ssl=context,
-                server_hostname=(role_name if self.by_role else engine_name)(ENGINE.engine_id),
+                server_hostname=(role_name if self.by_role else engine_name)(ENGINE.engine),
             ) as answer,
         ):
             yield answer
@@ -95,19 +94,19 @@ async def launcher(folder: Path, *, by_role: bool = False) -> AsyncIterator[Laun
     authority = Authority()
     config = '{"kv_role":"kv_consumer"}'
     command = engine_command(
-        ["m", "--kv-transfer-config", config], engine_id=ENGINE.engine_id, role="decode"
+        ["m", "--kv-transfer-config", config], engine_id=ENGINE.engine, role="decode"
     )
     readiness = Readiness(ENGINE, "decode", command, {})
     drained: list[int] = []
     links = LinkTable((1, 1))
-    files = authority.files(folder / "launcher", ENGINE.engine_id, by_role=by_role)
-    tls = Tls(files, ENGINE.engine_id)
+    files = authority.files(folder / "launcher", ENGINE.engine, by_role=by_role)
+    tls = Tls(files, ENGINE.engine)
     server = LauncherServer(
         readiness, links, "secret", lambda: drained.append(1), Followers(2), tls
     )
     await server.start("127.0.0.1", 0)
     try:
-        port = server.addresses[0][1]
+        port = server._runner.addresses[0][1]
         yield Launched(port, links, readiness, drained, folder, authority, by_role)
     finally:
         await server.stop()
@@ -129,7 +128,7 @@ async def test_the_launcher_tells_when_the_certificate_in_use_expires(
         revision = (await launched.read(context, "/v1/changes"))["revision"]
         before = told["certificate_expires"]
         assert 0 < before - time.time() < 10 * 86_400
-        launched.authority.files(tmp_path / "launcher", ENGINE.engine_id, days=20)
+        launched.authority.files(tmp_path / "launcher", ENGINE.engine, days=20)
         told = await launched.read(launched.context(None), "/readyz")
         assert told["certificate_expires"] - before >= 9 * 86_400
         assert (await launched.read(context, "/v1/changes"))["revision"] != revision
@@ -155,7 +154,7 @@ async def test_a_foreign_authority_may_not_even_ask(tmp_path: Path) -> None:
             await launched.ask(context, "GET", "/readyz")
 
 
-@pytest.mark.parametrize("name", [OPERATOR_NAME, engine_name(ENGINE.engine_id)])
+@pytest.mark.parametrize("name", [OPERATOR_NAME, engine_name(ENGINE.engine)])
 async def test_the_operator_and_the_engine_itself_may(tmp_path: Path, name: str) -> None:
     async with launcher(tmp_path) as launched:
         context = launched.context(name)
@@ -167,7 +166,7 @@ async def test_the_operator_and_the_engine_itself_may(tmp_path: Path, name: str)
 
 @pytest.mark.parametrize(
     ("name", "status"),
-    [(role_name(ENGINE.engine_id), 200), (OPERATOR_NAME, 200), (engine_name(NEIGHBOUR), 403),
+    [(role_name(ENGINE.engine), 200), (OPERATOR_NAME, 200), (engine_name(NEIGHBOUR), 403),
      (role_name("ns.c.prefill.r.0/a"), 403), (role_name("ns.other.decode.r.0/a"), 403)],
 )  # fmt: skip
 async def test_with_certificates_of_roles_a_launcher_is_for_its_role(
@@ -179,16 +178,16 @@ async def test_with_certificates_of_roles_a_launcher_is_for_its_role(
 
 async def test_reports_need_the_token_beside_the_certificate(tmp_path: Path) -> None:
     async with launcher(tmp_path) as launched:
-        context = launched.context(engine_name(ENGINE.engine_id))
+        context = launched.context(engine_name(ENGINE.engine))
         assert await launched.ask(context, "POST", "/v1/reports") == 401
 
 
 async def test_a_worker_reports_and_a_follower_meets_its_leader(tmp_path: Path) -> None:
     async with launcher(tmp_path) as launched:
         address = f"https://127.0.0.1:{launched.port}"
-        tls = launched.tls(ENGINE.engine_id)
+        tls = launched.tls(ENGINE.engine)
         shape: object = None
-        peers = PeerBook(ENGINE.engine_id, shape, (0, 0), tls)  # type: ignore[arg-type]
+        peers = PeerBook(ENGINE.engine, shape, (0, 0), tls)  # type: ignore[arg-type]
         client = LauncherClient(
             address,
             "secret",
@@ -205,7 +204,7 @@ async def test_a_worker_reports_and_a_follower_meets_its_leader(tmp_path: Path) 
             await asyncio.to_thread(_until, lambda: launched.links._reports)
             async with aiohttp.ClientSession() as http:
                 met = await Leader(http, address, 1, "a", tls).meet(lambda why: None)
-            assert met.engine_id == ENGINE.engine_id
+            assert met.engine_id == ENGINE.engine
             waits: list[str] = []
             async with aiohttp.ClientSession() as http:
                 stranger = Leader(http, address, 1, "b", launched.tls(NEIGHBOUR))

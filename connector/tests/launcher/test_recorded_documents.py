@@ -18,12 +18,12 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.engine.prompt_window import PromptWindow
-from pdcluster_connector.launcher.engine.readiness import Readiness
-from pdcluster_connector.launcher.identity import Identity
+from pdcluster_connector.launcher.engine.readiness import Progress, Readiness
 from pdcluster_connector.launcher.interface import LauncherServer
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.protocol import launcher_documents as documents
-from pdcluster_connector.protocol.launcher_documents import CanaryReport, CanaryState
+from pdcluster_connector.protocol.engine_id import EngineId
+from pdcluster_connector.protocol.launcher_documents import CanaryReport, CanaryState, EngineState
 from pdcluster_connector.protocol.messages import Malformed
 
 RECORDED: dict[str, Any] = json.loads(
@@ -48,10 +48,10 @@ def test_each_recorded_document_is_read_and_written_again_as_it_was(name: str) -
 
 
 def readiness(role: str, *more: str) -> Readiness:
-    identity = Identity(f"ns.c.{role}.r.0", "0123456789abcdef")
+    identity = EngineId(f"ns.c.{role}.r.0", "0123456789abcdef")
     config = json.dumps({"kv_role": "kv_consumer" if role == "decode" else "kv_producer"})
     arguments = ["m", "--kv-transfer-config", config, *more]
-    command = engine_command(arguments, engine_id=identity.engine_id, role=role)
+    command = engine_command(arguments, engine_id=identity.engine, role=role)
     return Readiness(identity, role, command, {"pdcluster": "0.1.0", "vllm": "0.32.0"})
 
 
@@ -93,7 +93,7 @@ async def test_a_prefill_launcher_answers_as_it_was_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ready = readiness("prefill", "--data-parallel-size", "4")
-    ready.failed("the engine ended with code 1")
+    ready._progress = Progress(EngineState.FAILED, "the engine ended with code 1")
     server = LauncherServer(ready, LinkTable((1, 1)), "secret", lambda: None)
     async with TestClient(TestServer(server.application())) as client:
         links = await (await client.get("/v1/links")).json()

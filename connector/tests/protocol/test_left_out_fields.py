@@ -112,7 +112,7 @@ def test_what_a_report_leaves_out() -> None:
     [found] = report.links
     assert found.state is links.LinkState.PENDING
     assert (found.reason, found.message, found.data_rank) == ("", "", 0)
-    assert (found.bytes_per_second, found.probe_bytes, found.establishment) == (0.0, 0, 0)
+    assert (found.bytes_per_second, found.establishment) == (0.0, 0)
 
 
 def test_what_a_group_without_a_ratio_and_a_state_count_as() -> None:

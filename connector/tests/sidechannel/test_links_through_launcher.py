@@ -14,11 +14,11 @@ from loopback_engines import probed, until
 
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.engine.readiness import Readiness
-from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.launcher.interface import LauncherServer
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.link_health import LauncherClient
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
+from pdcluster_connector.protocol.engine_id import EngineId
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.peers import PeerBook
@@ -49,10 +49,10 @@ def launcher() -> Iterator[int]:
     thread.start()
 
     async def start() -> LauncherServer:
-        identity = Identity("ns.c.decode.r.0", "00000000000000dd")
+        identity = EngineId("ns.c.decode.r.0", "00000000000000dd")
         command = engine_command(
             ["m", "--kv-transfer-config", '{"kv_role":"kv_consumer"}'],
-            engine_id=identity.engine_id,
+            engine_id=identity.engine,
             role="decode",
         )
         readiness = Readiness(identity, "decode", command, {})
@@ -61,7 +61,7 @@ def launcher() -> Iterator[int]:
         return server
 
     server = thread.submit(start()).result(10)
-    yield server.addresses[0][1]
+    yield server._runner.addresses[0][1]
     thread.submit(server.stop()).result(10)
     thread.stop()
 

@@ -18,7 +18,7 @@ from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.sidechannel import peers
 from pdcluster_connector.sidechannel.handshake import TryAgain
-from pdcluster_connector.sidechannel.peers import PeerBook, why_gone
+from pdcluster_connector.sidechannel.peers import KnownPeer, PeerBook
 
 WHERE = "10.0.0.1:5600"
 TOLD = m.EngineMetadata(3, PREFILL, SHAPE, shards_of(PREFILL), 60.0)
@@ -232,9 +232,12 @@ class Health:
 def watched(health: Health, *, often: bool = True, seconds: float = 100.0) -> Failure | None:
     async def watch() -> Failure | None:
         try:
-            return await asyncio.wait_for(
-                why_gone(health, PREFILL, WHERE, often=often), timeout=seconds
-            )
+            book = PeerBook(DECODE, SHAPE, (0, 0) if often else (0, 1))
+            host, port = WHERE.split(":")
+            peer = KnownPeer(PREFILL, host, int(port))
+            monkeypatch = pytest.MonkeyPatch()
+            monkeypatch.setattr(book, "_health", lambda _, seconds: health(seconds))
+            return await asyncio.wait_for(book._why_gone(peer), timeout=seconds)
         except TimeoutError:
             return None
 

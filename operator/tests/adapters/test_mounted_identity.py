@@ -13,10 +13,9 @@ from pdcluster_connector import certificate_files
 from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.engine.readiness import Readiness
-from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.launcher.interface import LauncherServer
 from pdcluster_connector.launcher.links.link_table import LinkTable
-from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, role_name
+from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, EngineId, role_name
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinksReport
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.engines_http import EnginesHttp, IdentityError, MountedIdentity
@@ -24,7 +23,7 @@ from pdcluster_operator.api.spec.enums import Certificates, Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.runtime.interfaces import LauncherError
 
-ENGINE = Identity("ns.tiny.decode.aaaaa.0", "00000000000000dd")
+ENGINE = EngineId("ns.tiny.decode.aaaaa.0", "00000000000000dd")
 OWN, _ = EngineAuthority.new(time.time())
 
 
@@ -36,18 +35,18 @@ def ask(
     served_as: str = "",
 ) -> tuple[EngineReport, LinksReport]:
     """Ask a launcher, whose files name its role, for its state and its links."""
-    files = authority.files(folder / "engine", ENGINE.engine_id, by_role=True)
-    tls = Tls(files, ENGINE.engine_id)
+    files = authority.files(folder / "engine", ENGINE.engine, by_role=True)
+    tls = Tls(files, ENGINE.engine)
     config = '{"kv_role":"kv_consumer"}'
     command = engine_command(
-        ["m", "--kv-transfer-config", config], engine_id=ENGINE.engine_id, role="decode"
+        ["m", "--kv-transfer-config", config], engine_id=ENGINE.engine, role="decode"
     )
     readiness = Readiness(ENGINE, "decode", command, {})
     server = LauncherServer(readiness, LinkTable((1, 1)), "secret", lambda: None, None, tls)
 
     async def run() -> tuple[EngineReport, LinksReport]:
         await server.start("127.0.0.1", 0)
-        url = f"https://127.0.0.1:{server.addresses[0][1]}"
+        url = f"https://127.0.0.1:{server._runner.addresses[0][1]}"
         engine = served_as or ENGINE.logical
         target = Target(engine, Role.DECODE, url, "1/0", Certificates.MOUNTED)
         try:

@@ -3,8 +3,6 @@
 Where a field is None on either side, a rule cannot decide.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from msgspec.structs import replace
@@ -12,7 +10,7 @@ from msgspec.structs import replace
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict, show
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.shape import EngineShape, LayerShape
+from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind, LayerShape
 
 
 def equal(field: str, noun: str) -> PairTest:
@@ -111,6 +109,141 @@ def _layers(prefill: EngineShape, decode: EngineShape) -> Clash | None:
     return None
 
 
+# Blocks: their sizes, kernel blocks, and the order of bytes inside of a block. At most one of the
+# first two rules refuses a pair: the one that names the cause.
+
+GRID = {
+    "block_size": "block size in tokens",
+    "kernel_blocks_per_block": "number of kernel blocks in a logical block",
+}
+
+
+def _block_difference(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    """Return the first known difference of the block grids, or None."""
+    for field, noun in GRID.items():
+        ours, theirs = getattr(prefill, field), getattr(decode, field)
+        if ours is not None and theirs is not None and ours != theirs:
+            message = f"{noun} differs (prefill {ours}, decode {theirs})"
+            return Clash(field, ours, theirs, message)
+    for name, have, want in _shared_groups(prefill, decode):
+        for field, noun in GRID.items():
+            ours, theirs = getattr(have, field), getattr(want, field)
+            if ours != theirs:
+                message = f"{noun} of {name} differs (prefill {ours}, decode {theirs})"
+                return Clash(field, ours, theirs, message)
+    return None
+
+
+def _shared_groups(
+    prefill: EngineShape, decode: EngineShape
+) -> list[tuple[str, GroupShape, GroupShape]]:
+    """Return, for attention layers that both engines have, the layer and both sides' groups."""
+    ours, theirs = _groups_by_layer(prefill), _groups_by_layer(decode)
+    return [(name, ours[name], theirs[name]) for name in ours if name in theirs]
+
+
+def _groups_by_layer(shape: EngineShape) -> dict[str, GroupShape]:
+    groups = shape.groups or ()
+    return {
+        layer.name: groups[layer.group]
+        for layer in shape.layers or ()
+        if layer.kind is not LayerKind.MAMBA and layer.group < len(groups)
+    }
+
+
+def _cut_blocks(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    """Return the first difference of the block grids, if the kernel blocks differ too.
+
+    Blocks must then be cut inside. A ratio that is not known counts as 1.
+    """
+    clash = _block_difference(prefill, decode)
+    if clash is None:
+        return None
+    shared = _shared_groups(prefill, decode)
+    if shared:
+        alike = all(have.kernel_tokens == want.kernel_tokens for _, have, want in shared)
+    else:
+        sizes = [
+            None
+            if shape.block_size is None
+            else shape.block_size // (shape.kernel_blocks_per_block or 1)
+            for shape in (prefill, decode)
+        ]
+        alike = None not in sizes and sizes[0] == sizes[1]
+    return None if alike else clash
+
+
+def _may_cache_prefixes(prefill: EngineShape, decode: EngineShape) -> bool:
+    # Unknown counts as on: it is vLLM's default.
+    return prefill.prefix_caching is not False or decode.prefix_caching is not False
+
+
+def _known_opaque(prefill: EngineShape, decode: EngineShape) -> bool:
+    return prefill.token_sliceable is False or decode.token_sliceable is False
+
+
+def _hybrid(prefill: EngineShape, decode: EngineShape) -> bool | None:
+    known = {prefill.has_mamba, decode.has_mamba}
+    return True if True in known else None if None in known else False
+
+
+def _unknown_grid(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    if prefill.groups is not None and decode.groups is not None:
+        return None
+    for field in GRID:
+        ours, theirs = getattr(prefill, field), getattr(decode, field)
+        if ours is None or theirs is None:
+            return Clash(field, ours, theirs, verdict=Verdict.UNKNOWN)
+    return None
+
+
+def _opaque_size(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    clash = _cut_blocks(prefill, decode)
+    if clash is None or not _known_opaque(prefill, decode):
+        return None
+    message = f"{clash.message} and the inside of a block cannot be cut by token"
+    return Clash(clash.field, clash.prefill, clash.decode, message)
+
+
+def _prefix_caching_heterogeneous(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    clash = _block_difference(prefill, decode)
+    if clash is None:
+        return _unknown_grid(prefill, decode)
+    if not _may_cache_prefixes(prefill, decode) or _opaque_size(prefill, decode):
+        return None
+    hybrid = _hybrid(prefill, decode)
+    sliceable = prefill.token_sliceable is True and decode.token_sliceable is True
+    caching = f"prefill {show(prefill.prefix_caching)}, decode {show(decode.prefix_caching)}"
+    if hybrid is False and (sliceable or _cut_blocks(prefill, decode) is None):
+        return None
+    why = {
+        True: "the model has Mamba layers",
+        False: "nothing says that a block can be cut by token",
+        None: "whether the model has Mamba layers is not known",
+    }[hybrid]
+    message = f"{clash.message} while prefix caching is possible ({caching}), and {why}"
+    return Clash(clash.field, clash.prefill, clash.decode, message)
+
+
+def _interior(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    field = "token_sliceable"
+    ours, theirs = prefill.token_sliceable, decode.token_sliceable
+    if ours is None or theirs is None:
+        return Clash(field, ours, theirs, verdict=Verdict.UNKNOWN)
+    if ours == theirs:
+        return None
+    words = {True: "ordered by token", False: "packed"}
+    message = f"the inside of a block is {words[ours]} on prefill and {words[theirs]} on decode"
+    return Clash(field, ours, theirs, message)
+
+
+def _packing(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    # A packing id says something only about interiors that are packed on both sides.
+    if prefill.token_sliceable is not False or decode.token_sliceable is not False:
+        return None
+    return equal("packing", "the byte order inside a packed block")(prefill, decode)
+
+
 IDENTITY_RULES: tuple[Rule, ...] = (
     Rule(
         id="ModelMismatch",
@@ -176,5 +309,61 @@ PAIR_RULES: tuple[Rule, ...] = (
         remedy="Run both engines on GPUs, or both on CPUs.",
         source="scope of this version",
         test=equal("memory", "the memory type"),
+    ),
+)
+
+BLOCK_RULES: tuple[Rule, ...] = (
+    Rule(
+        id="BlockInteriorOpaque/size",
+        reason=Reason.BLOCK_INTERIOR_OPAQUE,
+        description=(
+            "Kernel block sizes differ and at least one backend packs the inside of a block "
+            "(CPU_ATTN keeps all K tokens, then all V tokens), so only whole blocks can be moved."
+        ),
+        remedy="Set the same engine.blockSize on both roles.",
+        source="vLLM 0.32 platforms/cpu.py (CPU_ATTN cache layout)",
+        test=_opaque_size,
+    ),
+    Rule(
+        id="PrefixCachingHeterogeneousBlocks",
+        reason=Reason.PREFIX_CACHING_HETEROGENEOUS_BLOCKS,
+        description=(
+            "Block sizes (or the numbers of kernel blocks in a block) differ, the model has Mamba "
+            "layers, and prefix caching is on, or may be on, in either engine. A prefix hit ends "
+            "at the end of one engine's block, and the other engine keeps no Mamba state for that "
+            "token. Such a pair is also refused while it is not known whether the model has Mamba "
+            "layers, or whether its blocks can be cut by token: a wrong guess would give wrong "
+            "tokens without an error. A spec does not say what layers a model has, so admission "
+            "always refuses such a pair. The handshake knows the layers. It accepts models "
+            "without Mamba layers whose blocks can be cut by token on both sides."
+        ),
+        remedy=(
+            "Set the same engine.blockSize on both roles, or engine.prefixCaching: Disabled on "
+            "both roles."
+        ),
+        source="vLLM PR #42097; reproduced with stock NIXL on CPU: block 32 to 128, 0 of 4 right",
+        test=_prefix_caching_heterogeneous,
+    ),
+    Rule(
+        id="BlockInteriorOpaque/interior",
+        reason=Reason.BLOCK_INTERIOR_OPAQUE,
+        description=(
+            "One engine packs the inside of a block and the other orders it by token. The same "
+            "KV then has different bytes in the two engines."
+        ),
+        remedy="Set the same engine.attentionBackend on both roles.",
+        source="vLLM 0.32 platforms/cpu.py (CPU_ATTN cache layout)",
+        test=_interior,
+    ),
+    Rule(
+        id="BlockInteriorOpaque/packing",
+        reason=Reason.BLOCK_INTERIOR_OPAQUE,
+        description=(
+            "Both engines pack the inside of a block, in different byte orders. CPU_ATTN chooses "
+            "its order by the CPU's instruction set."
+        ),
+        remedy="Run both engines on the same kind of CPU with the same attention backend.",
+        source="vLLM 0.32 attention/backends/cpu_attn.py (instruction set choice)",
+        test=_packing,
     ),
 )

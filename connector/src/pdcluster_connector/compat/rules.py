@@ -3,13 +3,10 @@
 Admission, the command line and the handshake all ask here. Pure: no I/O.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
-from pdcluster_connector.compat.block_rules import BLOCK_RULES
 from pdcluster_connector.compat.findings import Clash, Finding, Rule, Verdict, show
-from pdcluster_connector.compat.pair_rules import IDENTITY_RULES, PAIR_RULES
+from pdcluster_connector.compat.pair_rules import BLOCK_RULES, IDENTITY_RULES, PAIR_RULES
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.compat.shape_rules import SHAPE_RULES
 
@@ -19,20 +16,17 @@ __all__ = ["RULES", "Finding", "Rule", "Verdict", "check", "check_engine", "refu
 RULES: tuple[Rule, ...] = (*IDENTITY_RULES, *SHAPE_RULES, *BLOCK_RULES, *PAIR_RULES)
 
 
-def check(
-    prefill: EngineShape, decode: EngineShape, rules: Iterable[Rule] = RULES
-) -> tuple[Finding, ...]:
+def check(prefill: EngineShape, decode: EngineShape) -> tuple[Finding, ...]:
     """Return all rules that do not hold between two engines, or cannot be decided yet.
 
     Args:
         prefill, decode: shapes; None in a field means that it is not known.
-        rules: in the order of their reports.
 
     Returns:
         Refusals first, then unknowns, each in the order of :data:`RULES`; for each unknown
         field only the first rule that needs it. Empty: the engines can exchange KV.
     """
-    return _findings(rules, prefill, decode)
+    return _findings(RULES, prefill, decode)
 
 
 def check_engine(shape: EngineShape) -> tuple[Finding, ...]:

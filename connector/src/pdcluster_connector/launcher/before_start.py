@@ -1,10 +1,10 @@
-"""Checks before an engine starts. Each problem becomes one sentence.
+"""Checks before an engine starts: what is here, and what admission cannot see.
+
+Each problem becomes one sentence.
 
 vLLM finds most of these problems too, but only after half a minute, and it reports them at the end
 of a long traceback. Which vLLM, NIXL and torch an image holds is found without importing them.
 """
-
-from __future__ import annotations
 
 import errno
 import json
@@ -15,12 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pdcluster_connector.compat import rules
 from pdcluster_connector.compat.counted import counted
-from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.host_memory import GIB, MIB, available_bytes
 from pdcluster_connector.launcher.arguments import EngineCommand
-from pdcluster_connector.launcher.engine.readiness import WILDCARDS
 from pdcluster_connector.launcher.installed_versions import version_problems
 from pdcluster_connector.protocol import api_key
 
@@ -60,15 +57,11 @@ def problems(
     told = version_problems(found, environment)
     told += key_problems(environment)
     told += model_problems(command.model, command.load_format)
-    told += layout_problems(command)
-    ports = (*launcher, *_engine_ports(command))
-    told += clash_problems(ports)
-    for port in ports:
+    for port in (*launcher, *_engine_ports(command)):
         told += port_problems(port)
     workers = command.tensor * command.pipeline * command.data // command.nodes or 1
     told += shm_problems(shm, workers)
     if found.get("vllm", "").endswith("+cpu"):
-        told += pipeline_problems(command)
         told += memory_problems(command, environment, workers, available_bytes())
     return told
 
@@ -78,30 +71,6 @@ def key_problems(environment: Mapping[str, str]) -> Iterator[str]:
     key = environment.get(api_key.VARIABLE)
     if key is not None and (wrong := api_key.problem(key)) is not None:
         yield wrong
-
-
-def layout_problems(command: EngineCommand) -> Iterator[str]:
-    """Tell which rules the engine's sizes break, whoever its peers are."""
-    shape = EngineShape(
-        tensor=command.tensor, pipeline=command.pipeline, data=command.data, nodes=command.nodes
-    )
-    for finding in rules.check_engine(shape):
-        if finding.verdict is rules.Verdict.REFUSED:
-            yield (
-                f"rule {finding.rule} refuses an engine of tensor {command.tensor} x pipeline "
-                f"{command.pipeline} x data {command.data} on {counted(command.nodes, 'node')}; "
-                f"{finding.remedy[:1].lower()}{finding.remedy[1:]}"
-            )
-
-
-def clash_problems(ports: Sequence[Port]) -> Iterator[str]:
-    """Tell which of an engine's own addresses are equal: a try of each alone would not show it."""
-    taken: dict[int, Port] = {}
-    for port in ports:
-        other = taken.setdefault(port.port, port)
-        same = port.host == other.host or not {port.host, other.host}.isdisjoint(WILDCARDS)
-        if other is not port and same:
-            yield f"port {port.port} is {other.use}'s and {port.use}'s at once; {port.remedy}"
 
 
 def model_problems(model: str, load_format: str = "auto") -> Iterator[str]:
@@ -187,18 +156,6 @@ def shm_problems(shm: Path, workers: int) -> Iterator[str]:
             f"{shm} is full: {free // MIB} of {size // MIB} MiB are free, but "
             f"{counted(workers, 'worker')} must have at least {needed // MIB} MiB; remove the "
             "files that ended processes left there"
-        )
-
-
-def pipeline_problems(command: EngineCommand) -> Iterator[str]:
-    """Whether vLLM's CPU runner makes the buffers between pipeline stages (vLLM 0.32)."""
-    words = [word.replace("_", "-") for word in command.arguments]
-    if command.pipeline > 1 and "--enforce-eager" in words:
-        yield (
-            f"--enforce-eager with --pipeline-parallel-size {command.pipeline}: vLLM's CPU runner "
-            "then skips the profile run that makes the buffers between stages, and the first "
-            "request would end the engine; pass --compilation-config "
-            """'{"mode":3,"backend":"eager"}' instead"""
         )
 
 

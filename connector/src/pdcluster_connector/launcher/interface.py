@@ -9,11 +9,10 @@ that reaches that port could also send requests. A NetworkPolicy can open this p
 the API's port to the router only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -96,23 +95,16 @@ class LauncherServer:
         app.router.add_get("/v1/links", self._get_links)
         app.router.add_get("/v1/changes", self._get_changes)
         app.router.add_post("/v1/drain", self._post_drain)
-        app.router.add_put("/v1/routed", self._put_routed)
-        app.router.add_delete("/v1/routed", self._delete_routed)
+        app.router.add_put("/v1/routed", self._set_routed)
+        app.router.add_delete("/v1/routed", self._set_routed)
         if self._followers is not None:
             app.router.add_get("/v1/rendezvous", self._get_rendezvous)
         return app
 
     async def start(self, host: str, port: int) -> None:
         """Listen; raises OSError where the address cannot be bound."""
-        self._runner = web.AppRunner(self.application(), access_log=None, shutdown_timeout=0.2)
-        await self._runner.setup()
         context = None if self._tls is None else self._tls.open_server()
-        await web.TCPSite(self._runner, host or None, port, ssl_context=context).start()
-
-    @property
-    def addresses(self) -> list[tuple[str, int]]:
-        """Where the server listens: (host, port) of each socket."""
-        return [(str(a[0]), int(a[1])) for a in self._runner.addresses] if self._runner else []
+        self._runner = await listen(self.application(), host, port, context)
 
     async def stop(self) -> None:
         """Stop listening; requests that wait are answered or dropped within 0.2 s."""
@@ -152,17 +144,19 @@ class LauncherServer:
         return web.Response(status=204)
 
     async def _get_peers(self, request: web.Request) -> web.Response:
-        after = int(_number(request, "after", -1))
+        after = _number(request, "after", -1)
+        await self._wait(request, lambda: self._links.peers.generation == after)
+        return _json(self._links.peers)
+
+    async def _wait(self, request: web.Request, unchanged: Callable[[], bool]) -> None:
+        """Wait while nothing has changed, for at most the query's ``wait`` seconds."""
         deadline = time.monotonic() + min(_number(request, "wait", 0), MAX_WAIT_SECONDS)
-        while self._links.peers.generation == after and not self._stopping:
+        while unchanged() and not self._stopping:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            try:
-                await asyncio.wait_for(self._changed.wait(), left)
-            except TimeoutError:
-                break
-        return _json(self._links.peers)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), min(left, LOOK_SECONDS))
 
     async def _post_reports(self, request: web.Request) -> web.Response:
         given = request.headers.get("Authorization", "")
@@ -175,10 +169,10 @@ class LauncherServer:
         return _json(self._link_reports())
 
     def _link_reports(self) -> LinksReport:
-        identity, now = self._readiness.identity, time.monotonic()
+        engine, now = self._readiness.engine, time.monotonic()
         links = tuple(row.report for row in self._links.rows(now))
         prompts = UNSET if self._prompts is None else self._prompts.report(now)
-        return LinksReport(identity.logical, identity.engine_id, links, prompts)
+        return LinksReport(engine.logical, engine.engine, links, prompts)
 
     async def _get_changes(self, request: web.Request) -> web.Response:
         """Answer as soon as the revision is another than ``seen``, or after ``wait`` seconds.
@@ -186,13 +180,8 @@ class LauncherServer:
         A new revision comes with the answers of ``/readyz`` and ``/v1/links``.
         """
         seen = request.query.get("seen", "")
-        deadline = time.monotonic() + min(_number(request, "wait", 0), MAX_WAIT_SECONDS)
-        while (report := self._changes()).revision == seen and not self._stopping:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), min(left, LOOK_SECONDS))
+        await self._wait(request, lambda: self._changes().revision == seen)
+        report = self._changes()
         return _json(ChangesReport(seen) if report.revision == seen else report)
 
     def _changes(self) -> ChangesReport:
@@ -202,9 +191,9 @@ class LauncherServer:
     async def _get_rendezvous(self, request: web.Request) -> web.Response:
         if self._followers is None:
             raise web.HTTPNotFound
-        rank, start = int(_number(request, "rank", 0)), request.query.get("start", "")
+        rank, start = _number(request, "rank", 0), request.query.get("start", "")
         leaving = request.query.get("leaving") == "1"
-        engine_id, now = self._readiness.identity.engine_id, time.monotonic()
+        engine_id, now = self._readiness.engine.engine, time.monotonic()
         if request.query.get("of", engine_id) == engine_id:
             if wrong := self._followers.heard(rank, start, now, leaving=leaving):
                 return _error(400, wrong)
@@ -212,14 +201,9 @@ class LauncherServer:
                 return _error(409, f"{loss}: the engine ends and starts again")
         return _json(Rendezvous(engine_id, self._token, self._readiness.ready))
 
-    async def _put_routed(self, _: web.Request) -> web.Response:
-        """Routers may send requests from now on."""
-        self._readiness.routed = True
-        return web.Response(status=204)
-
-    async def _delete_routed(self, _: web.Request) -> web.Response:
-        """No router sends requests any more, so a drain need not wait for one."""
-        self._readiness.routed = False
+    async def _set_routed(self, request: web.Request) -> web.Response:
+        """Note that routers may send requests (PUT), or that none does any more (DELETE)."""
+        self._readiness.routed = request.method == "PUT"
         return web.Response(status=204)
 
     async def _post_drain(self, _: web.Request) -> web.Response:
@@ -238,13 +222,13 @@ async def _body(request: web.Request, decode: _Decode[_Document]) -> _Document:
     return document
 
 
-def _number(request: web.Request, name: str, default: float) -> float:
+def _number(request: web.Request, name: str, default: int) -> int:
     text = request.query.get(name)
     if text is None:
         return default
     if not text.isascii() or not text.isdecimal() or len(text) > 18:
         raise _BadRequestError(f"{name} must be a whole number of at most 18 digits")
-    return float(int(text)) if name == "wait" else int(text)
+    return int(text)
 
 
 def revision_of(engine: EngineReport, links: LinksReport) -> str:
@@ -286,45 +270,30 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text format
 
 
-class MetricsPage:
-    """Serves ``GET /metrics`` and nothing else.
+def metrics_page(fetch: Callable[[], Awaitable[bytes]]) -> web.Application:
+    """Build the application that serves ``GET /metrics`` and nothing else.
 
-    Args:
-        fetch: reads the engine's metrics, in Prometheus' text format.
+    ``fetch`` reads the engine's metrics, in Prometheus' text format.
     """
 
-    def __init__(self, fetch: Callable[[], Awaitable[bytes]]) -> None:
-        self._fetch = fetch
-        self._asked: asyncio.Future[bytes] | None = None
-        self._runner: web.AppRunner | None = None
-
-    async def start(self, host: str, port: int) -> None:
-        """Listen; raises OSError where the address cannot be bound."""
-        app = web.Application(client_max_size=1)
-        app.router.add_get("/metrics", self._get_metrics)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, host or None, port).start()
-
-    async def stop(self) -> None:
-        """Stop listening."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-
-    async def _get_metrics(self, _: web.Request) -> web.Response:
+    async def get_metrics(_: web.Request) -> web.Response:
         try:
-            text = await self._ask_once()
+            return web.Response(body=await fetch(), headers={"Content-Type": CONTENT_TYPE})
         except TimeoutError:
             return web.Response(status=503, text="the engine's /metrics did not answer in time\n")
         except (ApiError, ApiUnreachableError) as error:
             return web.Response(status=503, text=f"{error}\n")
-        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
-    async def _ask_once(self) -> bytes:
-        """Ask the engine, or wait for the answer to a request that is already under way.
+    app = web.Application(client_max_size=1)
+    app.router.add_get("/metrics", get_metrics)
+    return app
 
-        The engine gets one request, even if many scrapers ask at the same time.
-        """
-        if self._asked is None or self._asked.done():
-            self._asked = asyncio.ensure_future(self._fetch())
-        return await asyncio.shield(self._asked)
+
+async def listen(
+    app: web.Application, host: str, port: int, context: ssl.SSLContext | None = None
+) -> web.AppRunner:
+    """Serve an application; raises OSError where the address cannot be bound."""
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
+    await runner.setup()
+    await web.TCPSite(runner, host or None, port, ssl_context=context).start()
+    return runner

@@ -1,7 +1,5 @@
 """``python3 connector.pyz``: checks, starts the engine, serves its state, and ends with it."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -11,7 +9,6 @@ import pdcluster_connector
 from pdcluster_connector.launcher import say
 from pdcluster_connector.launcher.arguments import ArgumentError, EngineCommand, engine_command
 from pdcluster_connector.launcher.before_start import Port, problems
-from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.launcher.installed_versions import installed, one_line
 from pdcluster_connector.launcher.options import Options, UsageError, parse
 
@@ -25,17 +22,16 @@ def main() -> NoReturn:
     arguments = sys.argv[1:]
     try:
         options = parse(arguments)
-        identity = Identity(options.engine)
-        command = engine_command(options.vllm, engine_id=identity.engine_id, role=options.role)
-    except (UsageError, ArgumentError, ValueError) as error:
+        command = engine_command(options.vllm, engine_id=options.engine.engine, role=options.role)
+    except (UsageError, ArgumentError) as error:
         _last_words(_termination_log(arguments), str(error))
         sys.exit(EX_USAGE)
-    sys.exit(_run(options, identity, command))
+    sys.exit(_run(options, command))
 
 
-def _run(options: Options, identity: Identity, command: EngineCommand) -> int:
+def _run(options: Options, command: EngineCommand) -> int:
     found = installed()
-    say(f"{one_line(found)}; {options.role} engine {identity.engine_id}")
+    say(f"{one_line(found)}; {options.role} engine {options.engine.engine}")
     own = [Port(options.host, options.port, "the launcher", "pass another --port before --")]
     if options.metrics_port and command.is_leader:
         remedy = "pass another --metrics-port before --"
@@ -50,11 +46,11 @@ def _run(options: Options, identity: Identity, command: EngineCommand) -> int:
     from pdcluster_connector.launcher.supervisor import Supervisor
 
     try:
-        tls = tls_of(command.tls, identity.engine_id)
+        tls = tls_of(command.tls, options.engine.engine)
     except TlsError as error:
         _last_words(options.termination_log, str(error))
         return EX_CONFIG
-    supervisor = Supervisor(options, identity, command, found, package_root(), tls)
+    supervisor = Supervisor(options, command, found, package_root(), tls)
     code, reason = asyncio.run(supervisor.run())
     if reason:
         _last_words(options.termination_log, reason)

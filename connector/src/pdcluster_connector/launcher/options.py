@@ -1,14 +1,15 @@
 """The launcher's own command line."""
 
-from __future__ import annotations
-
 import argparse
+import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
 from pdcluster_connector import __version__
+from pdcluster_connector.protocol.engine_id import EngineId
 
 RUNNER: Final = "pdcluster_connector.launcher.vllm_shim"
 
@@ -57,7 +58,7 @@ class Options:
     """The launcher's command line.
 
     Attributes:
-        engine: logical engine id.
+        engine: the engine's id, with an incarnation that is new for each start.
         role: ``prefill`` or ``decode``.
         host: address of the launcher's HTTP interface.
         port: its port.
@@ -69,7 +70,7 @@ class Options:
         vllm: those arguments.
     """
 
-    engine: str
+    engine: EngineId
     role: str
     host: str
     port: int
@@ -136,18 +137,27 @@ def parse(arguments: Sequence[str]) -> Options:
     known = parser.parse_args(words[:cut])
     if cut == len(words):
         raise UsageError("the engine's arguments are missing: add -- MODEL [flags of vllm serve]")
-    return Options(
-        engine=known.engine,
-        role=known.role,
-        host=known.host,
-        port=known.port,
-        metrics_port=known.metrics_port,
-        termination_log=known.termination_log,
-        drain_seconds=known.drain_seconds,
-        stop_seconds=known.stop_seconds,
-        runner=known.runner,
-        vllm=tuple(words[cut + 1 :]),
-    )
+    known.engine = new_engine_id(known.engine)
+    return Options(**vars(known), vllm=tuple(words[cut + 1 :]))
+
+
+MAX_LOGICAL_ID: Final = 200
+_LOGICAL_ID: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+
+
+def new_engine_id(logical: str) -> EngineId:
+    """Return the id of a new start of an engine: peers see every restart by it.
+
+    Raises:
+        UsageError: the logical id could not stand in an address, a label or a log.
+    """
+    if len(logical) > MAX_LOGICAL_ID or not _LOGICAL_ID.fullmatch(logical):
+        raise UsageError(
+            f"{logical[:MAX_LOGICAL_ID]!r} is not a valid engine id: use letters, "
+            f"digits, '.', '-' and '_' ({MAX_LOGICAL_ID} at most), such as "
+            "default.llama.prefill.7f9c4.0"
+        )
+    return EngineId(logical, secrets.token_hex(8))
 
 
 def _port(text: str) -> int:

@@ -1,7 +1,5 @@
 """One engine's life: start, become ready, serve, drain, end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -15,32 +13,26 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+from aiohttp import web
 
 from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.host_memory import oom_kills
 from pdcluster_connector.launcher import say
-from pdcluster_connector.launcher.arguments import EngineCommand
-from pdcluster_connector.launcher.engine.drain import wait_until_idle
-from pdcluster_connector.launcher.engine.engine_api import NO_ANSWER, EngineApi
+from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
+from pdcluster_connector.launcher.engine.engine_api import NO_ANSWER, EngineApi, wait_until_idle
 from pdcluster_connector.launcher.engine.engine_process import EngineProcess, engine_environment
 from pdcluster_connector.launcher.engine.last_words import LastLines, death
 from pdcluster_connector.launcher.engine.prompt_window import PromptWindow, count_prompts
 from pdcluster_connector.launcher.engine.readiness import Readiness, reachable
-from pdcluster_connector.launcher.identity import Identity, mint_incarnation
 from pdcluster_connector.launcher.inside_vllm import DOOR_VARIABLE, DoorFile
-from pdcluster_connector.launcher.interface import LauncherServer, MetricsPage
+from pdcluster_connector.launcher.interface import LauncherServer, listen, metrics_page
 from pdcluster_connector.launcher.links import canary
 from pdcluster_connector.launcher.links.link_table import LinkTable
-from pdcluster_connector.launcher.multi_node import (
-    Followers,
-    Leader,
-    join,
-    watch_followers,
-    watch_leader,
-)
+from pdcluster_connector.launcher.multi_node import ASK_EVERY, Followers, Leader, Rendezvous
 from pdcluster_connector.launcher.options import Options
 from pdcluster_connector.protocol import api_key
 from pdcluster_connector.protocol.addresses import url
+from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.kv_path import key_of
 
 _LOADING_POLL: Final = 0.25
@@ -81,7 +73,6 @@ class Supervisor:
 
     Args:
         options: the launcher's command line.
-        identity: the engine's.
         command: the engine's command line.
         versions: what is installed.
         package: folder or zip file that vLLM's processes import the connector from.
@@ -91,7 +82,6 @@ class Supervisor:
     def __init__(
         self,
         options: Options,
-        identity: Identity,
         command: EngineCommand,
         versions: Mapping[str, str],
         package: Path,
@@ -101,7 +91,7 @@ class Supervisor:
         self._command = command
         self._package = package
         self._tls = tls
-        self._readiness = Readiness(identity, options.role, command, versions)
+        self._readiness = Readiness(options.engine, options.role, command, versions)
         self._links = LinkTable((command.pipeline, command.tensor), command.data)
         self._prompts = PromptWindow() if options.role == "decode" else None
         self._token = secrets.token_urlsafe(24)
@@ -138,11 +128,12 @@ class Supervisor:
                 self._tls,
                 self._prompts,
             )
-            metrics = MetricsPage(self._api.metrics)
+            metrics: web.AppRunner | None = None
             try:
                 await server.start(self._options.host, self._options.port)
                 if self._options.metrics_port and self._command.is_leader:
-                    await metrics.start(self._options.host, self._options.metrics_port)
+                    page = metrics_page(self._api.metrics)
+                    metrics = await listen(page, self._options.host, self._options.metrics_port)
                 self._living = asyncio.create_task(self._live(session))
                 self._handle_signals()
                 code = await self._living
@@ -155,7 +146,8 @@ class Supervisor:
                     task.cancel()
                 self._engine.clean_up()
                 self._door.clean_up()
-                await metrics.stop()
+                if metrics is not None:
+                    await metrics.cleanup()
                 await server.stop()
         if self._loss:
             return 1, f"{self._loss}; all pods of an engine end together"
@@ -171,12 +163,19 @@ class Supervisor:
             self._start_engine(self._command, self._own_control(), self._token)
             self._spawn(watch_health(self._api, self._readiness))
             if self._command.nodes > 1:
-                watched = watch_followers(
-                    self._followers, drain=self._drain, lose=self._lose, stopping=self._stopping
-                )
-                self._spawn(watched)
+                self._spawn(self._watch_followers())
             if self._options.role == "decode":
-                self._spawn(self._send_canaries(session))
+                canaries = canary.Canaries(
+                    self._api,
+                    self._readiness.engine.engine,
+                    self._command.data,
+                    canary.prompt_maker(self._command),
+                    key_of(self._token),
+                    self._key,
+                )
+                self._spawn(
+                    canaries.keep_running(self._links, session, lambda: self._readiness.ready)
+                )
             if self._prompts is not None:
                 self._spawn(keep_counting(self._api, self._readiness, self._prompts))
         else:
@@ -193,17 +192,38 @@ class Supervisor:
     async def _follow(self, session: aiohttp.ClientSession) -> None:
         """Start this node's part of an engine whose identity its leader knows."""
         address = url(self._command.leader, self._options.port, secured=self._tls is not None)
-        node = self._command.node_rank
-        leader = Leader(session, address, node, mint_incarnation(), self._tls)
-        met, command = await join(leader, self._options, self._readiness)
-        self._start_engine(command, address, met.token)
-        watched = watch_leader(
-            leader, met, self._readiness, node=node, lose=self._lose, stopping=self._stopping
+        leader = Leader(session, address, self._command.node_rank, secrets.token_hex(8), self._tls)
+        met = await leader.meet(self._readiness.waiting)
+        self._readiness.engine = parse_engine_id(met.engine_id)
+        command = engine_command(
+            self._options.vllm, engine_id=met.engine_id, role=self._options.role
         )
-        self._leader = leader, self._spawn(watched)
+        self._start_engine(command, address, met.token)
+        self._leader = leader, self._spawn(self._watch_leader(leader, met))
 
-    def _stopping(self) -> bool:
-        return self._stops > 0
+    async def _watch_leader(self, leader: Leader, met: Rendezvous) -> None:
+        """Be as ready as the leader, and end with it."""
+
+        def heard(answer: Rendezvous) -> None:
+            if answer.ready:
+                self._readiness.healthy(f"node {self._command.node_rank} of the engine")
+            else:
+                self._readiness.unhealthy("the engine's leader is not ready")
+
+        why = await leader.watch(met, heard)
+        if not self._stops:
+            self._lose(why)
+
+    async def _watch_followers(self) -> None:
+        """End the engine when it cannot go on with its followers."""
+        while True:
+            if loss := self._followers.loss(time.monotonic()):
+                self._lose(loss)
+            elif (rank := self._followers.leaving) is not None and not self._stops:
+                await self._drain()
+                if not self._stops:  # else the engine is being stopped, and need not be killed
+                    self._lose(f"node {rank} of this engine was told to stop")
+            await asyncio.sleep(ASK_EVERY)
 
     def _lose(self, why: str) -> None:
         if not self._stops:
@@ -255,19 +275,6 @@ class Supervisor:
         await wait_until_idle(self._api, self._readiness, deadline, close, forever=forever)
 
     # What runs beside the engine.
-
-    async def _send_canaries(self, session: aiohttp.ClientSession) -> None:
-        await canary.keep_running(
-            self._links,
-            session,
-            self._api,
-            decode_engine_id=self._readiness.identity.engine_id,
-            decode_ranks=self._command.data,
-            ready=lambda: self._readiness.ready,
-            make_prompt=canary.prompt_maker(self._command),
-            names_key=key_of(self._token),
-            api_key=self._key,
-        )
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)

@@ -19,8 +19,10 @@ a wrong value counts as missing: one such field must not make an engine unreacha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated, Final, Self
+from functools import partial
+from typing import Annotated, Final, Self, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -151,7 +153,6 @@ class RankLink(Struct, frozen=True):
     reason: Annotated[str, Meta(max_length=128)] = ""
     message: Text = ""
     bytes_per_second: Amount = 0.0
-    probe_bytes: Whole = 0
     establishment: Whole = 0
     data_rank: RankNumber = 0
 
@@ -309,6 +310,7 @@ class ChangesReport(Struct, frozen=True, omit_defaults=True):
     links: LinksReport | None = None
 
 
+_Answer = TypeVar("_Answer", bound=Struct)
 _PEERS = msgspec.json.Decoder(PeersDocument)
 _REPORT = msgspec.json.Decoder(RankReport)
 
@@ -320,9 +322,16 @@ _PARTS: Final[dict[tuple[type[Struct], str], type[Struct]]] = {
     (LinksReport, "prompts"): PromptsReport,
     (LinkReport, "canary"): CanaryReport,
 }
-_ENGINE = reader_of(EngineReport, _PARTS, MAX_LINKS)
-_LINKS = reader_of(LinksReport, _PARTS, MAX_LINKS)
-_CHANGES = reader_of(ChangesReport, _PARTS, MAX_LINKS)
+
+
+def _answer(kind: type[_Answer]) -> Callable[[bytes], _Answer | Malformed]:
+    reader = reader_of(kind, _PARTS, MAX_LINKS)
+    return partial(bounded, limit=MAX_ANSWER_BYTES, decoder=reader)
+
+
+decode_engine = _answer(EngineReport)  # /readyz
+decode_links = _answer(LinksReport)  # /v1/links
+decode_changes = _answer(ChangesReport)  # /v1/changes
 
 
 def encode_json(message: Struct) -> bytes:
@@ -375,18 +384,3 @@ def decode_report(raw: bytes) -> RankReport | Malformed:
             if link.state is LinkState.UNKNOWN:
                 return Malformed(f"the state of the link to {link.engine} is unknown")
     return report
-
-
-def decode_engine(raw: bytes) -> EngineReport | Malformed:
-    """Decode ``/readyz``."""
-    return bounded(raw, MAX_ANSWER_BYTES, _ENGINE)
-
-
-def decode_links(raw: bytes) -> LinksReport | Malformed:
-    """Decode ``/v1/links``."""
-    return bounded(raw, MAX_ANSWER_BYTES, _LINKS)
-
-
-def decode_changes(raw: bytes) -> ChangesReport | Malformed:
-    """Decode ``/v1/changes``."""
-    return bounded(raw, MAX_ANSWER_BYTES, _CHANGES)

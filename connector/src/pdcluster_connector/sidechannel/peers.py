@@ -8,13 +8,11 @@ answer from the scheduler (``vllm/step_messages.py``) and ask rarely. So the que
 prefill engine gets grow with the number of decode engines, not with the number of their ranks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -39,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 Done = Callable[[EngineMetadata | Failure], None]
 OnGone = Callable[[str, Failure], None]
-Ask = Callable[[float], Awaitable[HealthReply | Failure | TryAgain]]
 
 POLL_SECONDS = 1.0
 # Of the other ranks. No connection is kept between two questions: servers close it after 15 s.
@@ -57,28 +54,6 @@ CONCERNS_ALL_RANKS = frozenset(
 )
 MAX_PEERS = 4096
 CLOSING = "this engine is shutting down"
-
-
-async def why_gone(ask: Ask, engine_id: str, where: str, *, often: bool) -> Failure:
-    """Return why the peer is gone, once it is.
-
-    Args:
-        ask: asks the peer once, and waits for the answer for so many seconds.
-        where: the peer's address, for messages.
-        often: ask every second, as the first rank does.
-    """
-    while True:
-        rarely = random.uniform(*RARE_POLL_SECONDS)  # noqa: S311
-        await asyncio.sleep(POLL_SECONDS if often else rarely)
-        reply = await ask(HEALTH_SECONDS[0])
-        if isinstance(reply, TryAgain):  # the second time over a fresh connection
-            reply = await ask(HEALTH_SECONDS[1])
-        if isinstance(reply, TryAgain):
-            return unreachable(reply)
-        if isinstance(reply, Failure):
-            return reply
-        if reply.engine_id != engine_id:
-            return restarted(engine_id, reply.engine_id, where)
 
 
 @dataclass(eq=False, slots=True)
@@ -227,12 +202,7 @@ class PeerBook:
         try:
             await self._shake_hands(peer)
             if isinstance(peer.answer, EngineMetadata):
-                failure = await why_gone(
-                    lambda seconds: self._health(peer, seconds),
-                    peer.engine_id,
-                    f"{peer.host}:{peer.port}",
-                    often=self._asks_often,
-                )
+                failure = await self._why_gone(peer)
                 self._gone(peer, failure)
         finally:
             peer.task = None
@@ -253,6 +223,21 @@ class PeerBook:
                 logger.warning("no KV from %s: %s", peer.engine_id, outcome)
                 self._thread.loop.call_later(REFUSAL_SECONDS, self._drop_refused, peer)
             peer.answer_all(outcome)
+
+    async def _why_gone(self, peer: KnownPeer) -> Failure:
+        """Ask whether a peer lives, the first rank every second; return why it is gone, once so."""
+        while True:
+            rarely = random.uniform(*RARE_POLL_SECONDS)  # noqa: S311
+            await asyncio.sleep(POLL_SECONDS if self._asks_often else rarely)
+            reply = await self._health(peer, HEALTH_SECONDS[0])
+            if isinstance(reply, TryAgain):  # the second time over a fresh connection
+                reply = await self._health(peer, HEALTH_SECONDS[1])
+            if isinstance(reply, TryAgain):
+                return unreachable(reply)
+            if isinstance(reply, Failure):
+                return reply
+            if reply.engine_id != peer.engine_id:
+                return restarted(peer.engine_id, reply.engine_id, f"{peer.host}:{peer.port}")
 
     async def _health(self, peer: KnownPeer, seconds: float) -> HealthReply | Failure | TryAgain:
         return await ask_health(

@@ -1,24 +1,41 @@
-"""An engine's OpenAI API as the launcher uses it: health, metrics, one completion.
+"""An engine's OpenAI API as the launcher uses it: health, metrics, one completion, and a drain.
 
 Its metrics say which work the engine still has that a stop would break: running requests, and
-leases. ``drain.py`` waits until nothing of it is left.
+leases. In a drain, the engine serves on until it has nothing left to do, and will get nothing more.
+``launcher/supervisor.py`` decides when a drain begins.
 """
 
-from __future__ import annotations
-
+import asyncio
 import re
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Final
 
 import aiohttp
 import msgspec
 
 from pdcluster_connector.compat.counted import counted
+from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.protocol import api_key
 
-_SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{[^}]*\})? (?P<value>\S+)")
-_REQUESTS: Final = frozenset({"vllm:num_requests_running", "vllm:num_requests_waiting"})
+_SAMPLE: Final = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)")
+_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+def samples(metrics: str, *names: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield (name, labels, value) of these metrics in Prometheus' text. A value is a number."""
+    for line in metrics.splitlines():
+        if line.startswith(names) and (match := _SAMPLE.match(line)) and match[1] in names:
+            with suppress(ValueError):
+                if isfinite(value := float(match[3])):
+                    yield match[1], dict(_LABEL.findall(match[2] or "")), value
+
+
+_REQUESTS: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 _FINISHED: Final = "vllm:request_success_total"
 _LEASES: Final = "pdcluster_kv_leases_held"
 
@@ -52,23 +69,10 @@ class Work:
 
 def work(metrics: str) -> Work:
     """Sum up an engine's ``/metrics`` (Prometheus text); a metric that is missing counts as 0."""
-    requests = leases = finished = 0.0
-    names = {*_REQUESTS, _LEASES, _FINISHED}
-    for line in metrics.splitlines():
-        match = _SAMPLE.match(line)
-        if match is None or match["name"] not in names:
-            continue
-        try:
-            value = float(match["value"])
-        except ValueError:
-            continue
-        if match["name"] == _LEASES:
-            leases += value
-        elif match["name"] == _FINISHED:
-            finished += value
-        else:
-            requests += value
-    return Work(round(requests), round(leases), round(finished))
+    sums: Counter[str] = Counter()
+    for name, _, value in samples(metrics, *_REQUESTS, _LEASES, _FINISHED):
+        sums[name] += round(value)
+    return Work(sum(sums[name] for name in _REQUESTS), sums[_LEASES], sums[_FINISHED])
 
 
 MAX_ANSWER: Final = 4 << 20
@@ -177,3 +181,78 @@ def _said(data: bytes) -> str:
     except (msgspec.DecodeError, TypeError, KeyError):
         message = data.decode(errors="replace")
     return " ".join(str(message).split())[:300]
+
+
+_POLL: Final = 0.5
+SETTLE_SECONDS: Final = 3.0
+"""For so long at least an engine serves on when it is told to end."""
+FORGET_SECONDS: Final = 60.0
+"""For so long at most an engine serves on because routers may still send it requests.
+
+The operator replaces the routers by new ones that do not know it. It says when that is done, mostly
+after half a minute. A router of the user's has as long to notice. After that, new requests are
+turned away.
+"""
+QUIET_SECONDS: Final = 2.0
+"""For so long no request may have finished: then no router sends any more."""
+
+
+async def wait_until_idle(
+    api: EngineApi,
+    readiness: Readiness,
+    deadline: float,
+    close: Callable[[], None],
+    *,
+    forever: bool = False,
+) -> None:
+    """Wait until nothing is left to do, and nothing more comes; say in ``readiness`` what is left.
+
+    Args:
+        deadline: when to stop waiting, in seconds of the monotonic clock.
+        close: has new requests turned away. It is called more than once.
+        forever: go on when nothing is left: the engine stays drained.
+    """
+    readiness.draining("draining")
+    began = time.monotonic()
+    calm, ends = Calm(began), False
+    while time.monotonic() < deadline and (forever or not ends):
+        left: Work | None = None
+        try:
+            left = await api.work()
+        except NO_ANSWER as error:
+            readiness.draining(f"the engine's work is not known: {error}")
+        else:
+            readiness.draining(str(left))
+        ends = calm.seen(left, time.monotonic(), routed=readiness.routed)
+        # While a router of the operator's sends requests, each that is turned away would fail.
+        if not readiness.routed and time.monotonic() - began >= FORGET_SECONDS:
+            close()
+        await asyncio.sleep(_POLL)
+
+
+class Calm:
+    """Tells when an engine that drains has nothing left to do, and will get nothing more.
+
+    A moment without work is not enough: the next request may be on its way.
+
+    Args:
+        now: when the drain began, in seconds of any clock.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._began = now
+        self._since = now
+        self._finished: int | None = None
+
+    def seen(self, work: Work | None, now: float, *, routed: bool = False) -> bool:
+        """Take in the work of this moment, None if it is not known; return whether all is calm.
+
+        Args:
+            routed: routers may still send requests.
+        """
+        if work is None or not work.done or work.finished != self._finished:
+            self._since = now
+        if work is not None:
+            self._finished = work.finished
+        settled = now - self._began >= (FORGET_SECONDS if routed else SETTLE_SECONDS)
+        return settled and now - self._since >= QUIET_SECONDS

@@ -5,38 +5,25 @@ these sums for a few minutes and tells what was added meanwhile. Which prompts a
 in protocol.prompt_outcomes. Time comes in as an argument, in seconds of any monotonic clock.
 """
 
-from __future__ import annotations
-
-import re
 from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Final
 
+from pdcluster_connector.launcher.engine.engine_api import samples
 from pdcluster_connector.protocol.launcher_documents import PromptsReport
 from pdcluster_connector.protocol.prompt_outcomes import PROMPTS_METRIC, is_fault, was_due
 
 WINDOW_SECONDS: Final = 300.0
 SILENCE_SECONDS: Final = 60.0  # after this long without counts, nothing is known
-_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 Kind = tuple[str, str]  # (outcome, reason)
 
 
 def count_prompts(metrics: str) -> Counter[Kind]:
-    """Sum up an engine's ``/metrics`` (Prometheus text) over its ranks.
-
-    What is not a number is skipped.
-    """
+    """Sum up an engine's ``/metrics`` (Prometheus text) over its ranks."""
     counts: Counter[Kind] = Counter()
-    for line in metrics.splitlines():
-        if not line.startswith(PROMPTS_METRIC + "{"):
-            continue
-        labels = dict(_LABEL.findall(line))
-        try:
-            number = round(float(line.rpartition("} ")[2].split()[0]))
-        except (IndexError, ValueError, OverflowError):
-            continue
-        counts[labels.get("outcome", ""), labels.get("reason", "")] += number
+    for _, labels, number in samples(metrics, PROMPTS_METRIC):
+        counts[labels.get("outcome", ""), labels.get("reason", "")] += round(number)
     return counts
 
 

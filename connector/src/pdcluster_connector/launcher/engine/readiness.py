@@ -6,18 +6,15 @@ only move the state forward. No line makes an engine ready: only its ``/health``
 with 503.
 """
 
-from __future__ import annotations
-
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.launcher.arguments import EngineCommand
-from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.protocol.addresses import url
+from pdcluster_connector.protocol.engine_id import EngineId
 from pdcluster_connector.protocol.launcher_documents import EngineReport, EngineState
 
 _ORDER: Final = {state: place for place, state in enumerate(EngineState)}
@@ -31,72 +28,59 @@ class Progress:
     message: str
 
 
-_Message = Callable[[re.Match[str]], str]
-
-
-def _rule(
-    pattern: str, state: EngineState, message: _Message
-) -> tuple[re.Pattern[str], EngineState, _Message]:
-    return re.compile(pattern), state, message
-
-
-_RULES: Final = (
-    _rule(
-        r"Initializing a V1 LLM engine",
-        EngineState.STARTING,
-        lambda _: "the engine core has started and imports the model's code",
-    ),
-    _rule(
-        r"Fetching (\d+) files:\s+(\d+)%",
-        EngineState.LOADING_WEIGHTS,
-        lambda m: f"downloading {counted(int(m[1]), 'file')} of the model: {m[2]} %",
-    ),
-    _rule(
-        r"Starting to load model",
-        EngineState.LOADING_WEIGHTS,
-        lambda _: "loading the model's weights",
-    ),
-    _rule(
-        r"Loading \w+ checkpoint shards:.*?\| (\d+)/(\d+) \[",
-        EngineState.LOADING_WEIGHTS,
-        lambda m: f"loading the model's weights: shard {m[1]} of {m[2]}",
-    ),
-    _rule(
-        r"Loading weights took",
-        EngineState.WARMING_UP,
-        lambda _: "weights loaded; measuring memory for the KV cache",
-    ),
-    _rule(
-        r"KV cache size: ([\d,]+) tokens",
-        EngineState.WARMING_UP,
-        lambda m: f"KV cache for {m[1]} tokens allocated; warming up",
-    ),
-    _rule(
-        r"Capturing CUDA graphs.*?\| (\d+)/(\d+) \[",
-        EngineState.WARMING_UP,
-        lambda m: f"capturing CUDA graphs: {m[1]} of {m[2]}",
-    ),
-    _rule(
-        r"[Cc]ompil(?:ing|ation).*graph",
-        EngineState.WARMING_UP,
-        lambda _: "compiling the model",
-    ),
-    _rule(
-        r"Starting vLLM (?:API )?server",
-        EngineState.WARMING_UP,
-        lambda _: "starting the API server",
-    ),
+# A line of vLLM's output, the state that it shows, and a message with the groups of the match.
+_RULES: Final = tuple(
+    (re.compile(pattern), state, message)
+    for pattern, state, message in (
+        (
+            r"Initializing a V1 LLM engine",
+            EngineState.STARTING,
+            "the engine core has started and imports the model's code",
+        ),
+        (
+            r"Fetching (1) files:\s+(\d+)%",
+            EngineState.LOADING_WEIGHTS,
+            "downloading {0} file of the model: {1} %",
+        ),
+        (
+            r"Fetching (\d+) files:\s+(\d+)%",
+            EngineState.LOADING_WEIGHTS,
+            "downloading {0} files of the model: {1} %",
+        ),
+        (r"Starting to load model", EngineState.LOADING_WEIGHTS, "loading the model's weights"),
+        (
+            r"Loading \w+ checkpoint shards:.*?\| (\d+)/(\d+) \[",
+            EngineState.LOADING_WEIGHTS,
+            "loading the model's weights: shard {0} of {1}",
+        ),
+        (
+            r"Loading weights took",
+            EngineState.WARMING_UP,
+            "weights loaded; measuring memory for the KV cache",
+        ),
+        (
+            r"KV cache size: ([\d,]+) tokens",
+            EngineState.WARMING_UP,
+            "KV cache for {0} tokens allocated; warming up",
+        ),
+        (
+            r"Capturing CUDA graphs.*?\| (\d+)/(\d+) \[",
+            EngineState.WARMING_UP,
+            "capturing CUDA graphs: {0} of {1}",
+        ),
+        (r"[Cc]ompil(?:ing|ation).*graph", EngineState.WARMING_UP, "compiling the model"),
+        (r"Starting vLLM (?:API )?server", EngineState.WARMING_UP, "starting the API server"),
+    )
 )
 
 
 def advance(current: Progress, line: str) -> Progress:
     """Progress after one more line of vLLM's output; ``current`` if the line says nothing new."""
     for pattern, state, message in _RULES:
-        match = pattern.search(line)
-        if match:
+        if match := pattern.search(line):
             if _ORDER[state] < _ORDER[current.state]:
                 return current
-            return Progress(state, message(match))
+            return Progress(state, message.format(*match.groups()))
     return current
 
 
@@ -112,13 +96,14 @@ class Readiness:
     """State of one engine, from its output (any thread), its API's health and the launcher.
 
     Attributes:
+        engine: its id.
         routed: whether routers may send it requests, as the operator said last.
     """
 
     def __init__(
-        self, identity: Identity, role: str, command: EngineCommand, versions: Mapping[str, str]
+        self, engine: EngineId, role: str, command: EngineCommand, versions: Mapping[str, str]
     ) -> None:
-        self.identity = identity
+        self.engine = engine
         self.role = role
         self.versions = dict(versions)
         self.data_parallel_size = command.data
@@ -130,11 +115,6 @@ class Readiness:
         self._lock = threading.Lock()
         self._progress = Progress(EngineState.STARTING, "starting vLLM")
         self._served = False
-
-    @property
-    def progress(self) -> Progress:
-        """The current state and its message."""
-        return self._progress
 
     @property
     def ready(self) -> bool:
@@ -159,7 +139,7 @@ class Readiness:
     def healthy(self, message: str = "") -> None:
         """Take note that the API answers (of a follower: that its process runs)."""
         with self._lock:
-            if self._progress.state not in {EngineState.DRAINING, EngineState.FAILED}:
+            if self._progress.state is not EngineState.DRAINING:
                 self._progress = Progress(EngineState.READY, message)
                 self._served = True
 
@@ -177,11 +157,8 @@ class Readiness:
 
     def draining(self, message: str) -> None:
         """Ask for no new requests. Running requests and leases continue."""
-        self._set(EngineState.DRAINING, message)
-
-    def failed(self, message: str) -> None:
-        """Take note that the engine is gone."""
-        self._set(EngineState.FAILED, message)
+        with self._lock:
+            self._progress = Progress(EngineState.DRAINING, message)
 
     def report(self, certificate_expires: float | None = None) -> EngineReport:
         """Return what ``GET /readyz`` answers.
@@ -192,8 +169,8 @@ class Readiness:
         progress = self._progress
         return EngineReport(
             ready=progress.state is EngineState.READY,
-            engine=self.identity.logical,
-            engine_id=self.identity.engine_id,
+            engine=self.engine.logical,
+            engine_id=self.engine.engine,
             role=self.role,
             state=progress.state,
             message=progress.message,
@@ -204,7 +181,3 @@ class Readiness:
             routed=self.routed,
             certificate_expires=certificate_expires,
         )
-
-    def _set(self, state: EngineState, message: str) -> None:
-        with self._lock:
-            self._progress = Progress(state, message)

@@ -6,13 +6,12 @@ returned. Decode's answer says what its KV path did for this request. Each data-
 either engine gets one canary. :class:`CanarySchedule` says when each link gets one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -105,90 +104,101 @@ def prompt_maker(command: EngineCommand) -> Callable[[], list[int]]:
     return lambda: prompt(block, size, command.max_tokens)
 
 
-async def run(
-    prefill: EngineApi,
-    decode: EngineApi,
-    *,
-    prefill_engine_id: str,
-    decode_engine_id: str,
-    model: str,
-    tokens: list[int],
-    ranks: tuple[int, int] = (0, 0),
-    names_key: str = "",
-    seconds: float = TIMEOUT_SECONDS,
-) -> CanaryReport:
-    """Send one request through both engines and judge what the KV path did.
+@dataclass(frozen=True, slots=True)
+class Canaries:
+    """Sends the canaries of one decode engine.
 
-    The engine ids are those of the data-parallel ``ranks`` (prefill's, decode's) under test. With
-    ``names_key``, decode's answer names the engines. Clients do not get these names.
-
-    The result is Passed if KV moved between these two engines, Pending if an API does not answer
-    (nothing is known then), and Failed otherwise. Never raises.
+    Attributes:
+        decode: its API.
+        engine_id: its engine id.
+        ranks: how many data-parallel ranks it has.
+        make_prompt: makes a prompt's token ids.
+        names_key: with it, decode's answer names the engines. Clients do not get these names.
+        api_key: the API key of the cluster's engines, if they ask for one.
+        seconds: how long both answers of one request may take together.
     """
-    request = {"model": model, "prompt": tokens, "max_tokens": 1, "temperature": 0.0}
-    try:
-        async with asyncio.timeout(seconds):
-            asked = {**request, "kv_transfer_params": {"do_remote_decode": True}}
-            first = await prefill.complete(asked, seconds, ranks[0])
-            parameters = first.get("kv_transfer_params")
-            if not isinstance(parameters, dict) or parameters.get("do_remote_prefill") is not True:
-                return CanaryReport(
-                    CanaryState.FAILED,
-                    message=f"prefill at {prefill.address} handed over no KV: its answer holds no "
-                    "kv_transfer_params",
-                )
-            asked = {**request, "kv_transfer_params": {**parameters, KEY_PARAMETER: names_key}}
-            second = await decode.complete(asked, seconds, ranks[1])
-    except ApiUnreachableError as error:
-        return CanaryReport(CanaryState.PENDING, message=str(error))
-    except ApiError as error:
-        return CanaryReport(CanaryState.FAILED, message=str(error))
-    except TimeoutError:
-        return CanaryReport(CanaryState.FAILED, message=f"no answer within {seconds:g} s")
-    return judge(second.get("kv_transfer_params"), prefill_engine_id, decode_engine_id)
 
+    decode: EngineApi
+    engine_id: str
+    ranks: int
+    make_prompt: Callable[[], list[int]]
+    names_key: str = ""
+    api_key: str | None = None
+    seconds: float = TIMEOUT_SECONDS
 
-async def run_ranks(
-    prefill: EngineApi,
-    decode: EngineApi,
-    *,
-    prefill_engine_id: str,
-    decode_engine_id: str,
-    sizes: tuple[int, int],
-    model: str,
-    make_prompt: Callable[[], list[int]],
-    names_key: str = "",
-) -> CanaryReport:
-    """Send requests until each data-parallel rank of both engines has had one.
+    async def keep_running(
+        self, links: LinkTable, session: aiohttp.ClientSession, ready: Callable[[], bool]
+    ) -> None:
+        """Run canaries until this task is cancelled: one at a time, for the link that is due."""
+        schedule = CanarySchedule()
+        while True:
+            now = time.monotonic()
+            row = schedule.due(links.rows(now), now) if ready() else None
+            if row is None:
+                await asyncio.sleep(_LOOK_EVERY)
+                continue
+            prefill = EngineApi(session, row.peer.api.rstrip("/"), self.api_key)
+            engine_id, size = row.report.prefill_engine_id, row.peer.data_parallel_size
+            result = await self.run(prefill, engine_id, size, links.peers.model)
+            links.set_canary(row, result)
+            interval = links.peers.canary_interval_seconds
+            schedule.ran(row, result, interval, time.monotonic())
 
-    Args:
-        sizes: prefill's and decode's number of ranks. If they differ, the ranks of the smaller
-            engine get several canaries.
+    async def run(self, prefill: EngineApi, engine_id: str, ranks: int, model: str) -> CanaryReport:
+        """Send requests until each data-parallel rank of both engines has had one.
 
-    Returns:
-        Passed with the bytes of all requests, or the first other result.
-    """
-    moved = 0
-    for number in range(max(sizes)):
-        ranks = number % sizes[0], number % sizes[1]
-        result = await run(
-            prefill,
-            decode,
-            prefill_engine_id=id_of_rank(prefill_engine_id, ranks[0], sizes[0]),
-            decode_engine_id=id_of_rank(decode_engine_id, ranks[1], sizes[1]),
-            model=model,
-            tokens=make_prompt(),
-            ranks=ranks,
-            names_key=names_key,
-        )
-        if result.state is not CanaryState.PASSED:
-            if sizes == (1, 1):
-                return result
-            word = "data-parallel rank"
-            pair = f"{word} {ranks[0]} of prefill with {word} {ranks[1]} of decode"
-            return replace(result, message=f"{pair}: {result.message}")
-        moved += result.bytes
-    return CanaryReport(CanaryState.PASSED, moved)
+        If the engines have different numbers of ranks, those of the smaller one get several.
+
+        Args:
+            prefill, engine_id, ranks: the prefill engine's.
+
+        Returns:
+            Passed with the bytes of all requests, or the first other result.
+        """
+        moved = 0
+        for number in range(max(ranks, self.ranks)):
+            pair = number % ranks, number % self.ranks
+            source = id_of_rank(engine_id, pair[0], ranks)
+            target = id_of_rank(self.engine_id, pair[1], self.ranks)
+            result = await self._run(prefill, model, pair, (source, target))
+            if result.state is not CanaryState.PASSED:
+                if ranks == self.ranks == 1:
+                    return result
+                word = "data-parallel rank"
+                named = f"{word} {pair[0]} of prefill with {word} {pair[1]} of decode"
+                return replace(result, message=f"{named}: {result.message}")
+            moved += result.bytes
+        return CanaryReport(CanaryState.PASSED, moved)
+
+    async def _run(
+        self, prefill: EngineApi, model: str, ranks: tuple[int, int], ids: tuple[str, str]
+    ) -> CanaryReport:
+        """Send one request through a rank of prefill and one of decode, with these engine ids.
+
+        The result is Passed if KV moved between these two, Pending if an API does not answer
+        (nothing is known then), and Failed otherwise. Never raises.
+        """
+        tokens, seconds = self.make_prompt(), self.seconds
+        request = {"model": model, "prompt": tokens, "max_tokens": 1, "temperature": 0.0}
+        try:
+            async with asyncio.timeout(seconds):
+                asked = {**request, "kv_transfer_params": {"do_remote_decode": True}}
+                first = await prefill.complete(asked, seconds, ranks[0])
+                given = first.get("kv_transfer_params")
+                if not isinstance(given, dict) or given.get("do_remote_prefill") is not True:
+                    return _failed(
+                        f"prefill at {prefill.address} handed over no KV: its answer holds no "
+                        "kv_transfer_params"
+                    )
+                asked = {**request, "kv_transfer_params": {**given, KEY_PARAMETER: self.names_key}}
+                second = await self.decode.complete(asked, seconds, ranks[1])
+        except ApiUnreachableError as error:
+            return CanaryReport(CanaryState.PENDING, message=str(error))
+        except ApiError as error:
+            return _failed(str(error))
+        except TimeoutError:
+            return _failed(f"no answer within {seconds:g} s")
+        return judge(second.get("kv_transfer_params"), *ids)
 
 
 def judge(answer: object, prefill_engine_id: str, decode_engine_id: str) -> CanaryReport:
@@ -214,45 +224,6 @@ def judge(answer: object, prefill_engine_id: str, decode_engine_id: str) -> Cana
 
 def _failed(message: str) -> CanaryReport:
     return CanaryReport(CanaryState.FAILED, message=message)
-
-
-async def keep_running(
-    links: LinkTable,
-    session: aiohttp.ClientSession,
-    decode: EngineApi,
-    *,
-    decode_engine_id: str,
-    decode_ranks: int,
-    ready: Callable[[], bool],
-    make_prompt: Callable[[], list[int]],
-    names_key: str,
-    api_key: str | None = None,
-) -> None:
-    """Run canaries until this task is cancelled: one at a time, for the link that is due.
-
-    ``api_key`` is the API key of the cluster's engines, if they ask for one.
-    """
-    schedule = CanarySchedule()
-    while True:
-        now = time.monotonic()
-        row = schedule.due(links.rows(now), now) if ready() else None
-        if row is None:
-            await asyncio.sleep(_LOOK_EVERY)
-            continue
-        prefill = EngineApi(session, row.peer.api.rstrip("/"), api_key)
-        result = await run_ranks(
-            prefill,
-            decode,
-            prefill_engine_id=row.report.prefill_engine_id,
-            decode_engine_id=decode_engine_id,
-            sizes=(row.peer.data_parallel_size, decode_ranks),
-            model=links.peers.model,
-            make_prompt=make_prompt,
-            names_key=names_key,
-        )
-        links.set_canary(row, result)
-        interval = links.peers.canary_interval_seconds
-        schedule.ran(row, result, interval, time.monotonic())
 
 
 def vocabulary(config: Mapping[str, Any] | None) -> int:
