@@ -3,8 +3,6 @@
 The launcher reads it in a container, and local mode on the machine itself.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Final
 

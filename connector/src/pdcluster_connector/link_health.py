@@ -29,18 +29,9 @@ from msgspec.structs import replace
 from pdcluster_connector.certificate_files import Tls, own_arguments
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
+from pdcluster_connector.protocol import launcher_documents as documents
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.launcher_documents import (
-    MAX_DOCUMENT_BYTES,
-    LinkState,
-    PeerEntry,
-    PeersDocument,
-    RankLink,
-    RankReport,
-    decode_peers,
-    encode_json,
-)
 from pdcluster_connector.protocol.messages import EngineMetadata, Malformed
 from pdcluster_connector.sidechannel.handshake import (
     NETWORK_ERRORS,
@@ -89,7 +80,7 @@ class LinkKeeper:
 
     def __init__(
         self,
-        entry: PeerEntry,
+        entry: documents.PeerEntry,
         data_rank: int,
         peers: PeerBook,
         probe: Probe,
@@ -97,10 +88,10 @@ class LinkKeeper:
         tls: Tls | None = None,
     ) -> None:
         self.entry = entry
-        self.report = RankLink(
+        self.report = documents.RankLink(
             entry.engine,
             entry.engine_id or entry.engine,
-            LinkState.PENDING,
+            documents.LinkState.PENDING,
             data_rank=data_rank,
         )
         self._data_rank = data_rank
@@ -124,7 +115,7 @@ class LinkKeeper:
             except Exception as error:  # the other links go on
                 logger.exception("the link to %s", self.entry.engine)
                 failure = Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
-            held = self.report.state is LinkState.ESTABLISHED
+            held = self.report.state is documents.LinkState.ESTABLISHED
             self._set(failure)
             lost = failure.reason in {Reason.SIDE_CHANNEL_UNREACHABLE, Reason.PEER_RESTARTED}
             pause = RETRY_SECONDS if held or lost else REFUSED_SECONDS
@@ -205,13 +196,15 @@ class LinkKeeper:
     def _set(self, outcome: ProbeResult | Failure) -> None:
         """Report that the link is established, as the probe measured it, or that it failed."""
         engine_id = parse_engine_id(self._engine_id).engine or self.report.engine_id
-        report = RankLink(self.entry.engine, engine_id, LinkState.FAILED, data_rank=self._data_rank)
+        report = documents.RankLink(
+            self.entry.engine, engine_id, documents.LinkState.FAILED, data_rank=self._data_rank
+        )
         if isinstance(outcome, Failure):
             report = replace(report, reason=outcome.reason.value, message=outcome.message[:4000])
         else:
             report = replace(
                 report,
-                state=LinkState.ESTABLISHED,
+                state=documents.LinkState.ESTABLISHED,
                 message=outcome.notice,
                 bytes_per_second=outcome.bytes_per_second,
                 establishment=next(_ESTABLISHMENTS),
@@ -220,7 +213,7 @@ class LinkKeeper:
             self.report = report
             self._changed()
 
-    def rename(self, entry: PeerEntry) -> None:
+    def rename(self, entry: documents.PeerEntry) -> None:
         """Take a newer entry for the same engine at the same side channel."""
         self.entry = entry
         if not self._engine_id and entry.engine_id:
@@ -318,7 +311,9 @@ class LauncherClient:
             generation = document.generation
             await self._apply(document, session)
 
-    async def _poll(self, session: aiohttp.ClientSession, generation: int) -> PeersDocument | None:
+    async def _poll(
+        self, session: aiohttp.ClientSession, generation: int
+    ) -> documents.PeersDocument | None:
         try:
             async with session.get(
                 f"{self._address}/v1/peers",
@@ -328,19 +323,21 @@ class LauncherClient:
                 allow_redirects=False,
                 **own_arguments(self._tls),
             ) as response:
-                body = await read_bounded(response, MAX_DOCUMENT_BYTES)
+                body = await read_bounded(response, documents.MAX_DOCUMENT_BYTES)
                 status = response.status
         except (*NETWORK_ERRORS, ValueError) as error:
             self._complain(f"cannot ask the launcher for peers: {describe(error)}")
             return None
-        document = decode_peers(body)
+        document = documents.decode_peers(body)
         if status != 200 or isinstance(document, Malformed):
             why = document.message if isinstance(document, Malformed) else ""
             self._complain(f"the launcher answered {status} when asked for peers: {why}")
             return None
         return document
 
-    async def _apply(self, document: PeersDocument, session: aiohttp.ClientSession) -> None:
+    async def _apply(
+        self, document: documents.PeersDocument, session: aiohttp.ClientSession
+    ) -> None:
         wanted = {(entry.engine, n): entry for entry in document.peers for n in entry.data_ranks}
         for key, (keeper, task) in list(self._keepers.items()):
             entry = wanted.get(key)
@@ -375,7 +372,9 @@ class LauncherClient:
         try:
             async with session.post(
                 f"{self._address}/v1/reports",
-                data=encode_json(RankReport(self._rank, self._of, links, self._data_rank)),
+                data=documents.encode_json(
+                    documents.RankReport(self._rank, self._of, links, self._data_rank)
+                ),
                 headers={**self._headers, "Content-Type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=5.0),
                 allow_redirects=False,
@@ -397,7 +396,7 @@ class LauncherClient:
             logger.warning("%s", message)
 
 
-def _same_place(one: PeerEntry, other: PeerEntry, data_rank: int) -> bool:
+def _same_place(one: documents.PeerEntry, other: documents.PeerEntry, data_rank: int) -> bool:
     """Tell whether two entries give a rank the same address, and its engine the same size."""
     sizes = one.data_parallel_size, other.data_parallel_size
     return sizes[0] == sizes[1] and one.address(data_rank) == other.address(data_rank)

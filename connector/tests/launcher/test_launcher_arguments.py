@@ -80,7 +80,7 @@ def test_other_arguments_survive(words):
 
 def test_defaults():
     command = read("m", "--kv-transfer-config", CONFIG)
-    assert (command.model, command.served_name, command.host, command.port) == ("m", "m", "", 8000)
+    assert (command.model, command.host, command.port) == ("m", "", 8000)
     assert (command.side_channel_host, command.side_channel_port) == ("127.0.0.1", 5600)
     assert (command.tensor, command.pipeline, command.data) == (1, 1, 1)
     assert (command.nodes, command.node_rank, command.is_leader) == (1, 0, True)
@@ -101,11 +101,7 @@ def test_values():
     assert (command.tensor, command.pipeline, command.data) == (4, 2, 3)
     assert (command.nodes, command.node_rank, command.is_leader) == (2, 1, False)
     assert (command.block_tokens, command.max_tokens) == (16, 1024)
-    assert (command.served_name, command.leader, command.load_format) == (
-        "llama",
-        "leader.svc",
-        "dummy",
-    )
+    assert (command.leader, command.load_format) == ("leader.svc", "dummy")
 
 
 @pytest.mark.parametrize(

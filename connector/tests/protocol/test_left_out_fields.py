@@ -48,9 +48,8 @@ def read(kind: Any, value: object) -> Any:
                 "engine_id": "e/1",
                 "shape": {},
                 "shards": [],
-                "lease_seconds": 60,
             },
-            {"versions": {}, "shape": EngineShape()},
+            {"shape": EngineShape()},
         ),
         (
             m.Refusal,

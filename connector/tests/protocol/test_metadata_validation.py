@@ -41,7 +41,7 @@ def shard(tp: int, **change: object) -> m.ShardMetadata:
 
 
 def engine(*shards: m.ShardMetadata, shape: EngineShape = SHAPE) -> m.EngineMetadata:
-    return m.EngineMetadata(1, "p/1", shape, shards, 60.0)
+    return m.EngineMetadata(1, "p/1", shape, shards)
 
 
 def reasons(metadata: m.EngineMetadata) -> list[Reason]:

@@ -20,7 +20,7 @@ from pdcluster_connector.protocol import launcher_documents as links
 from pdcluster_connector.protocol import messages as m
 
 SHARD = m.ShardMetadata("e/1", (0, 0), "agent", b"blob", (), m.ProbeRegion(4096, 65536))
-ENGINE = m.EngineMetadata(1, "e/1", EngineShape(), (SHARD,), 60.0)
+ENGINE = m.EngineMetadata(1, "e/1", EngineShape(), (SHARD,))
 LEASES = m.LeaseRequest("p/1", "d/1")
 REPLY = m.LeaseReply(60.0)
 HEALTH = m.HealthReply("p/1", "prefill", 2)
@@ -90,7 +90,6 @@ def test_texts_and_lists_end_at_their_bound(message: Any, field: str, item: Any,
 @pytest.mark.parametrize(
     ("message", "field", "good", "bad"),
     [
-        (ENGINE, "lease_seconds", (1e-9, DAY), (0, DAY + 1)),
         (REPLY, "seconds", (1e-9, DAY), (0, DAY + 1)),
         (HEALTH, "shards", (0, 4096), (-1, 4097)),
         (HEALTH, "role", ("p",), ("",)),
@@ -120,12 +119,6 @@ def test_texts_and_lists_end_at_their_bound(message: Any, field: str, item: Any,
 def test_numbers_end_at_their_bounds(message: Any, field: str, good: Any, bad: Any) -> None:
     assert [value for value in good if not takes(message, field, value)] == []
     assert [value for value in bad if takes(message, field, value)] == []
-
-
-def test_an_engine_tells_of_64_versions_and_no_more() -> None:
-    versions = {f"package-{number}": "1" for number in range(64)}
-    assert takes(ENGINE, "versions", versions)
-    assert not takes(ENGINE, "versions", {**versions, "one-more": "1"})
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ def serve() -> Iterator[Callable[..., HeardServer]]:
             replace(SHAPE, **change),
             shards=shards_of(engine_id),
             leases=leases,  # type: ignore[arg-type]
-            versions={"pdcluster": "0"},
         )
         server.start()
         servers.append(server)

@@ -27,13 +27,11 @@ def answers(leases: LeaseDesk | None = None, role: str = "prefill") -> SideChann
         shards=shards_of(PREFILL),
         leases=leases,
         role=role,
-        lease_seconds=17.5,
-        versions={"vllm": "0.32.0"},
     )
 
 
 def asked(oldest: int = 3, newest: int = 3) -> bytes:
-    return m.encode(m.HandshakeRequest((oldest, newest), DECODE, SHAPE, (0, 0)))
+    return m.encode(m.HandshakeRequest((oldest, newest), DECODE, SHAPE))
 
 
 def refusal(answer: web.Response) -> m.Refusal:
@@ -42,12 +40,12 @@ def refusal(answer: web.Response) -> m.Refusal:
     return found
 
 
-def test_a_decode_engine_learns_how_long_leases_last_and_which_versions_run() -> None:
+def test_a_decode_engine_learns_what_is_in_memory() -> None:
     engine = answers()
     answer = engine.handshake(asked(), None)
     assert (answer.status, answer.content_type) == (200, "application/msgpack")
     assert m.decode_handshake_reply(answer.body) == m.EngineMetadata(
-        3, PREFILL, SHAPE, shards_of(PREFILL), 17.5, {"vllm": "0.32.0"}
+        3, PREFILL, SHAPE, shards_of(PREFILL)
     )
 
 
@@ -140,7 +138,7 @@ def test_a_client_whose_certificate_names_another_engine_is_told_nothing() -> No
 
 def test_a_refusal_says_of_each_engine_what_is_its_own() -> None:
     engine = answers()
-    other = m.HandshakeRequest((3, 3), DECODE, replace(SHAPE, kv_dtype="bfloat16"), (0, 0))
+    other = m.HandshakeRequest((3, 3), DECODE, replace(SHAPE, kv_dtype="bfloat16"))
     answer = engine.handshake(m.encode(other), None)
     assert answer.status == 409
     found = refusal(answer)

@@ -33,7 +33,6 @@ def test_a_handshake_brings_shape_and_shards(serve: Serve, books: Books) -> None
     assert isinstance(reply, m.EngineMetadata)
     assert reply.shape == SHAPE
     assert reply.shards == shards_of(PREFILL)
-    assert reply.versions == {"pdcluster": "0"}
 
 
 def test_two_books_shake_hands_each_once_however_often_they_ask(serve: Serve, books: Books) -> None:
@@ -194,7 +193,7 @@ def test_another_protocol_is_refused_by_name(
     server = serve()
     monkeypatch.setattr(m, "PROTOCOL_OLDEST", 7)
     monkeypatch.setattr(m, "PROTOCOL_NEWEST", 9)
-    request = m.encode(m.HandshakeRequest((1, 1), "d/1", SHAPE, (0, 0)))
+    request = m.encode(m.HandshakeRequest((1, 1), "d/1", SHAPE))
     decoded = m.decode_handshake_request(request)
     assert isinstance(decoded, m.HandshakeRequest)
     refusal = server._refusal(decoded)
@@ -205,7 +204,7 @@ def test_another_protocol_is_refused_by_name(
 
 def handshake_of_protocol(newest: int, port: int) -> tuple[int, m.EngineMetadata | m.Refusal]:
     """What a decode engine of protocols 1 to ``newest`` is answered."""
-    request = m.encode(m.HandshakeRequest((1, newest), "d/1", SHAPE, (0, 0)))
+    request = m.encode(m.HandshakeRequest((1, newest), "d/1", SHAPE))
     try:
         with urlopen(f"http://127.0.0.1:{port}/v1/handshake", request, timeout=60) as response:
             status, raw = response.status, response.read()
@@ -236,8 +235,8 @@ def test_decode_that_reads_no_ticket_of_ours_is_refused_at_the_handshake(serve: 
 
 def test_prefill_of_the_protocol_before_is_refused() -> None:
     """Its tickets have no signature."""
-    told = m.EngineMetadata(2, PREFILL, SHAPE, shards_of(PREFILL), 60.0)
-    failure = judge(told, Introduction("d/1", SHAPE, (0, 0)), PREFILL, "here")
+    told = m.EngineMetadata(2, PREFILL, SHAPE, shards_of(PREFILL))
+    failure = judge(told, Introduction("d/1", SHAPE), PREFILL, "here")
     assert isinstance(failure, Failure)
     assert failure.reason is Reason.PROTOCOL_VERSION_MISMATCH
 

@@ -66,7 +66,7 @@ class Peer:
     ) -> None:
         self.shaken.append((engine_id, host, port))
         late = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "no handshake in time")
-        metadata = m.EngineMetadata(1, engine_id, SHAPE, shards_of(engine_id), 60.0)
+        metadata = m.EngineMetadata(1, engine_id, SHAPE, shards_of(engine_id))
         ready = self.now + self.shakes_after
         answer = late if ready > deadline() else self.handshake or metadata
         asyncio.get_running_loop().call_at(min(ready, deadline()), done, answer)
@@ -171,7 +171,7 @@ def test_an_established_link_tells_what_was_measured(tell: Tell) -> None:
     [(moment, report)] = kept.reports
     assert moment == 0.0
     assert report == RankLink(
-        ENGINE, FIRST, LinkState.ESTABLISHED, "", "slow", 2**31, 2**16, report.establishment
+        ENGINE, FIRST, LinkState.ESTABLISHED, "", "slow", 2**31, report.establishment
     )
     assert report.establishment > 0, "0 stands for a link that is not established"
     assert peer.shaken == [(FIRST, "10.0.0.1", 5600)]

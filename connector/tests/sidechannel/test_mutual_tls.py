@@ -93,7 +93,7 @@ def asked_once(server: HeardServer, tls: Tls) -> EngineMetadata | Failure | TryA
 
     async def ask() -> EngineMetadata | Failure | TryAgain:
         async with client_session() as http:
-            me = Introduction(DECODE, SHAPE, (0, 0))
+            me = Introduction(DECODE, SHAPE)
             return await shake_hands(http, me, PREFILL, "127.0.0.1", server.port, tls)
 
     return asyncio.run(ask())

@@ -21,7 +21,7 @@ from pdcluster_connector.sidechannel.handshake import TryAgain
 from pdcluster_connector.sidechannel.peers import KnownPeer, PeerBook
 
 WHERE = "10.0.0.1:5600"
-TOLD = m.EngineMetadata(3, PREFILL, SHAPE, shards_of(PREFILL), 60.0)
+TOLD = m.EngineMetadata(3, PREFILL, SHAPE, shards_of(PREFILL))
 REFUSED = Failure(Reason.MODEL_MISMATCH, "another model")
 SILENT = TryAgain(f"{WHERE}: connection refused")
 Outcome = m.EngineMetadata | Failure | TryAgain

@@ -146,9 +146,7 @@ def answer(body: bytes) -> bytes:
 
 
 HEALTH = answer(m.encode_health(m.HealthReply(PREFILL, "prefill", 1)))
-METADATA = answer(
-    m.encode(m.EngineMetadata(m.PROTOCOL_NEWEST, PREFILL, SHAPE, shards_of(PREFILL), 60.0))
-)
+METADATA = answer(m.encode(m.EngineMetadata(m.PROTOCOL_NEWEST, PREFILL, SHAPE, shards_of(PREFILL))))
 
 
 class Peer:

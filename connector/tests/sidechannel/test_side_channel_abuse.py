@@ -30,9 +30,7 @@ from pdcluster_connector.sidechannel.server import SideChannelServer
 
 Serve = Callable[..., HeardServer]
 Books = Callable[..., PeerBook]
-REQUEST = m.encode(
-    m.HandshakeRequest((m.PROTOCOL_OLDEST, m.PROTOCOL_NEWEST), DECODE, SHAPE, (0, 0))
-)
+REQUEST = m.encode(m.HandshakeRequest((m.PROTOCOL_OLDEST, m.PROTOCOL_NEWEST), DECODE, SHAPE))
 HEAD = b"POST /v1/handshake HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 
 
@@ -63,7 +61,7 @@ def malformed() -> Iterator[tuple[str, bytes | object]]:
     yield from (("body", rng.randbytes(rng.randrange(1, 3000))) for _ in range(40))
     wrong: list[object] = [None, 1, -1, 1.5, "text", [], {}, [1, 2], (b"get_meta_msg", 0, 0)]
     wrong += [{"protocols": "x"}, {"engine_id": 7}, {"releases": {}}, {"rank": [0]}]
-    wrong += [{**msgspec.msgpack.decode(REQUEST), "rank": [-1, 0]}]
+    wrong += [{**msgspec.msgpack.decode(REQUEST), "protocols": [3]}]
     wrong += [{**msgspec.msgpack.decode(REQUEST), "engine_id": "x" * 10_000}]
     yield from (("body", msgspec.msgpack.encode(value)) for value in wrong * 2)
     yield from (("body", b"\x91" * 200_000) for _ in range(3))

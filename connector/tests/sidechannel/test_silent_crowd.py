@@ -89,7 +89,7 @@ class Crowd:
 def worst_of_each_round(server: SideChannelServer, tls: Tls | None) -> list[float]:
     """The seconds of the slowest handshake in each round, over a new connection each."""
 
-    me = Introduction(DECODE, SHAPE, (0, 0))
+    me = Introduction(DECODE, SHAPE)
 
     async def attempt() -> EngineMetadata | Failure | TryAgain:
         async with client_session() as session:

@@ -29,8 +29,8 @@ from pdcluster_connector.sidechannel.handshake import (
 )
 
 WHERE = "10.0.0.1:5600"
-ME = Introduction("ns.c.decode.r.0/dd", SHAPE, (1, 2))
-TOLD = m.EngineMetadata(3, PREFILL, SHAPE, shards_of(PREFILL), 60.0)
+ME = Introduction("ns.c.decode.r.0/dd", SHAPE)
+TOLD = m.EngineMetadata(3, PREFILL, SHAPE, shards_of(PREFILL))
 
 
 def failed(reply: m.EngineMetadata | m.Refusal | m.Malformed, me: Introduction = ME) -> Failure:
@@ -41,7 +41,7 @@ def failed(reply: m.EngineMetadata | m.Refusal | m.Malformed, me: Introduction =
 
 def test_an_engine_introduces_itself_with_its_rank_and_its_protocols() -> None:
     asked = m.decode_handshake_request(ME.request())
-    assert asked == m.HandshakeRequest((3, 3), "ns.c.decode.r.0/dd", SHAPE, (1, 2))
+    assert asked == m.HandshakeRequest((3, 3), "ns.c.decode.r.0/dd", SHAPE)
 
 
 def test_metadata_of_the_engine_that_was_asked_is_taken() -> None:
@@ -71,7 +71,7 @@ def test_the_peer_is_judged_as_prefill_and_this_engine_as_decode() -> None:
     """The rules name both, and whoever reads that changes one of them."""
     packed = replace(SHAPE, token_sliceable=False, packing="x")
     told = replace(TOLD, shape=replace(packed, kv_dtype="bfloat16"))
-    failure = failed(told, Introduction(ME.engine_id, packed, ME.rank))
+    failure = failed(told, Introduction(ME.engine_id, packed))
     assert failure.reason is Reason.KV_DTYPE_MISMATCH
     assert "prefill bfloat16, decode float32" in failure.message
 

@@ -98,7 +98,6 @@ class Prefill:
                 agent.metadata(engine_id, cache.shard.rank, cache.shard.regions)
                 for agent, cache in zip(self.agents, self.caches, strict=True)
             ),
-            lease_seconds=60,
         )
 
     def write_word(self, slot: int, word: int) -> None:

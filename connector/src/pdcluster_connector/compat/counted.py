@@ -1,7 +1,5 @@
 """Counts in messages, with the noun in the singular or in the plural."""
 
-from __future__ import annotations
-
 
 def counted(number: int, thing: str) -> str:
     """Return ``1 link`` or ``2 links``; ``thing`` is the singular of a regular noun."""

@@ -1,7 +1,5 @@
 """Rules about engine shapes, and their findings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum

@@ -4,8 +4,6 @@ Admission errors, handshake refusals, the link table, status conditions and metr
 these names.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 

@@ -4,8 +4,6 @@ Each test looks at one shape; :func:`alone` turns it into a test of a pair that 
 values of both sides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from pdcluster_connector.compat.counted import counted

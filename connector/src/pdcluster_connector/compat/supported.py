@@ -4,8 +4,6 @@ These are versions, flags of ``vllm serve``, element types of KV caches, attenti
 NIXL's transport backends with their options. Admission and the launcher refuse everything else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Runs an engine as PID 1 of its container, and holds what else pods run beside vLLM."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 

@@ -6,8 +6,6 @@ would wait for its whole grace period. So this module imports as little as possi
 signals first. The supervisor replaces its handlers before it starts the engine.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from types import FrameType

@@ -5,8 +5,6 @@ vLLM accepts ``--flag value`` and ``--flag=value``, and underscores instead of d
 given twice, the last one counts.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -40,7 +38,6 @@ class EngineCommand:
     Attributes:
         arguments: for ``vllm serve``: the model first, ``engine_id`` filled in.
         model: folder or repository of the weights.
-        served_name: the name in requests.
         host: address that the OpenAI API binds to; empty is every address.
         port: its port.
         side_channel_host: address that the connector's side channel binds and advertises.
@@ -59,7 +56,6 @@ class EngineCommand:
 
     arguments: tuple[str, ...]
     model: str
-    served_name: str
     host: str
     port: int
     side_channel_host: str
@@ -126,7 +122,6 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
     return EngineCommand(
         arguments=tuple(words),
         model=model,
-        served_name=flags.get("--served-model-name", model),
         host=flags.get("--host", ""),
         port=_number(flags, "--port", 8000, high=65535),
         side_channel_host=str(extra.get("side_channel_host", "127.0.0.1")),

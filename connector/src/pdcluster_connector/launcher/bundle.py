@@ -4,8 +4,6 @@
 operator ships this file to engine pods in a ConfigMap that is named by that hash.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import io

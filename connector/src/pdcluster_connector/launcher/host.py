@@ -4,8 +4,6 @@ Run ``python3 -m pdcluster_connector.launcher.host`` with the Python and the env
 engines. Local mode does so before it starts anything.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -15,8 +15,6 @@ handler failed. So the parent prints a line for each child that was ended by a s
 else. ``engine/last_words.py`` reads that line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import multiprocessing.process

@@ -4,8 +4,6 @@ Local mode runs it in the engines' Python, which may lack our packages. So it im
 library, and only those modules of ``compat`` that do the same.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import re

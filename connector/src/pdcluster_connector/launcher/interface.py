@@ -29,15 +29,8 @@ from pdcluster_connector.launcher.engine.prompt_window import PromptWindow
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.launcher.multi_node import Followers, Rendezvous
+from pdcluster_connector.protocol import launcher_documents as documents
 from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, names_in
-from pdcluster_connector.protocol.launcher_documents import (
-    MAX_DOCUMENT_BYTES,
-    ChangesReport,
-    EngineReport,
-    LinksReport,
-    decode_peers,
-    decode_report,
-)
 from pdcluster_connector.protocol.messages import Malformed
 
 MAX_WAIT_SECONDS: Final = 30.0
@@ -87,7 +80,7 @@ class LauncherServer:
     def application(self) -> web.Application:
         """Build the aiohttp application."""
         checks = [_errors_as_json, self._known_clients]
-        app = web.Application(client_max_size=MAX_DOCUMENT_BYTES, middlewares=checks)
+        app = web.Application(client_max_size=documents.MAX_DOCUMENT_BYTES, middlewares=checks)
         app.router.add_get("/readyz", self._get_readyz)
         app.router.add_put("/v1/peers", self._put_peers)
         app.router.add_get("/v1/peers", self._get_peers)
@@ -134,11 +127,11 @@ class LauncherServer:
         report = self._engine()
         return _json(report, status=200 if report.ready else 503)
 
-    def _engine(self) -> EngineReport:
+    def _engine(self) -> documents.EngineReport:
         return self._readiness.report(None if self._tls is None else self._tls.expires)
 
     async def _put_peers(self, request: web.Request) -> web.Response:
-        if self._links.set_peers(await _body(request, decode_peers)):
+        if self._links.set_peers(await _body(request, documents.decode_peers)):
             self._changed.set()
             self._changed = asyncio.Event()
         return web.Response(status=204)
@@ -162,17 +155,17 @@ class LauncherServer:
         given = request.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             return _error(401, "reports need this engine's token (PDCLUSTER_CONTROL_TOKEN)")
-        wrong = self._links.add(await _body(request, decode_report), time.monotonic())
+        wrong = self._links.add(await _body(request, documents.decode_report), time.monotonic())
         return _error(400, wrong) if wrong else web.Response(status=204)
 
     async def _get_links(self, _: web.Request) -> web.Response:
         return _json(self._link_reports())
 
-    def _link_reports(self) -> LinksReport:
+    def _link_reports(self) -> documents.LinksReport:
         engine, now = self._readiness.engine, time.monotonic()
         links = tuple(row.report for row in self._links.rows(now))
         prompts = UNSET if self._prompts is None else self._prompts.report(now)
-        return LinksReport(engine.logical, engine.engine, links, prompts)
+        return documents.LinksReport(engine.logical, engine.engine, links, prompts)
 
     async def _get_changes(self, request: web.Request) -> web.Response:
         """Answer as soon as the revision is another than ``seen``, or after ``wait`` seconds.
@@ -182,11 +175,11 @@ class LauncherServer:
         seen = request.query.get("seen", "")
         await self._wait(request, lambda: self._changes().revision == seen)
         report = self._changes()
-        return _json(ChangesReport(seen) if report.revision == seen else report)
+        return _json(documents.ChangesReport(seen) if report.revision == seen else report)
 
-    def _changes(self) -> ChangesReport:
+    def _changes(self) -> documents.ChangesReport:
         engine, links = self._engine(), self._link_reports()
-        return ChangesReport(revision_of(engine, links), engine, links)
+        return documents.ChangesReport(revision_of(engine, links), engine, links)
 
     async def _get_rendezvous(self, request: web.Request) -> web.Response:
         if self._followers is None:
@@ -231,7 +224,7 @@ def _number(request: web.Request, name: str, default: int) -> int:
     return int(text)
 
 
-def revision_of(engine: EngineReport, links: LinksReport) -> str:
+def revision_of(engine: documents.EngineReport, links: documents.LinksReport) -> str:
     """Return a name for the documents that changes when the operator would judge them otherwise.
 
     Numbers that change all the time, such as a bandwidth, do not count. The operator reads those
@@ -262,7 +255,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except _BadRequestError as error:
         return _error(400, str(error))
     except web.HTTPRequestEntityTooLarge:
-        return _error(413, f"the body is larger than {MAX_DOCUMENT_BYTES} bytes")
+        return _error(413, f"the body is larger than {documents.MAX_DOCUMENT_BYTES} bytes")
     except web.HTTPException as error:
         return _error(error.status, error.reason)
 

@@ -12,8 +12,6 @@ key.
 It uses only Python's standard library, because a router's image holds little else.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

@@ -7,6 +7,7 @@ import secrets
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from math import inf
 from pathlib import Path
@@ -21,7 +22,7 @@ from pdcluster_connector.launcher import say
 from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
 from pdcluster_connector.launcher.engine.engine_api import NO_ANSWER, EngineApi, wait_until_idle
 from pdcluster_connector.launcher.engine.engine_process import EngineProcess, engine_environment
-from pdcluster_connector.launcher.engine.last_words import LastLines, death
+from pdcluster_connector.launcher.engine.last_words import MAX_LINE, MAX_LINES, choose, death
 from pdcluster_connector.launcher.engine.prompt_window import PromptWindow, count_prompts
 from pdcluster_connector.launcher.engine.readiness import Readiness, reachable
 from pdcluster_connector.launcher.inside_vllm import DOOR_VARIABLE, DoorFile
@@ -97,7 +98,7 @@ class Supervisor:
         self._token = secrets.token_urlsafe(24)
         self._key = os.environ.get(api_key.VARIABLE)
         self._followers = Followers(command.nodes)
-        self._lines = LastLines()
+        self._lines: deque[str] = deque(maxlen=MAX_LINES)
         self._engine = EngineProcess(self._on_line)
         self._door = DoorFile()
         self._api: EngineApi
@@ -155,7 +156,7 @@ class Supervisor:
             return code, ""
         process = "vLLM's API server" if self._command.is_leader else "vLLM's headless server"
         out_of_memory = oom_kills() > killed_before
-        words = self._lines.words()
+        words = choose(tuple(self._lines))
         return code or 1, death(code, words, out_of_memory=out_of_memory, process=process)
 
     async def _live(self, session: aiohttp.ClientSession) -> int:
@@ -294,5 +295,5 @@ class Supervisor:
         return url(host, self._options.port, secured=self._tls is not None)
 
     def _on_line(self, line: str) -> None:
-        self._lines.add(line)
+        self._lines.append(line[:MAX_LINE])
         self._readiness.line(line)

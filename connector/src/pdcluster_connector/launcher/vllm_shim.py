@@ -7,8 +7,6 @@ for its version. This module provides the version when it is imported, not in ``
 its engine core and its workers, and a spawned process imports this module before anything of vLLM.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import sys

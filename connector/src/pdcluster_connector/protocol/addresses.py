@@ -1,7 +1,5 @@
 """A host and a port as text: in URLs, and in the documents of links."""
 
-from __future__ import annotations
-
 
 def url(host: str, port: int, path: str = "", *, secured: bool = False) -> str:
     """Return ``http://host:port/path``, or ``https://…``; an IPv6 address gets its brackets."""

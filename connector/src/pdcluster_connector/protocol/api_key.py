@@ -4,8 +4,6 @@ A container gets it from a Secret, in the variable that vLLM reads. It is never 
 every process of the node can read arguments.
 """
 
-from __future__ import annotations
-
 import hmac
 from typing import Final
 

@@ -4,8 +4,6 @@ A refusal has three forms: a rule's finding, a message on the wire, and a failur
 both engines state all of their fields. So a rule that cannot be decided is a refusal, too.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

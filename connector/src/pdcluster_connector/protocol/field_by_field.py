@@ -4,8 +4,6 @@ An optional field whose value cannot be read counts as missing, or as None where
 So one wrong field does not cost the document. A required one does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar

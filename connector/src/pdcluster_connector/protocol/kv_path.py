@@ -5,8 +5,6 @@ manifest allows it. The launcher's canary always gets them. The launcher imports
 imports nothing that is heavy.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 from collections.abc import Mapping

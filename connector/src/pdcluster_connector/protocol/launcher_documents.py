@@ -17,8 +17,6 @@ a wrong value counts as missing: one such field must not make an engine unreacha
 ``decode_*`` maps any bytes to a document or to :class:`Malformed`, and never raises.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
@@ -32,13 +30,7 @@ from pdcluster_connector.compat.shape import Identifier, ParallelSize
 from pdcluster_connector.plan.topology import node_of_data_rank
 from pdcluster_connector.protocol.addresses import split_address
 from pdcluster_connector.protocol.field_by_field import reader_of
-from pdcluster_connector.protocol.messages import (
-    Malformed,
-    Rank,
-    RankNumber,
-    Text,
-    bounded,
-)
+from pdcluster_connector.protocol.messages import Malformed, Rank, RankNumber, Text, bounded
 
 MAX_DOCUMENT_BYTES = 1024 * 1024
 """For documents that the launcher reads."""

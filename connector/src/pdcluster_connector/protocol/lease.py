@@ -4,8 +4,6 @@ A lease is prefill's promise to hold a request's blocks until decode has read th
 ``sidechannel/lease_desk.py`` has prefill's leases.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Final
 

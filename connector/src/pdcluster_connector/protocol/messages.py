@@ -6,8 +6,6 @@ types), so a bad message costs one message. Maps are keyed by field name and unk
 skipped, so a newer peer may add fields.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -95,8 +93,6 @@ class EngineMetadata(Struct, frozen=True, tag="engine"):
     engine_id: Identifier
     shape: EngineShape
     shards: Annotated[tuple[ShardMetadata, ...], Meta(max_length=4096)]
-    lease_seconds: Annotated[float, Meta(gt=0, le=86400)]
-    versions: Annotated[dict[Identifier, Text], Meta(max_length=64)] = {}
 
 
 class Refusal(Struct, frozen=True, tag="refusal"):
@@ -114,7 +110,6 @@ class HandshakeRequest(Struct, frozen=True):
     protocols: tuple[int, int]
     engine_id: Identifier
     shape: EngineShape
-    rank: Rank
 
 
 class LeaseRequest(Struct, frozen=True):

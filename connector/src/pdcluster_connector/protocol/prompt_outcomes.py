@@ -13,8 +13,6 @@ A request without a ticket is a fault even if a router sent it to decode on purp
 cannot know the purpose. Whoever runs such a router allows the share that they expect.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Final
 

@@ -4,8 +4,6 @@ Both keys are accepted, and one of them signs. So a key can be replaced while en
 engine accepts the new key before any engine signs with it.
 """
 
-from __future__ import annotations
-
 import hmac
 import re
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A request has the ticket, which is one string, next to the keys that routers rea
 ``kv_path`` (``kv_path.py``): what the KV path did for this request.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ and regions come from the same engine. So a difference is a fault of that engine
 another connector version, or the connector misread a cache.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
@@ -202,12 +200,4 @@ def _differs(field: str, where: str, stated: str, found: str) -> Finding:
 
 def contradiction(reason: Reason, field: str, value: str, message: str, remedy: str) -> Finding:
     """Return a refusal of what one engine states about itself. No rule of compat is behind it."""
-    return Finding(
-        reason=reason,
-        verdict=Verdict.REFUSED,
-        field=field,
-        prefill_value=value,
-        decode_value="",
-        message=message,
-        remedy=remedy,
-    )
+    return Finding(reason, Verdict.REFUSED, field, value, "", message, remedy)

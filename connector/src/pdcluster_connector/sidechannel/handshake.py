@@ -4,8 +4,6 @@ Outcomes are values: metadata, a :class:`Failure` that trying again will not cha
 :class:`TryAgain`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import ssl
@@ -20,13 +18,6 @@ from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol import messages
 from pdcluster_connector.protocol.addresses import url
 from pdcluster_connector.protocol.failure import Failure, failure_of, refusal_of
-from pdcluster_connector.protocol.messages import (
-    EngineMetadata,
-    HandshakeRequest,
-    HealthReply,
-    Malformed,
-    Refusal,
-)
 from pdcluster_connector.protocol.validation import validate_metadata
 
 ATTEMPT = aiohttp.ClientTimeout(total=60.0, sock_connect=3.0, sock_read=15.0)
@@ -50,20 +41,18 @@ class TryAgain:
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """How this engine introduces itself to peers. ``rank`` is (pipeline, tensor)."""
+    """How this engine introduces itself to peers."""
 
     engine_id: str
     shape: EngineShape
-    rank: tuple[int, int]
 
     def request(self) -> bytes:
         """Return the handshake's body."""
         return messages.encode(
-            HandshakeRequest(
+            messages.HandshakeRequest(
                 protocols=(messages.PROTOCOL_OLDEST, messages.PROTOCOL_NEWEST),
                 engine_id=self.engine_id,
                 shape=self.shape,
-                rank=self.rank,
             )
         )
 
@@ -128,7 +117,7 @@ async def shake_hands(
     host: str,
     port: int,
     tls: Tls | None = None,
-) -> EngineMetadata | Failure | TryAgain:
+) -> messages.EngineMetadata | Failure | TryAgain:
     """Ask ``host:port`` once for the metadata of ``engine_id``, and judge the answer."""
     where = f"{host}:{port}"
     peer = (engine_id, host, port, tls)
@@ -158,13 +147,16 @@ async def shake_hands(
 
 
 def judge(
-    reply: EngineMetadata | Refusal | Malformed, me: Introduction, engine_id: str, where: str
-) -> EngineMetadata | Failure:
+    reply: messages.EngineMetadata | messages.Refusal | messages.Malformed,
+    me: Introduction,
+    engine_id: str,
+    where: str,
+) -> messages.EngineMetadata | Failure:
     """Return the metadata if it is of the engine that was asked, sound and compatible."""
-    if isinstance(reply, Malformed):
+    if isinstance(reply, messages.Malformed):
         message = f"{where} sent an answer that cannot be read: {reply.message}"
         return Failure(Reason.PROTOCOL_VERSION_MISMATCH, message)
-    if isinstance(reply, Refusal):
+    if isinstance(reply, messages.Refusal):
         return failure_of(reply)
     if reply.engine_id != engine_id:
         return restarted(engine_id, reply.engine_id, where)
@@ -182,7 +174,7 @@ async def ask_health(
     port: int,
     seconds: float,
     tls: Tls | None = None,
-) -> HealthReply | Failure | TryAgain:
+) -> messages.HealthReply | Failure | TryAgain:
     """Ask ``/healthz`` of ``engine_id`` once, for at most ``seconds``."""
     where = f"{host}:{port}"
     peer, timeout = (engine_id, host, port, tls), aiohttp.ClientTimeout(total=seconds)
@@ -195,7 +187,7 @@ async def ask_health(
     except (*NETWORK_ERRORS, ValueError) as error:
         return _no_answer(where, error, tls)
     reply = messages.decode_health(body)
-    if status != 200 or isinstance(reply, Malformed):
+    if status != 200 or isinstance(reply, messages.Malformed):
         return TryAgain(f"{where} answered {status}, which is not the answer of a side channel")
     return reply
 

@@ -7,8 +7,6 @@ passed (the lease has ended by itself then). What prefill says of a lease comes 
 released. Prefill answers in ``lease_desk.py``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random
@@ -21,12 +19,7 @@ import aiohttp
 from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.protocol import messages
 from pdcluster_connector.protocol.lease import Standing
-from pdcluster_connector.protocol.messages import (
-    LeaseKey,
-    LeaseReply,
-    LeaseRequest,
-    Malformed,
-)
+from pdcluster_connector.protocol.messages import LeaseKey, LeaseReply, LeaseRequest, Malformed
 from pdcluster_connector.sidechannel.handshake import (
     NETWORK_ERRORS,
     client_session,

@@ -1,9 +1,6 @@
 """An asyncio loop in a thread of its own, for work that must not wait for engine steps."""
 
-from __future__ import annotations
-
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -18,7 +15,7 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._stopped = False
+        self._stopping = asyncio.Event()
 
     def start(self) -> None:
         """Start the thread. It first runs the callbacks that :meth:`call` got before the start."""
@@ -43,25 +40,13 @@ class LoopThread:
 
     def stop(self, timeout: float = 5.0) -> None:
         """Cancel every task, wait for them, end the thread and close the loop."""
-        if self._stopped:
-            return
-        self._stopped = True
-        if not self._thread.is_alive():
+        if self._thread.is_alive():
+            self.call(self._stopping.set)
+            self._thread.join(timeout)
+        else:
             self.loop.close()
-            return
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout)
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_forever()
-            tasks = asyncio.all_tasks(self.loop)
-            for task in tasks:
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-        finally:
-            asyncio.set_event_loop(None)
-            self.loop.close()
+        # At its end, the runner cancels every task and closes the loop.
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.run(self._stopping.wait())

@@ -111,7 +111,8 @@ class PeerBook:
     """Keeps the metadata of peers until they are gone. Public methods are thread-safe.
 
     Args:
-        engine_id, shape, rank: how this rank introduces itself.
+        engine_id, shape: how this rank introduces itself.
+        rank: (pipeline, tensor).
         tls: what it shows to peers and asks of them; None for plain HTTP.
 
     Attributes:
@@ -123,7 +124,7 @@ class PeerBook:
         self, engine_id: str, shape: EngineShape, rank: tuple[int, int], tls: Tls | None = None
     ) -> None:
         self.on_gone: OnGone | None = None
-        self._me = Introduction(engine_id, shape, rank)
+        self._me = Introduction(engine_id, shape)
         self._tls = tls
         self._asks_often = rank == FIRST_RANK
         self._thread = LoopThread("pdcluster-peers")

@@ -11,7 +11,7 @@ only unless ``allow_insecure`` says otherwise.
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
@@ -22,7 +22,6 @@ from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol import messages
 from pdcluster_connector.protocol.engine_id import names_in, why_not_peer
 from pdcluster_connector.protocol.failure import refusal_of
-from pdcluster_connector.protocol.lease import LEASE_SECONDS
 from pdcluster_connector.protocol.messages import Malformed, Refusal, ShardMetadata
 from pdcluster_connector.sidechannel import listening
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
@@ -49,8 +48,6 @@ class SideChannelServer:
         tls: serve HTTPS to peers with a certificate; None for plain HTTP.
         allow_insecure: listen on an address that is not loopback, without TLS.
         role: of this engine.
-        lease_seconds: how long this engine holds blocks for a peer.
-        versions: versions by name, which peers log.
     """
 
     def __init__(
@@ -65,8 +62,6 @@ class SideChannelServer:
         tls: Tls | None = None,
         allow_insecure: bool = False,
         role: str = "prefill",
-        lease_seconds: float = LEASE_SECONDS,
-        versions: Mapping[str, str] | None = None,
     ) -> None:
         self.host = host
         self.port = port
@@ -80,8 +75,6 @@ class SideChannelServer:
                 engine_id=engine_id,
                 shape=shape,
                 shards=tuple(shards),
-                lease_seconds=lease_seconds,
-                versions=dict(versions or {}),
             )
         )
         self._malformed_messages = 0

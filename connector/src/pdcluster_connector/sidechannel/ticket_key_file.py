@@ -5,8 +5,6 @@ used, the keys that were read last stay valid, and the log says what is wrong.
 ``protocol/ticket_keys.py`` says which of the keys signs.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time
@@ -52,7 +50,7 @@ class TicketKeyFile:
         self._clock = clock
         self._wall_clock = wall_clock
         self._problem = ""
-        self._raw, self._keys = self._read()
+        self._keys = self._read()
         self._look_at = clock() + LOOK_AGAIN_SECONDS
 
     def __call__(self) -> TicketKeys:
@@ -64,28 +62,25 @@ class TicketKeyFile:
         return self._keys
 
     def _look(self) -> None:
+        before = self._keys
         try:
-            raw, self._keys = self._read()
+            self._keys, self._problem = self._read(), ""
         except TicketKeyError as error:
             if self._problem != str(error):
                 self._problem = str(error)
                 logger.error("%s; the keys that were read before stay valid", error)
-            return
-        self._problem = ""
-        if raw != self._raw:
-            self._raw = raw
+        if self._keys.accepted != before.accepted:
             count = len(self._keys.accepted)
             logger.info("ticket_key_file %s was read again; valid keys: %d", self._path, count)
 
-    def _read(self) -> tuple[bytes, TicketKeys]:
+    def _read(self) -> TicketKeys:
         try:
             with open(self._path, "rb", opener=_without_waiting) as file:
                 raw = file.read(MAX_FILE_BYTES + 1)
                 written = os.fstat(file.fileno()).st_mtime
+            return parse_keys(raw, self._wall_clock() - written)
         except OSError as error:
             raise self._error(f"cannot be read: {error.strerror}") from None
-        try:
-            return raw, parse_keys(raw, self._wall_clock() - written)
         except ValueError as error:
             raise self._error(str(error)) from None
 

@@ -154,7 +154,6 @@ class PrefillEngine:
                 for agent, cache in zip(self.agents, self.caches, strict=True)
             ],
             leases=self.leases,
-            lease_seconds=lease_seconds,
         )
         self.server.start()
         self.free = list(range(1, self.size.num_blocks))

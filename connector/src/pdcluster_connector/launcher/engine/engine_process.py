@@ -1,7 +1,5 @@
 """The engine as a child process: output, signals, reaping, and nothing left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

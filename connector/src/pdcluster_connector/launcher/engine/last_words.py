@@ -5,11 +5,8 @@ wrappers of the engine core and of the API server ("See root cause above"), and 
 leaks. A user needs the last exception that does not wrap another one.
 """
 
-from __future__ import annotations
-
 import re
 import signal
-from collections import deque
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final
@@ -67,23 +64,6 @@ class _Worth(IntEnum):
     DEATH = 4
     CAUSE = 5
     KILLED = 6
-
-
-class LastLines:
-    """A bounded memory of an engine's latest output lines."""
-
-    __slots__ = ("_lines",)
-
-    def __init__(self, limit: int = MAX_LINES) -> None:
-        self._lines: deque[str] = deque(maxlen=limit)
-
-    def add(self, line: str) -> None:
-        """Remember one line; a line longer than ``MAX_LINE`` characters is cut."""
-        self._lines.append(line[:MAX_LINE])
-
-    def words(self) -> str | None:
-        """Choose the line that says why the engine died; None if there is no such line."""
-        return choose(tuple(self._lines))
 
 
 def choose(lines: Sequence[str]) -> str | None:

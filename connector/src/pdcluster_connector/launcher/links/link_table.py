@@ -3,8 +3,6 @@
 Time comes in as an argument, in seconds of any monotonic clock.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, field
 from typing import Final

