@@ -18,7 +18,7 @@ from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, EngineId, role_name
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinksReport
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
-from pdcluster_operator.adapters.engines_http import EnginesHttp, IdentityError, MountedIdentity
+from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api.spec.enums import Certificates, Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.runtime.interfaces import LauncherError
@@ -30,7 +30,7 @@ OWN, _ = EngineAuthority.new(time.time())
 def ask(
     folder: Path,
     authority: Authority,
-    identity: MountedIdentity | None,
+    identity: Path | None,
     *,
     served_as: str = "",
 ) -> tuple[EngineReport, LinksReport]:
@@ -61,9 +61,9 @@ def ask(
     return asyncio.run(run())
 
 
-def operator_of(authority: Authority, folder: Path, name: str = OPERATOR_NAME) -> MountedIdentity:
+def operator_of(authority: Authority, folder: Path, name: str = OPERATOR_NAME) -> Path:
     authority.files(folder, "operator", name=name)
-    return MountedIdentity(folder)
+    return folder
 
 
 def test_the_operator_and_an_engine_of_the_users_authority_know_each_other(tmp_path: Path) -> None:
@@ -97,23 +97,23 @@ def test_without_files_the_reason_names_the_folder(tmp_path: Path) -> None:
     with pytest.raises(LauncherError, match="has no certificate"):
         ask(tmp_path, authority, None)
     with pytest.raises(LauncherError, match=r"missing holds no usable.*operator\.pdcluster\.dev"):
-        ask(tmp_path, authority, MountedIdentity(tmp_path / "missing"))
+        ask(tmp_path, authority, tmp_path / "missing")
 
 
 def test_new_files_are_taken_up_and_spoiled_ones_are_not(tmp_path: Path) -> None:
     old, new = Authority("old"), Authority("new")
     now = [0.0]
     old.files(tmp_path, "operator", name=OPERATOR_NAME)
-    identity = MountedIdentity(tmp_path, lambda: now[0])
-    first = identity.context()
+    engines = EnginesHttp(OWN, lambda: now[0], tmp_path)
+    first = engines.mounted_context()
     new.files(tmp_path, "operator", name=OPERATOR_NAME, trusting=(old,))
-    assert identity.context() is first, "files are looked at once in a while"
+    assert engines.mounted_context() is first, "files are looked at once in a while"
     now[0] += certificate_files.LOOK_SECONDS
-    second = identity.context()
+    second = engines.mounted_context()
     assert second is not first
     assert len(second.get_ca_certs()) == 2
     (tmp_path / "tls.crt").write_text("spoiled")
     now[0] += certificate_files.LOOK_SECONDS
-    assert identity.context() is second
-    with pytest.raises(IdentityError, match="holds no usable"):
-        MountedIdentity(tmp_path).context()
+    assert engines.mounted_context() is second
+    with pytest.raises(LauncherError, match="holds no usable"):
+        EnginesHttp(OWN, identity=tmp_path).mounted_context()

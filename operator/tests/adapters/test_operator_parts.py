@@ -41,8 +41,8 @@ from pdcluster_operator.adapters.operator_process import (
 )
 from pdcluster_operator.adapters.own_secrets import WebhookPlace
 from pdcluster_operator.adapters.webhook_process import (
-    Judge,
     WebhookOptions,
+    WebhookProcess,
     ask_review,
 )
 from pdcluster_operator.api.object_names import connector_name
@@ -444,7 +444,8 @@ def test_the_webhook_counts_what_it_judges_and_never_its_own_check(caplog):
     good = cluster("good")
     bad = cluster("bad", engine={"extraArgs": ["--port", "1", "--port", "2"]})
     metrics = Metrics()
-    judge = Judge(metrics, host_paths=True)
+    process = WebhookProcess(WebhookOptions(Path("unused"), host_path_models=True))
+    metrics, judge = process.metrics, process.judge
     assert judge(good, None, "CREATE").errors == ()
     assert judge(None, bad, "DELETE").errors == ()
     assert caplog.messages == []
@@ -471,12 +472,15 @@ def test_the_webhook_admits_what_its_operator_does():
     )
 
     def rules(manifest, **allowed):
-        return {str(one.rule) for one in Judge(Metrics(), **allowed)(manifest, None, "X").errors}
+        process = WebhookProcess(WebhookOptions(Path("unused"), **allowed))
+        return {str(one.rule) for one in process.judge(manifest, None, "X").errors}
 
-    assert "HostPathNotAdmitted" in rules(host, host_paths=False)
-    assert "HostPathNotAdmitted" not in rules(host, host_paths=True)
-    assert "MountedNotSupported" in rules(mounted, host_paths=True)
-    assert "MountedNotSupported" not in rules(mounted, host_paths=True, mounted_certificates=True)
+    assert "HostPathNotAdmitted" in rules(host)
+    assert "HostPathNotAdmitted" not in rules(host, host_path_models=True)
+    assert "MountedNotSupported" in rules(mounted, host_path_models=True)
+    assert "MountedNotSupported" not in rules(
+        mounted, host_path_models=True, mounted_certificates=True
+    )
 
 
 def test_the_metrics_count_each_reconcile_and_each_call():

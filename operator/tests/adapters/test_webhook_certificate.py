@@ -7,8 +7,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
+from loopback import free_ports
+from pdcluster_connector import certificate_files
+from pdcluster_connector.certificate_files import TlsError, TlsFiles
 from pdcluster_operator.adapters import webhook_process
 from pdcluster_operator.adapters.webhook_certificate import (
     Certificate,
@@ -17,7 +21,11 @@ from pdcluster_operator.adapters.webhook_certificate import (
     read_certificates,
     why_renew,
 )
-from pdcluster_operator.adapters.webhook_process import keep_loaded, tls_problem
+from pdcluster_operator.adapters.webhook_process import (
+    WebhookOptions,
+    WebhookProcess,
+    serving_context,
+)
 
 NAMES = ("hook.system.svc", "hook.system", "localhost", "127.0.0.1")
 NOW = 1_800_000_000.0
@@ -132,29 +140,46 @@ def _shake_hands(folder, served: Certificate, trusted: bytes, host: str) -> bool
         thread.join()
 
 
-async def test_a_spoiled_certificate_of_the_webhook_is_warned_of_once(
+async def test_the_webhook_waits_for_a_certificate_and_uses_new_ones_for_new_connections(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = 0
+    monkeypatch.setattr(webhook_process, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(certificate_files, "LOOK_SECONDS", 0.0)
+    health, metrics = free_ports(2)
+    options = WebhookOptions(tmp_path, host="127.0.0.1", health_port=health, metrics_port=metrics)
+    process = WebhookProcess(options)
+    starting = asyncio.create_task(process.start())
+    await asyncio.sleep(0.1)
+    assert caplog.text.count("holds no usable tls.crt and tls.key") == 1
+    first, second = (make_certificate(NAMES, _now()) for _ in range(2))
 
-    def problem(folder: Path) -> str | None:
-        nonlocal looks
-        looks += 1
-        return tls_problem(folder)
+    def put(certificate: bytes, key: bytes) -> None:
+        (tmp_path / "tls.crt").write_bytes(certificate)
+        (tmp_path / "tls.key").write_bytes(key)
 
-    monkeypatch.setattr(webhook_process, "tls_problem", problem)
-    made = make_certificate(["webhook.svc"], NOW)
-    (tmp_path / "tls.crt").write_bytes(made.certificate)
-    (tmp_path / "tls.key").write_text("spoiled")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    following = asyncio.create_task(keep_loaded(context, tmp_path, 0.01))
+    put(first.certificate, first.key)
+    async with asyncio.timeout(60):
+        await starting
+    served = await asyncio.start_server(
+        lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=process.context
+    )
     try:
-        async with asyncio.timeout(60):
-            while looks < 5:  # noqa: ASYNC110 - nothing announces it
-                await asyncio.sleep(0.01)
+        address = served.sockets[0].getsockname()
+
+        async def shown() -> x509.Certificate:
+            pem = await asyncio.to_thread(ssl.get_server_certificate, address)
+            return read_certificates(pem.encode())[0]
+
+        assert await shown() == read_certificates(first.certificate)[0]
+        put(second.certificate, b"spoiled")
+        for _ in range(3):
+            assert await shown() == read_certificates(first.certificate)[0]
+        assert caplog.text.count("The old ones stay in use") == 1
+        put(second.certificate, second.key)
+        assert await shown() == read_certificates(second.certificate)[0]
     finally:
-        following.cancel()
-    assert caplog.text.count("the former certificate stays in use") == 1
+        served.close()
+        await process.stop()
 
 
 def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(tmp_path: Path) -> None:
@@ -164,4 +189,6 @@ def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(tmp_path: P
     form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, secret
     (tmp_path / "tls.crt").write_bytes(made.certificate)
     (tmp_path / "tls.key").write_bytes(key.private_bytes(*form))
-    assert "the key has a password" in str(tls_problem(tmp_path))
+    files = TlsFiles(tmp_path / "tls.crt", tmp_path / "tls.crt", tmp_path / "tls.key")
+    with pytest.raises(TlsError, match="the key has a password"):
+        serving_context(files)

@@ -26,7 +26,7 @@ from pdcluster_operator.adapters.engine_authority import (
     held_certificates,
     with_certificates,
 )
-from pdcluster_operator.adapters.engines_http import EnginesHttp, MountedIdentity
+from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api.object_names import (
     API_VERSION,
     ROTATE_TICKET_KEY_ANNOTATION,
@@ -1088,7 +1088,7 @@ async def test_who_changes_the_labels_of_a_pod_gets_no_request_without_tls(
             pod = ready_pod(child, "127.0.0.1")
             pod["metadata"]["labels"] |= {"pdcluster.dev/tls": "Disabled"}
             world.store.put(pod)
-    async with stranger, EnginesHttp(world.port.authority, identity=MountedIdentity(tmp_path)) as c:
+    async with stranger, EnginesHttp(world.port.authority, identity=tmp_path) as c:
         world.start(c)
         await world.reconcile()
         async with asyncio.timeout(120):

@@ -4,7 +4,7 @@ A redirect is a failure. A pod that carries an engine's labels could otherwise h
 which reaches every namespace, send its requests somewhere else.
 
 Engines whose certificates a user mounts do not know the operator's own CA. So somebody else has to
-give the operator a certificate that they trust, and the CA of theirs: :class:`MountedIdentity`.
+give the operator a certificate that they trust, and the CA of theirs, in a folder.
 """
 
 from __future__ import annotations
@@ -58,18 +58,20 @@ class EnginesHttp:
     Args:
         authority: signs the operator's own certificate, and those of the engines.
         clock: seconds since the epoch.
-        identity: the operator's certificate for engines whose certificates are mounted; None if it
-            has none.
+        identity: folder of the operator's certificate for engines whose certificates are mounted:
+            ``ca.crt``, ``tls.crt`` and ``tls.key``; None if it has none. When the files change, new
+            connections use the new ones.
     """
 
     def __init__(
         self,
         authority: EngineAuthority,
         clock: Callable[[], float] = time.time,
-        identity: MountedIdentity | None = None,
+        identity: Path | None = None,
     ) -> None:
         self._authority = authority
         self._identity = identity
+        self._mounted: Watched[ssl.SSLContext] | None = None
         self._clock = clock
         self._context: tuple[float, ssl.SSLContext] | None = None
         self._http: aiohttp.ClientSession | None = None
@@ -141,7 +143,7 @@ class EnginesHttp:
         if not target.url.startswith("https:"):
             return {}
         if target.certificates is Certificates.MOUNTED:
-            return {"ssl": self._mounted(), "server_hostname": role_name(target.engine)}
+            return {"ssl": self.mounted_context(), "server_hostname": role_name(target.engine)}
         now = self._clock()
         if self._context is None or now > self._context[0]:
             start, end = now - CLOCKS_DIFFER, now + OWN_SECONDS + CLOCKS_DIFFER
@@ -149,13 +151,25 @@ class EnginesHttp:
             self._context = (now + OWN_SECONDS, self._authority.client_context(own))
         return {"ssl": self._context[1], "server_hostname": engine_name(target.engine)}
 
-    def _mounted(self) -> ssl.SSLContext:
+    def mounted_context(self) -> ssl.SSLContext:
+        """Return the context for engines whose certificates are mounted.
+
+        Raises:
+            LauncherError: there are no files that can be used, and there were none before.
+        """
         if self._identity is None:
             raise LauncherError("the operator has no certificate for mounted ones of engines")
         try:
-            return self._identity.context()
-        except IdentityError as error:
-            raise LauncherError(str(error)) from error
+            if self._mounted is None:
+                ca, certificate, key = (self._identity / name for name in FILES)
+                files = TlsFiles(ca, certificate, key)
+                self._mounted = Watched(files, client_context, self._clock)
+        except TlsError as error:
+            raise LauncherError(
+                f"{self._identity} holds no usable {', '.join(FILES)}: {error}. Put the operator's "
+                f"certificate there, with the DNS name {OPERATOR_NAME}"
+            ) from error
+        return self._mounted.present()
 
 
 def _socket(info: aiohttp.AddrInfoType) -> socket.socket:
@@ -177,42 +191,6 @@ async def _read(stream: aiohttp.StreamReader) -> bytes:
             raise LauncherError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
         parts.append(part)
     return b"".join(parts)
-
-
-class IdentityError(Exception):
-    """The files cannot be used. The message names the folder and says what to do."""
-
-
-class MountedIdentity:
-    """Makes the TLS context of the operator's requests. Changed files hold for new connections.
-
-    Args:
-        folder: holds ``ca.crt``, ``tls.crt`` and ``tls.key``.
-        clock: seconds; says when to look at the files again.
-    """
-
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder = folder
-        self._clock = clock
-        self._watched: Watched[ssl.SSLContext] | None = None
-
-    def context(self) -> ssl.SSLContext:
-        """Return the context. It checks the server's name.
-
-        Raises:
-            IdentityError: there are no files that can be used, and there were none before.
-        """
-        if self._watched is None:
-            ca, certificate, key = (self._folder / name for name in FILES)
-            files = TlsFiles(ca, certificate, key)
-            try:
-                self._watched = Watched(files, client_context, self._clock)
-            except TlsError as error:
-                raise IdentityError(
-                    f"{self._folder} holds no usable {', '.join(FILES)}: {error}. Put the "
-                    f"operator's certificate there, with the DNS name {OPERATOR_NAME}"
-                ) from error
-        return self._watched.present()
 
 
 class SharedBuffer(sslproto.SSLProtocol):

@@ -31,8 +31,6 @@ from pdcluster_operator.adapters.connector_bundle import build_connector
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.engines_http import (
     EnginesHttp,
-    IdentityError,
-    MountedIdentity,
     use_small_buffers,
 )
 from pdcluster_operator.adapters.metrics import Metrics
@@ -41,6 +39,7 @@ from pdcluster_operator.adapters.status_pages import serve_pages
 from pdcluster_operator.plan.connectors import KEEP_SECONDS
 from pdcluster_operator.plan.namespace_lease import lease_name
 from pdcluster_operator.runtime.control_loop import ControlLoop
+from pdcluster_operator.runtime.interfaces import LauncherError
 from pdcluster_operator.runtime.reconcile import Place
 from pdcluster_operator.runtime.store import Store
 
@@ -153,7 +152,12 @@ class OperatorProcess:
         else:
             authority = await find_authority(client, options.authority)
         folder = options.engine_certificate
-        identity = None if folder is None else _identity(folder)
+        engines = await stack.enter_async_context(EnginesHttp(authority, identity=folder))
+        if folder is not None:
+            try:
+                engines.mounted_context()
+            except LauncherError as error:  # it may be put right later
+                log.error("%s", error)
         # The loop needs these two, and they call it back: it is made after them.
         api = KubeApi(client, authority, lambda answer: loop.remember(answer))  # noqa: PLW0108
         leases = NamespaceLeases(
@@ -166,14 +170,14 @@ class OperatorProcess:
         loop = ControlLoop(
             store=store,
             api=api,
-            launchers=await stack.enter_async_context(EnginesHttp(authority, identity=identity)),
+            launchers=engines,
             events=KubeEvents(client),
             connector=connector,
             poll_seconds=options.launcher_poll_seconds,
             place=Place(
                 kubeconfig.own_namespace(),
                 options.host_path_models,
-                mounted_certificates=identity is not None,
+                mounted_certificates=folder is not None,
                 operator_class=options.operator_class,
             ),
             holds=leases.holds,
@@ -220,16 +224,6 @@ class OperatorProcess:
         self.error = error
         log.error("the operator cannot go on: %s", error, exc_info=error)
         signal.raise_signal(signal.SIGTERM)  # kopf ends at it, whoever has started kopf
-
-
-def _identity(folder: Path) -> MountedIdentity:
-    """Return the operator's certificate, or say why not. It may be put right later."""
-    identity = MountedIdentity(folder)
-    try:
-        identity.context()
-    except IdentityError as error:
-        log.error("%s", error)
-    return identity
 
 
 def _allow_many_connections() -> None:

@@ -1,13 +1,12 @@
 """The webhook as a process. It is ready when it answers a review that it sends to itself.
 
-A renewed certificate is loaded into the running server. kopf would restart its server for it, and
-the API server refuses every change whose review arrives during a restart.
+A renewed certificate is used for new connections of the running server. kopf would restart its
+server for it, and the API server refuses every change whose review arrives during a restart.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import ssl
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from pdcluster_connector.certificate_files import no_password
+from pdcluster_connector.certificate_files import TlsError, TlsFiles, Watched, no_password
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER
 from pdcluster_operator.adapters.metrics import Metrics
 from pdcluster_operator.adapters.status_pages import serve_pages
@@ -45,25 +44,21 @@ class WebhookOptions:
     port: int = 9443
     health_port: int = 8081
     metrics_port: int = 8080
-    check_seconds: float = 10.0
 
 
 class WebhookProcess:
     """The pages, the certificate and the judge of one process; kopf answers with them.
 
     Attributes:
-        context: the server's TLS, into which a renewed certificate is loaded.
+        context: the server's TLS, once it has started. Each connection moves on to the context of
+            the present certificate.
     """
+
+    context: ssl.SSLContext
 
     def __init__(self, options: WebhookOptions) -> None:
         self.options = options
-        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        metrics = self._metrics = Metrics()
-        self.judge = Judge(
-            metrics,
-            host_paths=options.host_path_models,
-            mounted_certificates=options.mounted_certificates,
-        )
+        self.metrics = Metrics()
         self._stack = AsyncExitStack()
 
     async def start(self) -> None:
@@ -82,48 +77,38 @@ class WebhookProcess:
                 health_port=self.options.health_port,
                 metrics_port=self.options.metrics_port,
                 checks={"/healthz": alive, "/readyz": readiness},
-                metrics=self._metrics,
+                metrics=self.metrics,
             )
-            await _certificate(self.options.folder)
-            load(self.context, self.options.folder)
-            following = asyncio.create_task(
-                keep_loaded(self.context, self.options.folder, self.options.check_seconds)
-            )
-            stack.callback(following.cancel)
+            watched = await _certificate(self.options.folder)
+            self.context = watched.present()
+
+            def move_on(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+                connection.context = watched.present()
+
+            self.context.sni_callback = move_on  # OpenSSL calls it also without a name
             self._stack = stack.pop_all()
 
     async def stop(self) -> None:
         """Close the pages."""
         await self._stack.aclose()
 
-
-class Judge:
-    """Judges reviews, logs and counts them."""
-
-    def __init__(
-        self, metrics: Metrics, *, host_paths: bool, mounted_certificates: bool = False
-    ) -> None:
-        self._metrics = metrics
-        self._host_paths = host_paths
-        self._mounted_certificates = mounted_certificates
-
-    def __call__(
+    def judge(
         self, new: Mapping[str, Any] | None, old: Mapping[str, Any] | None, operation: str
     ) -> Review:
-        """Judge one review of (new, old, operation)."""
+        """Judge one review of (new, old, operation). Log and count it."""
         answer = review(
             new,
             old,
-            host_paths=self._host_paths,
-            mounted_certificates=self._mounted_certificates,
+            host_paths=self.options.host_path_models,
+            mounted_certificates=self.options.mounted_certificates,
         )
         metadata = (new or old or {}).get("metadata") or {}
         if metadata.get("name") == SELF_CHECK:
             return answer
         outcome = "refused" if answer.errors else "allowed"
-        self._metrics.reviews.labels(operation, outcome).inc()
+        self.metrics.reviews.labels(operation, outcome).inc()
         for rule in sorted({str(error.rule) for error in answer.errors}):
-            self._metrics.refusals.labels(rule).inc()
+            self.metrics.refusals.labels(rule).inc()
         if answer.errors:
             who = f"{metadata.get('namespace')}/{metadata.get('name')}"
             log.info("%s of %s refused: %s", operation, who, answer.message)
@@ -173,59 +158,27 @@ async def ask_review(port: int) -> str | None:
     return None if refused else "a manifest without a model was admitted"
 
 
-async def _certificate(folder: Path) -> None:
+async def _certificate(folder: Path) -> Watched[ssl.SSLContext]:
     """Wait for a certificate that can serve."""
+    certificate = folder / "tls.crt"
+    files = TlsFiles(certificate, certificate, folder / "tls.key")  # clients show none
     said = ""
-    while (problem := tls_problem(folder)) is not None:
-        if problem != said:
-            log.warning("%s; waiting", problem)
-            said = problem
+    while True:
+        try:
+            return Watched(files, serving_context)
+        except TlsError as error:
+            if str(error) != said:
+                said = str(error)
+                log.warning("%s; waiting", said)
         await asyncio.sleep(WAIT_SECONDS)
 
 
-def tls_problem(folder: Path) -> str | None:
-    """Return why the folder's certificate cannot serve; None if it can."""
+def serving_context(files: TlsFiles) -> ssl.SSLContext:
+    """Return the context of a server that wants no certificate of clients; raises TlsError."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        load(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), folder)
+        context.load_cert_chain(files.certificate, files.key, password=no_password)
     except (OSError, ValueError) as error:
-        return f"{folder} holds no usable tls.crt and tls.key: {error}"
-    return None
-
-
-def load(context: ssl.SSLContext, folder: Path) -> None:
-    """Use the folder's certificate for new connections; open ones keep theirs.
-
-    Raises:
-        OSError: it cannot be read, or is none (ssl.SSLError).
-        ValueError: its key has a password.
-    """
-    context.load_cert_chain(folder / "tls.crt", folder / "tls.key", password=no_password)
-
-
-async def keep_loaded(context: ssl.SSLContext, folder: Path, seconds: float) -> None:
-    """Load the folder's certificate when it changes. Look every ``seconds``; never return."""
-    loaded = refused = b""
-    while True:
-        await asyncio.sleep(seconds)
-        found = _digest(folder)
-        if found == loaded:
-            continue
-        # Try it in another context first. While only one of the two files is new, every new
-        # connection would fail.
-        if (problem := tls_problem(folder)) is not None:
-            if found != refused:
-                refused = found
-                log.warning("%s; the former certificate stays in use", problem)
-            continue
-        load(context, folder)
-        loaded = refused = found
-
-
-def _digest(folder: Path) -> bytes:
-    digest = hashlib.sha256()
-    for name in ("tls.crt", "tls.key"):
-        try:
-            digest.update((folder / name).read_bytes())
-        except OSError:
-            return b""
-    return digest.digest()
+        folder = files.certificate.parent
+        raise TlsError(f"{folder} holds no usable tls.crt and tls.key: {error}") from None
+    return context
