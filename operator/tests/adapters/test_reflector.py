@@ -348,12 +348,3 @@ async def test_kopfs_watch_is_dead_too_where_changes_are_rare(server: tuple[Serv
     known.kept = {"12"}
     watch = await run(age=0.0, elsewhere=True, told=True)
     assert "dead" in str(watch.trouble())
-
-
-async def test_what_kopf_has_not_found_is_watched_here(server: tuple[Server, Run]) -> None:
-    """kopf looks once for what the API server has, and a new kind may come there a moment later."""
-    known, run = server
-    known.pages = [page("9", pod("a", 3))]
-    known.streams = [[line("ADDED", pod("b", 10))]]
-    await run(elsewhere=True)
-    assert ("ADDED", "b", "10") in known.seen

@@ -82,12 +82,9 @@ class ControlLoop:
 
     def see(self, event: str, manifest: Manifest) -> None:
         """Take in a watch event: ADDED, MODIFIED or DELETED. It queues a cluster if it is news."""
-        for left in self.store.left_by(manifest):
-            self.queue.add(left)
         key = self.store.drop(manifest) if event == "DELETED" else self.store.put(manifest)
         if key is not None:
-            changed = manifest["kind"] == CLUSTER_KIND and self._is_urgent(key)
-            self.queue.add(key, urgent=changed)
+            self._queue(key, manifest)
         elif event == "DELETED" and is_shared_connector(manifest):
             self.wake(str(manifest["metadata"]["namespace"]))
 
@@ -99,13 +96,14 @@ class ControlLoop:
         """
         before = self.store.held(manifest)
         self.store.answered(manifest)
-        if manifest["kind"] not in (CLUSTER_KIND, SCALER_KIND) or before is None:
-            return
-        metadata, known = manifest["metadata"], before["metadata"]
-        if metadata.get("generation") != known.get("generation"):
-            key = Key(metadata["namespace"], metadata["name"])
-            changed = manifest["kind"] == CLUSTER_KIND and self._is_urgent(key)
-            self.queue.add(key, urgent=changed)
+        if manifest["kind"] in (CLUSTER_KIND, SCALER_KIND) and before is not None:
+            metadata = manifest["metadata"]
+            if metadata.get("generation") != before["metadata"].get("generation"):
+                self._queue(Key(metadata["namespace"], metadata["name"]), manifest)
+
+    def _queue(self, key: Key, manifest: Manifest) -> None:
+        urgent = manifest["kind"] == CLUSTER_KIND and self._is_urgent(key)
+        self.queue.add(key, urgent=urgent)
 
     def _is_urgent(self, key: Key) -> bool:
         cluster = self.store.cluster(key)

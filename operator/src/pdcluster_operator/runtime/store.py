@@ -78,21 +78,6 @@ class Store:
         self._set(identity, kept)
         return None if says_the_same(kept, held) else key_of(manifest)
 
-    def left_by(self, manifest: Manifest) -> set[Key]:
-        """Return the clusters that no longer have an object after this new version of it.
-
-        Somebody may change the labels by which it belongs to a cluster, or by which all clusters
-        of its namespace share it.
-        """
-        held = self._held(identity_of(manifest))
-        if held is None or is_same_version(manifest, held):
-            return set()
-        before, after = key_of(held), key_of(manifest)
-        keys = set() if before is None or before == after else {before}
-        if is_shared_connector(held) and not is_shared_connector(manifest):
-            keys.update(self.clusters_in(held["metadata"]["namespace"]))
-        return keys
-
     def answered(self, manifest: Manifest) -> None:
         """Remember what the API server answers to a write of ours.
 

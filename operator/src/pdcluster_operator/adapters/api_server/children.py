@@ -82,7 +82,6 @@ class KubeApi:
         remember: Callable[[dict[str, Any]], object] | None = None,
     ) -> None:
         self._client = client
-        self._writes = ServerSideApply(client)
         self._authority = authority
         self._remember = remember or (lambda _: None)
 
@@ -135,10 +134,22 @@ class KubeApi:
         query = {"fieldManager": FIELD_MANAGER}
         await self._client.call("PATCH", path, query=query, body=body, content=MERGE)
 
-    async def apply(self, manifest: Manifest, uid: str = "") -> Manifest:
-        """Apply a child; see :meth:`ServerSideApply.apply`."""
-        answer = await self._writes.apply(manifest, uid)
-        self._keep(BY_NAME[manifest["kind"]], answer)
+    async def apply(self, manifest: Manifest, uid: str = "") -> dict[str, Any]:
+        """Apply a child and return it, unless ``plan/name_conflicts.py`` objects.
+
+        The request carries what was seen: the live object's UID, or that there is none. If the
+        API server has it otherwise, it answers with a conflict, and only then we look.
+        """
+        kind, metadata = BY_NAME[manifest["kind"]], manifest["metadata"]
+        seen = {"uid": uid} if uid else ABSENT
+        path = kind.path(metadata["namespace"], metadata["name"])
+        try:
+            answer = await self._patch(path, {**manifest, "metadata": {**metadata, **seen}})
+        except (Conflict, Invalid):
+            answer = await self._apply_to_live(path, manifest)
+        if without_manager(answer, REPAIR_MANAGER) is not None:  # a repair that was cut off
+            answer = await self._apply_to_live(path, manifest)
+        self._keep(kind, answer)
         return answer
 
     async def try_out(self, step: TryOut) -> None:
@@ -152,7 +163,7 @@ class KubeApi:
                     await self._client.call("POST", path, query=query, body=manifest)
                 else:
                     path = kind.path(metadata["namespace"], metadata["name"])
-                    await self._writes.patch(path, manifest, dry_run=True)
+                    await self._patch(path, manifest, dry_run=True)
             except ApiError as error:
                 if (found := refusal(step, kind.name, error.reason, str(error))) is not None:
                     raise ApiError(StatusReason.TEMPLATE_REFUSED, found) from error
@@ -213,27 +224,20 @@ class KubeApi:
         }
         path = kind.path(key.namespace, key.name) + "/status"
         try:
-            answer = await self._writes.patch(path, body, manager=STATUS_FIELD_MANAGER)
+            answer = await self._patch(path, body, manager=STATUS_FIELD_MANAGER)
         except NotFound:
             return
         self._keep(kind, answer)
 
     async def list(self, kind: Kind, namespaces: Iterable[str | None]) -> list[dict[str, Any]]:
         """Return all objects of a kind that concern us; ``None`` is every namespace."""
-        found: list[dict[str, Any]] = []
-        for namespace in namespaces:
-            query = {"limit": str(kind.page)}
-            if kind.selector:
-                query["labelSelector"] = kind.selector
-            while True:
-                page = await self._client.call("GET", kind.path(namespace), query=query)
-                # Parts are shared now, because a list of all objects is large.
-                found += (with_shared_parts(slim(item, kind)) for item in page.get("items") or ())
-                rest = (page.get("metadata") or {}).get("continue")
-                if not rest:
-                    break
-                query["continue"] = rest
-        return found
+        # Parts are shared now, because a list of all objects is large.
+        return [
+            with_shared_parts(slim(item, kind))
+            for namespace in namespaces
+            async for page in self._client.pages(kind.path(namespace), kind.selection, kind.page)
+            for item in page.get("items") or ()
+        ]
 
     async def list_mounting(self, namespace: str) -> Iterable[Manifest]:
         """Return all workloads, stored revisions and pods of a namespace, whoever made them."""
@@ -254,7 +258,7 @@ class KubeApi:
             },
         }
         path = CONFIG_MAP.path(step.namespace, step.name)
-        await self._writes.patch(path, body, manager=MARKER)
+        await self._patch(path, body, manager=MARKER)
 
     async def _read(self, kind: Kind, namespace: str, name: str) -> dict[str, Any] | None:
         return await self._client.read(kind.path(namespace, name))
@@ -264,48 +268,24 @@ class KubeApi:
             return
         self._remember(slim(live, kind))
 
-
-class ServerSideApply:
-    """Applies objects with the operator's field manager."""
-
-    def __init__(self, client: KubeClient) -> None:
-        self._client = client
-
-    async def apply(self, manifest: Manifest, uid: str = "") -> dict[str, Any]:
-        """Apply a child and return it, unless ``plan/name_conflicts.py`` objects.
-
-        The request carries what was seen: the live object's UID, or that there is none. If the
-        API server has it otherwise, it answers with a conflict, and only then we look.
-        """
-        metadata = manifest["metadata"]
-        seen = {"uid": uid} if uid else ABSENT
-        path = BY_NAME[manifest["kind"]].path(metadata["namespace"], metadata["name"])
-        try:
-            answer = await self.patch(path, {**manifest, "metadata": {**metadata, **seen}})
-        except (Conflict, Invalid):
-            answer = await self._apply_to_live(path, manifest)
-        if without_manager(answer, REPAIR_MANAGER) is not None:  # a repair that was cut off
-            answer = await self._apply_to_live(path, manifest)
-        return answer
-
     async def _apply_to_live(self, path: str, manifest: Manifest) -> dict[str, Any]:
         metadata = manifest["metadata"]
         live = await self._client.read(path)
         if (refusal := why_not_applied(manifest, live)) is not None:
             raise ApiError(refusal.reason, refusal.message)
         if live is None:
-            return await self.patch(path, {**manifest, "metadata": {**metadata, **ABSENT}})
+            return await self._patch(path, {**manifest, "metadata": {**metadata, **ABSENT}})
         body = {**manifest, "metadata": {**metadata, "uid": live["metadata"]["uid"]}}
         live = await self._disown(path, live)
         try:
-            return await self.patch(path, body)
+            return await self._patch(path, body)
         except Invalid:
             if (patch := repair(live, body)) is None:
                 raise
             await self._repair(path, patch)
-            return await self._disown(path, await self.patch(path, body))
+            return await self._disown(path, await self._patch(path, body))
 
-    async def patch(
+    async def _patch(
         self, path: str, body: Manifest, *, manager: str = FIELD_MANAGER, dry_run: bool = False
     ) -> dict[str, Any]:
         """Send one apply, and take over the fields that another manager has."""

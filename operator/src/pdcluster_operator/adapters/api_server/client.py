@@ -134,6 +134,18 @@ class KubeClient:
             raise classified(status, _document(text))
         return _answer(f"{method} {path}", text)
 
+    async def pages(
+        self, path: str, selection: Mapping[str, str], most: int
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Yield each page of a LIST, with ``most`` objects; errors are those of :meth:`call`."""
+        query = {**selection, "limit": str(most)}
+        while True:
+            page = await self.call("GET", path, query=query)
+            yield page
+            if not (more := page["metadata"].get("continue")):
+                return
+            query["continue"] = more
+
     async def lines(self, path: str, query: Mapping[str, str]) -> AsyncIterator[bytes]:
         """Yield each line of an answer that goes on for minutes, as a watch does.
 

@@ -51,6 +51,11 @@ class Kind:
         """As a manifest writes it."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
+    @property
+    def selection(self) -> dict[str, str]:
+        """The part of a query that selects the objects that concern us."""
+        return {"labelSelector": self.selector} if self.selector else {}
+
     def path(self, namespace: str | None = None, name: str | None = None) -> str:
         """Return the URL path of one object, or of all of a namespace or of the cluster."""
         parts = ["", "apis", self.group] if self.group else ["", "api"]

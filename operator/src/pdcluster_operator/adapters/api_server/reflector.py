@@ -89,8 +89,8 @@ class Reflector:
     Args:
         namespace: whose objects are listed and watched; None for all.
         age: seconds after which a watch ends and its kind is listed again.
-        elsewhere: whether kopf watches the kind. This reflector only lists it then, as soon as kopf
-            has reported an object of it: kopf looks once for what the API server has.
+        elsewhere: whether kopf watches the kind. This reflector only lists it then, unless the
+            API server has the kind no more: kopf looks once for what the API server has.
 
     Attributes:
         why_not: why the last attempt failed; empty if it did not.
@@ -143,9 +143,9 @@ class Reflector:
             try:
                 if not self._version or _now() >= self._due:
                     await self._list()
-                elif self._elsewhere and self._kopf_reports:
+                elif self._elsewhere:
                     await self._wait_until_due()
-                elif not await (self._follow_until_kopf() if self._elsewhere else self._follow()):
+                elif not await self._follow():
                     pause = self._after_a_failure()
             except NotFound as error:
                 pause = self._not_served(error)
@@ -162,10 +162,8 @@ class Reflector:
 
     def see(self, event: str | None, manifest: Mapping[str, Any]) -> None:
         """Take in what kopf reports; see :meth:`Reflectors.see`."""
-        if not self._kopf_reports:
-            self._kopf_reports = True
-            self._sooner.set()
-        self._heard, self._unheard = True, 0
+        self._kopf_reports = self._heard = True
+        self._unheard = 0
         self._loop.see(event or "MODIFIED", slim(manifest, self.kind))
         if event is None and self._due - _now() > SOON:
             self._due = _now() + SOON
@@ -186,21 +184,15 @@ class Reflector:
 
     async def _list(self) -> None:
         kind, due = self.kind, _now() + self._one_age()
-        query = {**self._selector(), "limit": str(kind.page)}
         names: set[tuple[str, str]] = set()
         news = False
-        while True:
-            page = await self._client.call("GET", self._path, query=query)
+        async for page in self._client.pages(self._path, kind.selection, kind.page):
             for item in page.get("items") or ():
                 names.add((item["metadata"].get("namespace", ""), item["metadata"]["name"]))
                 kept = slim(item, kind)
                 news = news or not self._store.has(kept)
                 self._loop.see("MODIFIED", kept)
-            metadata = page["metadata"]
-            if not metadata.get("continue"):
-                break
-            query["continue"] = metadata["continue"]
-        version = str(metadata["resourceVersion"])
+        version = str(page["metadata"]["resourceVersion"])
         if _is_earlier(version, self._last):
             raise HistoryLostError(f"{self._path}: version {self._last} has become {version}")
         self._last = version
@@ -208,7 +200,8 @@ class Reflector:
             self._loop.see("DELETED", gone)
             news = True
         self._loop.set_served(kind.name, served=True)
-        if news and self._listed and not self._heard:
+        reports = self._kopf_reports or not self._elsewhere
+        if news and self._listed and reports and not self._heard:
             self._unheard += 1
         elif self._heard or not self._kopf_reports:
             self._unheard = 0
@@ -222,18 +215,6 @@ class Reflector:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._sooner.wait(), left)
 
-    async def _follow_until_kopf(self) -> bool:
-        """Watch until kopf has reported an object, which shows that it watches."""
-        following = asyncio.create_task(self._follow())
-        reported = asyncio.create_task(self._sooner.wait())
-        try:
-            await asyncio.wait((following, reported), return_when=asyncio.FIRST_COMPLETED)
-            return not following.done() or following.result()
-        finally:
-            for one in (following, reported):
-                one.cancel()
-            await asyncio.gather(following, reported, return_exceptions=True)
-
     async def _follow(self) -> bool:
         """Watch until the server ends it, at the latest when the kind is listed again.
 
@@ -243,7 +224,7 @@ class Reflector:
             ApiError: the server refused, or broke the watch.
         """
         query = {
-            **self._selector(),
+            **self.kind.selection,
             "watch": "true",
             "allowWatchBookmarks": "true",
             "resourceVersion": self._version,
@@ -280,9 +261,6 @@ class Reflector:
         self._listed = True
         return self._one_age()
 
-    def _selector(self) -> dict[str, str]:
-        return {"labelSelector": self.kind.selector} if self.kind.selector else {}
-
     def _one_age(self) -> float:
         return self._age * random.uniform(0.9, 1.1)  # noqa: S311 - no secret
 
@@ -303,7 +281,7 @@ class Reflectors:
 
     Args:
         age: see :class:`Reflector`.
-        elsewhere: kinds that kopf watches. They are only listed here, as soon as kopf reports them.
+        elsewhere: kinds that kopf watches; see :class:`Reflector`.
     """
 
     def __init__(
