@@ -102,14 +102,6 @@ async def see(event: Mapping[str, Any], memo: Any, **_: Any) -> None:
     memo.process.see(event["type"], dict(event["object"]))
 
 
-@kopf.on.probe(id="watches")
-async def watches(memo: Any, **_: Any) -> str:
-    """Return ok, or raise if a watch is dead. ``kopf run --liveness`` asks for it."""
-    if (trouble := memo.process.trouble()) is not None:
-        raise kopf.PermanentError(trouble)
-    return "ok"
-
-
 @kopf.on.validate(GROUP, PDCLUSTER.version, PDCLUSTER.plural, id=WEBHOOK_ID, registry=WEBHOOK)
 async def validate(*, warnings: list[str], memo: Any, **review: Any) -> None:
     """Judge one admission review by the rules of ``pdcluster lint``."""

@@ -8,10 +8,11 @@ import logging
 import signal
 import socket
 import sys
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import aiohttp
 import click
 import jsonschema
 import msgspec
@@ -196,9 +197,9 @@ def test_of_a_pods_spec_is_kept_what_plans_read_of_it():
     }
 
 
-def test_of_an_immutable_configmap_only_hashes_are_kept():
+def test_of_a_connector_only_hashes_are_kept():
     content = {"binaryData": {"connector.pyz": "A" * 400_000}, "immutable": True}
-    kept = slim({"metadata": {"name": "a"}, **content}, BY_NAME["ConfigMap"])
+    kept = slim({"metadata": {"name": connector_name("a" * 64)}, **content}, BY_NAME["ConfigMap"])
     assert len(json.dumps(kept)) < 1000
     users = slim({"metadata": {"name": "a"}, "data": content["binaryData"]}, BY_NAME["ConfigMap"])
     assert users["data"] == content["binaryData"], "what can change is kept as it is"
@@ -287,14 +288,28 @@ def test_kopf_run_has_the_options_of_the_command(monkeypatch):
         handlers.options_of_kopf_run({"PDCLUSTER_HEALTH_PORT": "many"})
 
 
-async def test_a_page_of_health_says_what_is_wrong():
-    for wrong, status, text in ((None, 200, "ok\n"), ("a watch is dead", 503, "a watch is dead\n")):
+async def test_the_page_of_readiness_says_what_is_wrong():
+    health, metrics = free_ports(2)
+    said = [None]
 
-        async def check(wrong=wrong):
-            return wrong
+    async def readiness():
+        return said[-1]
 
-        page = await status_pages._page(check)(None)
-        assert (page.status, page.text) == (status, text)
+    async with AsyncExitStack() as stack, aiohttp.ClientSession() as http:
+        await status_pages.serve_pages(
+            stack,
+            host="127.0.0.1",
+            health_port=health,
+            metrics_port=metrics,
+            readiness=readiness,
+            metrics=Metrics(),
+        )
+        for wrong, status, text in ((None, 200, "ok\n"), ("not listed", 503, "not listed\n")):
+            said.append(wrong)
+            async with http.get(f"http://127.0.0.1:{health}/readyz") as page:
+                assert (page.status, await page.text()) == (status, text)
+        async with http.get(f"http://127.0.0.1:{health}/healthz") as page:
+            assert (page.status, await page.text()) == (200, "ok\n")
 
 
 def test_a_connector_that_cannot_be_packed_is_said_in_its_last_words(monkeypatch):

@@ -32,7 +32,6 @@ class Server:
         self.absent: set[str] = set()
         self.refused: set[str | None] = set()  # namespaces without rights
         self.clusters = {"ns/a"}
-        self.silent = False
         self.watched: set[str] = set()
         self.version = 5
         self.meanwhile: Callable[[], None] = lambda: None
@@ -60,8 +59,7 @@ class Server:
         ends = now() + float(query["timeoutSeconds"])
         while (left := ends - now()) > 0:
             await asyncio.sleep(min(60.0, left))
-            if not self.silent:
-                yield b'{"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "5"}}}'
+            yield b'{"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "5"}}}'
 
 
 def cluster(namespace: str, name: str, version: int = 5) -> dict[str, Any]:
@@ -135,7 +133,6 @@ def test_the_operator_does_not_start_without_objects_that_are_there(kind: str) -
         run.start()
         await asyncio.sleep(60.0)
         assert not run.reflectors.is_ready
-        assert run.reflectors.trouble() is None, "the kubelet would kill it again and again"
         tries = [later - sooner for sooner, later in pairwise(run.lists(kind))]
         assert max(tries) <= LONGEST
         run.server.fail = set()
@@ -180,28 +177,6 @@ def test_what_is_listed_is_known_and_queued(
         assert run.loop.store.serves("Pod")
         await asyncio.sleep(0.8 * AGE)
         assert len(run.lists("PrefillScaler", asked[0])) == 1, "it may come, but not soon"
-        run.stop()
-
-    virtual_time.run(story())
-
-
-def test_changes_that_only_lists_find_mean_a_dead_watch() -> None:
-    async def story() -> None:
-        run = Running()
-        run.server.silent = True
-        run.start()
-        await asyncio.sleep(10 * AGE)
-        assert run.reflectors.trouble() is None, "nothing happened, so nothing is missed"
-        for _ in range(2):
-            assert run.reflectors.trouble() is None
-            run.server.version += 1
-            before = len(run.lists())
-            while len(run.lists()) == before:  # noqa: ASYNC110
-                await asyncio.sleep(1.0)
-        assert "the watch of PDCluster is dead" in str(run.reflectors.trouble())
-        run.server.silent = False
-        await asyncio.sleep(2.4 * AGE)
-        assert run.reflectors.trouble() is None
         run.stop()
 
     virtual_time.run(story())
@@ -305,7 +280,7 @@ def test_what_kopf_watches_is_listed_after_each_list_of_kopf_and_not_watched() -
         await asyncio.sleep(3600.0)
         assert len(run.lists()) > 10, "its age counts, too"
         assert "pdclusters" not in run.server.watched
-        assert "prefillscalers" not in run.server.watched, "kopf watches it, and there is none"
+        assert "prefillscalers" in run.server.watched, "kopf has reported none"
         assert "pods" in run.server.watched
         run.stop()
 

@@ -112,17 +112,10 @@ class OperatorProcess:
         if self._reflectors is not None:
             self._reflectors.see(event, manifest)
 
-    def trouble(self) -> str | None:
-        """Return which watch is dead; None while all report."""
-        return None if self._reflectors is None else self._reflectors.trouble()
-
     async def _start(self, stack: AsyncExitStack) -> None:
         _allow_many_connections()
         use_small_buffers()
         options, metrics, store = self._options, Metrics(), Store()
-
-        async def alive() -> str | None:
-            return self.trouble()
 
         async def readiness() -> str | None:
             known = self._reflectors is not None and self._reflectors.is_ready
@@ -133,7 +126,7 @@ class OperatorProcess:
             host=options.host,
             health_port=options.health_port,
             metrics_port=options.metrics_port,
-            checks={"/healthz": alive, "/readyz": readiness},
+            readiness=readiness,
             metrics=metrics,
         )
         client, renewing = [

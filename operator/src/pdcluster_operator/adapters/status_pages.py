@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 from aiohttp import web
 
 from pdcluster_operator.adapters.metrics import Metrics
-
-log = logging.getLogger(__name__)
-
-Check = Callable[[], Awaitable[str | None]]
-"""Returns what is wrong; None when all is well."""
 
 
 async def serve_pages(
@@ -23,20 +17,31 @@ async def serve_pages(
     host: str,
     health_port: int,
     metrics_port: int,
-    checks: Mapping[str, Check],
+    readiness: Callable[[], Awaitable[str | None]],
     metrics: Metrics,
 ) -> None:
-    """Serve ``checks`` by path on one port and ``/metrics`` on another, until the stack ends."""
+    """Serve ``/healthz`` and ``/readyz`` on one port and ``/metrics`` on another.
+
+    Args:
+        stack: the servers end with it.
+        readiness: returns why the process is not ready; None when it is.
+    """
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(_: web.Request) -> web.Response:
+        wrong = await readiness()
+        return web.Response(status=200 if wrong is None else 503, text=f"{wrong or 'ok'}\n")
 
     async def exposition(_: web.Request) -> web.Response:
         return web.Response(
             body=metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"}
         )
 
-    health = web.Application()
-    for path, check in checks.items():
-        health.router.add_get(path, _page(check))
-    numbers = web.Application()
+    health, numbers = web.Application(), web.Application()
+    health.router.add_get("/healthz", healthz)
+    health.router.add_get("/readyz", readyz)
     numbers.router.add_get("/metrics", exposition)
     for app, port in ((health, health_port), (numbers, metrics_port)):
         # Cancelled while it opens a port, aiohttp would leave the port open.
@@ -45,11 +50,3 @@ async def serve_pages(
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.SockSite(runner, listener).start()
-
-
-def _page(check: Check) -> Callable[[web.Request], Awaitable[web.Response]]:
-    async def page(_: web.Request) -> web.Response:
-        wrong = await check()
-        return web.Response(status=200 if wrong is None else 503, text=f"{wrong or 'ok'}\n")
-
-    return page

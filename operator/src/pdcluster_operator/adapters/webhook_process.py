@@ -64,9 +64,6 @@ class WebhookProcess:
     async def start(self) -> None:
         """Serve health and metrics, and wait for a certificate that can serve."""
 
-        async def alive() -> str | None:
-            return None
-
         async def readiness() -> str | None:
             return await ask_review(self.options.port)
 
@@ -76,7 +73,7 @@ class WebhookProcess:
                 host=self.options.host,
                 health_port=self.options.health_port,
                 metrics_port=self.options.metrics_port,
-                checks={"/healthz": alive, "/readyz": readiness},
+                readiness=readiness,
                 metrics=self.metrics,
             )
             watched = await _certificate(self.options.folder)

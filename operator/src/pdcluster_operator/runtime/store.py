@@ -94,11 +94,6 @@ class Store:
         """Return the object of this kind and name; None if none is known."""
         return self._held(identity_of(manifest))
 
-    def has(self, manifest: Manifest) -> bool:
-        """Whether this very version of an object is held."""
-        held = self.held(manifest)
-        return held is not None and is_same_version(manifest, held)
-
     def drop(self, manifest: Manifest) -> Key | None:
         """Forget an object; return the key of the cluster that it concerned."""
         identity = identity_of(manifest)

@@ -50,13 +50,6 @@ EVERY_VERSION = str(2**63)
 """A version that is later than each: all that is held of a kind was there before."""
 SOON = 2.0
 """Seconds between a LIST of kopf and ours."""
-DEAD_AFTER = 2
-"""So many LISTs in a row have shown changes, and the watch before each of them had no line.
-
-One can be chance: a change between the end of a watch and the LIST. A healthy watch has a bookmark
-each minute. Those of kopf's watches do not come here, so LISTs between them may show no change: it
-would have reported what the first LIST has shown.
-"""
 
 
 class _Line(msgspec.Struct):
@@ -89,8 +82,8 @@ class Reflector:
     Args:
         namespace: whose objects are listed and watched; None for all.
         age: seconds after which a watch ends and its kind is listed again.
-        elsewhere: whether kopf watches the kind. This reflector only lists it then, unless the
-            API server has the kind no more: kopf looks once for what the API server has.
+        elsewhere: whether kopf watches the kind. This reflector only lists it then, as soon as kopf
+            has reported an object of it: kopf looks once for what the API server has.
 
     Attributes:
         why_not: why the last attempt failed; empty if it did not.
@@ -117,8 +110,6 @@ class Reflector:
         self._version = ""  # that the next watch goes on from; empty: list first
         self._due = 0.0  # when the kind is listed again
         self._failures = 0
-        self._heard = False  # whether a watch had a line since the last LIST
-        self._unheard = 0  # see DEAD_AFTER
         self._tried = self._listed = False
         self.why_not = ""
 
@@ -143,9 +134,9 @@ class Reflector:
             try:
                 if not self._version or _now() >= self._due:
                     await self._list()
-                elif self._elsewhere:
+                elif self._elsewhere and self._kopf_reports:
                     await self._wait_until_due()
-                elif not await self._follow():
+                elif not await (self._follow_until_kopf() if self._elsewhere else self._follow()):
                     pause = self._after_a_failure()
             except NotFound as error:
                 pause = self._not_served(error)
@@ -153,7 +144,6 @@ class Reflector:
                 pause = self._after_a_failure()
                 if error.reason in FORGOTTEN:
                     self._version = ""
-                    self._heard = True  # a dead watch says nothing
                 else:
                     self._say(str(error))
             self._tried = True
@@ -162,50 +152,28 @@ class Reflector:
 
     def see(self, event: str | None, manifest: Mapping[str, Any]) -> None:
         """Take in what kopf reports; see :meth:`Reflectors.see`."""
-        self._kopf_reports = self._heard = True
-        self._unheard = 0
+        if not self._kopf_reports:
+            self._kopf_reports = True
+            self._sooner.set()
         self._loop.see(event or "MODIFIED", slim(manifest, self.kind))
         if event is None and self._due - _now() > SOON:
             self._due = _now() + SOON
             self._sooner.set()
 
-    def trouble(self) -> str | None:
-        """Return why the watch counts as dead although its connection looks well; else None.
-
-        Until it is started again, each change is noticed by LISTs only:
-        ``operator/tests/adapters/test_dead_watch.py``.
-        """
-        if self._unheard < DEAD_AFTER:
-            return None
-        return (
-            f"the watch of {self.kind.name} is dead: {self._path} was listed, and the watch had "
-            "not reported what has changed"
-        )
-
     async def _list(self) -> None:
         kind, due = self.kind, _now() + self._one_age()
         names: set[tuple[str, str]] = set()
-        news = False
         async for page in self._client.pages(self._path, kind.selection, kind.page):
             for item in page.get("items") or ():
                 names.add((item["metadata"].get("namespace", ""), item["metadata"]["name"]))
-                kept = slim(item, kind)
-                news = news or not self._store.has(kept)
-                self._loop.see("MODIFIED", kept)
+                self._loop.see("MODIFIED", slim(item, kind))
         version = str(page["metadata"]["resourceVersion"])
         if _is_earlier(version, self._last):
             raise HistoryLostError(f"{self._path}: version {self._last} has become {version}")
         self._last = version
         for gone in self._store.listed(kind.name, self._namespace, names, version):
             self._loop.see("DELETED", gone)
-            news = True
         self._loop.set_served(kind.name, served=True)
-        reports = self._kopf_reports or not self._elsewhere
-        if news and self._listed and reports and not self._heard:
-            self._unheard += 1
-        elif self._heard or not self._kopf_reports:
-            self._unheard = 0
-        self._heard = False
         self._version, self._due = version, due
         self._listed, self.why_not = True, ""
 
@@ -214,6 +182,18 @@ class Reflector:
             self._sooner.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._sooner.wait(), left)
+
+    async def _follow_until_kopf(self) -> bool:
+        """Watch until kopf has reported an object, which shows that it watches."""
+        following = asyncio.create_task(self._follow())
+        reported = asyncio.create_task(self._sooner.wait())
+        try:
+            await asyncio.wait((following, reported), return_when=asyncio.FIRST_COMPLETED)
+            return not following.done() or following.result()
+        finally:
+            for one in (following, reported):
+                one.cancel()
+            await asyncio.gather(following, reported, return_exceptions=True)
 
     async def _follow(self) -> bool:
         """Watch until the server ends it, at the latest when the kind is listed again.
@@ -234,8 +214,8 @@ class Reflector:
         try:
             async for line in self._client.lines(self._path, query):
                 self._take(line)
-                heard = self._heard = True
-                self._failures, self._unheard, self.why_not = 0, 0, ""
+                heard = True
+                self._failures, self.why_not = 0, ""
         except ValueError as error:
             raise ApiError("ApiServerUnreachable", f"GET {self._path}: {error}") from error
         return heard or _now() >= self._due
@@ -332,11 +312,6 @@ class Reflectors:
         for one in self._of.get(namespace) or self._of.get(None) or ():
             if one.kind.name == manifest["kind"]:
                 one.see(event, manifest)
-
-    def trouble(self) -> str | None:
-        """Return which watch is dead; None while all report."""
-        found = (one.trouble() for reflectors in self._of.values() for one in reflectors)
-        return next(filter(None, found), None)
 
     async def _wake_namespaces(self) -> None:
         """Let each namespace be worked in as soon as all of its objects are known."""
