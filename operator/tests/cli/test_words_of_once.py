@@ -240,7 +240,7 @@ def engine(**parts: Any) -> dict[str, Any]:
     made = pod("tiny-decode-bbbbb-1-0", **parts)
     made["metadata"]["labels"] |= {
         "pdcluster.dev/role": "decode", "pdcluster.dev/revision": "bbbbb",
-        "pdcluster.dev/engine": "tiny-decode-bbbbb-1",
+        "pdcluster.dev/engine": "tiny-decode-bbbbb-1", "app.kubernetes.io/component": "decode",
     }  # fmt: skip
     return made
 

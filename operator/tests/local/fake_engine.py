@@ -15,7 +15,8 @@ import zipfile
 from pdcluster_operator.plan.types import ConnectorBundle
 
 PROGRAM = textwrap.dedent("""
-    import http.server, json, os, pathlib, signal, ssl, subprocess, sys, threading, time
+    import http.server, json, os, pathlib, signal, ssl, subprocess, sys, threading, time, zlib
+    import urllib.parse
     words = sys.argv[1:]
     cut = words.index("--")
     mine, vllm = words[:cut], words[cut + 1:]
@@ -33,6 +34,20 @@ PROGRAM = textwrap.dedent("""
     if flag("die"):
         sys.exit((folder / "die").read_text())
 
+    def readyz():
+        ready = not flag("slow")
+        return {"ready": ready, "engine": engine, "engine_id": me, "role": role,
+                "state": "Ready" if ready else "LoadingWeights",
+                "message": "" if ready else "shard 1 of 2", "versions": {},
+                "side_channel": host + ":5600", "api": f"http://{host}:8000"}
+
+    def state():
+        links = [{"prefill": p["engine"], "prefill_engine_id": p["engine_id"],
+                  "state": "Established", "shards": "1/1", "bytes_per_second": 2e9,
+                  "canary": {"state": "Passed", "bytes": 4096}} for p in peers["peers"]]
+        known = {"readyz": readyz(), "links": {"engine": engine, "engine_id": me, "links": links}}
+        return {"revision": str(zlib.crc32(json.dumps(known).encode())), **known}
+
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         def log_message(self, *args): pass
@@ -46,18 +61,17 @@ PROGRAM = textwrap.dedent("""
         def body(self):
             return json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
         def do_GET(self):
-            ready = not flag("slow")
             if self.path == "/readyz":
-                self.answer({"ready": ready, "engine": engine, "engine_id": me, "role": role,
-                             "state": "Ready" if ready else "LoadingWeights",
-                             "message": "" if ready else "shard 1 of 2", "versions": {},
-                             "side_channel": host + ":5600", "api": f"http://{host}:8000"},
-                            200 if ready else 503)
-            elif self.path == "/v1/links":
-                links = [{"prefill": p["engine"], "prefill_engine_id": p["engine_id"],
-                          "state": "Established", "shards": "1/1", "bytes_per_second": 2e9,
-                          "canary": {"state": "Passed", "bytes": 4096}} for p in peers["peers"]]
-                self.answer({"engine": engine, "engine_id": me, "links": links})
+                report = readyz()
+                self.answer(report, 200 if report["ready"] else 503)
+            elif self.path.startswith("/v1/changes"):
+                asked = dict(urllib.parse.parse_qsl(self.path.partition("?")[2]))
+                until = time.monotonic() + float(asked["wait"])
+                while (found := state())["revision"] == asked.get("seen"):
+                    if time.monotonic() > until:
+                        break
+                    time.sleep(0.05)
+                self.answer(found)
             elif self.path == "/metrics":
                 self.answer(f'pdcluster_kv_received_bytes_total{{engine="0"}} {received}\\n')
             elif self.path == "/v1/models":
@@ -66,7 +80,7 @@ PROGRAM = textwrap.dedent("""
             else:
                 self.answer({})
         def do_PUT(self):
-            peers.clear(); peers.update(self.body())
+            peers.update(self.body())
             (folder / "peers.json").write_text(json.dumps(peers))
             self.answer({})
         def do_POST(self):

@@ -21,7 +21,7 @@ from pdcluster_operator.adapters.engine_authority import EngineAuthority, with_c
 from pdcluster_operator.local import container, kubelet
 from pdcluster_operator.local.addresses import AddressBook, Names
 from pdcluster_operator.local.api_server import LocalApi
-from pdcluster_operator.local.container import Substitutions, expand
+from pdcluster_operator.local.container import expand, substitute
 from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.local.kubelet import Kubelet, PodRun
 from pdcluster_operator.plan.planner import make_plan
@@ -129,11 +129,10 @@ def back(words: list[str], run: PodRun, tmp: Path) -> list[str]:
 
 
 def test_the_three_substitutions_and_nothing_else() -> None:
-    local = Substitutions(
-        "127.0.0.9",
-        {"/models/model": "/data/pdcluster/m", "/pdcluster": "/run/c"},
-        {"p-0.p.ns.svc": "127.0.0.3"}.get,
-    )
+    def local(text: str) -> str:
+        folders = {"/models/model": "/data/pdcluster/m", "/pdcluster": "/run/c"}
+        return substitute(text, "127.0.0.9", folders, {"p-0.p.ns.svc": "127.0.0.3"}.get)
+
     for before, after in {
         "/models/model": "/data/pdcluster/m",
         "/models/model/config.json": "/data/pdcluster/m/config.json",
@@ -151,7 +150,7 @@ def test_the_three_substitutions_and_nothing_else() -> None:
         ),
         "--flag=/models/model": "--flag=/data/pdcluster/m",
     }.items():
-        assert local.apply(before) == after
+        assert local(before) == after
 
 
 def test_kubernetes_expansion() -> None:

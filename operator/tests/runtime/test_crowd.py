@@ -133,9 +133,7 @@ class Nodes:
             changed, self._changed = self._changed, set()
             for kind, name in sorted(changed):
                 if (live := self._server.get(kind, NAMESPACE, name)) is not None:
-                    is_set = kind == "StatefulSet"
-                    sync = self._workloads._sync_statefulset
-                    (sync if is_set else self._workloads._sync_deployment)(live)
+                    self._workloads._sync(live)
 
     def _pods_of(self, owner: Manifest) -> list[Manifest]:
         return [self._pod(name) for name in self._pods.get(owner["metadata"]["uid"], ())]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
+from pdcluster_connector.compat.counted import counted
 from pdcluster_operator.api.findings import FieldError, Findings
 from pdcluster_operator.api.object_names import KIND
 from pdcluster_operator.api.rules.engines import unchecked_message
@@ -48,8 +49,9 @@ def lint(options: argparse.Namespace) -> Exit:
 
 def print_findings(console: Console, title: str, findings: Findings) -> None:
     """Print a headline and every finding: path and value, message, remedy."""
-    counts = [_count(findings.errors, "error"), _count(findings.warnings, "warning")]
-    headline = Text(f"{title}: {', '.join(filter(None, counts)) or 'no errors'}", style="bold")
+    kinds = ((findings.errors, "error"), (findings.warnings, "warning"))
+    counts = ", ".join(counted(len(found), kind) for found, kind in kinds if found)
+    headline = Text(f"{title}: {counts or 'no errors'}", style="bold")
     console.print(headline, soft_wrap=True)
     for finding in findings.errors:
         _print(console, "error", "red", finding)
@@ -69,10 +71,6 @@ def _print(console: Console, kind: str, style: str, finding: FieldError) -> None
         lines.append(Text(f"          {finding.remedy}", style="dim"))
     for line in lines:
         console.print(line, soft_wrap=True)
-
-
-def _count(findings: Sequence[FieldError], name: str) -> str:
-    return f"{len(findings)} {name}{'s' * (len(findings) != 1)}" if findings else ""
 
 
 def _clusters(documents: Iterable[Any]) -> list[Any]:

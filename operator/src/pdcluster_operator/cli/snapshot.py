@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinkReport
 from pdcluster_operator.api.object_names import CLUSTER_LABEL, EngineName, engine_of
 from pdcluster_operator.local.cluster import LocalCluster
@@ -46,7 +48,7 @@ class Condition:
     type: str
     status: str
     reason: str
-    message: str
+    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +73,7 @@ class Snapshot:
 def take_snapshot(local: LocalCluster, key: Key) -> Snapshot:
     """Read everything. It is cheap enough to be called several times a second."""
     status = local.cluster(key).get("status") or {}
-    conditions = tuple(
-        Condition(c["type"], c["status"], c["reason"], c.get("message", ""))
-        for c in status.get("conditions") or ()
-    )
+    conditions = msgspec.convert(status.get("conditions") or (), tuple[Condition, ...])
     reports, logs = local.loop.monitor.engines(key), local.kubelet.logs()
     pods = tuple(
         _pod_line(pod, reports, logs)
@@ -92,29 +91,21 @@ def take_snapshot(local: LocalCluster, key: Key) -> Snapshot:
 def _pod_line(
     pod: Mapping[str, Any], reports: Mapping[str, EngineReport], logs: Mapping[str, Path]
 ) -> PodLine:
-    metadata, status = pod["metadata"], pod.get("status") or {}
-    engine = engine_of(pod)
-    role = (
-        engine.role.value
-        if engine
-        else str(metadata["labels"].get("app.kubernetes.io/component", ""))
-    )
+    metadata, status, engine = pod["metadata"], pod.get("status") or {}, engine_of(pod)
     container = (status.get("containerStatuses") or [{}])[0]
     ended = (container.get("lastState") or {}).get("terminated")
     end = describe_end(ended) if ended else ""
-    state, doing = _state(
-        pod, container, end, engine, reports.get(engine.logical) if engine else None
-    )
-    name = metadata["name"]
+    report = reports.get(engine.logical) if engine else None
+    state, doing = _state(pod, container, end, engine, report)
     return PodLine(
-        name,
-        role,
-        status.get("podIP", ""),
-        state,
-        doing,
-        logs.get(name),
-        container.get("restartCount", 0),
-        end,
+        name=metadata["name"],
+        role=str(metadata["labels"].get("app.kubernetes.io/component", "")),
+        address=status.get("podIP", ""),
+        state=state,
+        doing=doing,
+        log=logs.get(metadata["name"]),
+        restarts=container.get("restartCount", 0),
+        end=end,
     )
 
 

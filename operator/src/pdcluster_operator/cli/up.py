@@ -145,24 +145,22 @@ class UpRun:
         self._console, self._view, self._local = console, view, local
         self._key = Key(cluster.namespace, cluster.name)
         self._interrupts = 0
-        self._interrupted = asyncio.Event()
 
     async def main(self) -> Exit:
         """Start everything, run, and end every process in any case."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._interrupt)
         async with self._local:
-            self._local.apply(self._document)
             work = asyncio.ensure_future(self._work())
-            stop = asyncio.ensure_future(self._interrupted.wait())
-            await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                asyncio.get_running_loop().add_signal_handler(number, self._interrupt, work)
+            self._local.apply(self._document)
+            [ended] = await asyncio.gather(work, return_exceptions=True)
             self._view.finish()
-            stop.cancel()
-            if not work.done():
-                work.cancel()
-            ended = (await asyncio.gather(work, return_exceptions=True))[0]
-            await self._stop()
+            interrupted = self._interrupts > 0
+            if interrupted:
+                self._view.say("stopping every process; Ctrl-C again kills them")
+            await self._local.stop(STOP_SECONDS)
+            if interrupted:
+                self._view.say("stopped")
         if isinstance(ended, asyncio.CancelledError):
             return Exit.INTERRUPTED
         if isinstance(ended, BaseException):
@@ -263,19 +261,11 @@ class UpRun:
             )
         return f"{scheme}://{address}:{port}"
 
-    async def _stop(self) -> None:
-        if not self._interrupts:
-            await self._local.stop(STOP_SECONDS)
-            return
-        self._view.say("stopping every process; Ctrl-C again kills them")
-        await self._local.stop(STOP_SECONDS)
-        self._view.say("stopped")
-
-    def _interrupt(self) -> None:
+    def _interrupt(self, work: asyncio.Future[Exit]) -> None:
         self._interrupts += 1
         if self._interrupts > 1:
             self._local.kubelet.kill()
-        self._interrupted.set()
+        work.cancel()
 
     def _show(self, snapshot: Snapshot) -> None:
         for table in (links_table(snapshot.links), conditions_table(snapshot.conditions)):

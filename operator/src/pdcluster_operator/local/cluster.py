@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
@@ -126,15 +125,10 @@ class LocalCluster:
         self._controllers = asyncio.create_task(self._workloads.run(), name="workloads")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.kubelet.kill()
         await self.stop(0.0)
-        await self._engines.__aexit__(kind, error, trace)
+        await self._engines.__aexit__(None, None, None)
         self._addresses.close()
 
     async def stop(self, grace: float) -> None:

@@ -14,13 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from pdcluster_connector.host_memory import oom_kills
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.local import shim
 
@@ -94,7 +92,7 @@ class Container:
             self.log.replace(self.log.with_suffix(".previous.log"))
         last_words = self._folder / "termination-log"
         last_words.write_bytes(b"")
-        self._killed_because, kills, started = "", oom_kills(), _now()
+        self._killed_because, started = "", _now()
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -119,12 +117,11 @@ class Container:
                 shim.kill_below(self._folder)
         finally:
             probing.cancel()
-        out_of_memory = code == 137 and not self._killed_because and oom_kills() > kills
         ended = {
             "exitCode": code,
             "startedAt": started,
             "finishedAt": _now(),
-            "reason": "OOMKilled" if out_of_memory else "Error" if code else "Completed",
+            "reason": "Error" if code else "Completed",
             "message": self._killed_because or self._last_words(last_words, code),
         }
         self._set(lastState={"terminated": ended})
@@ -227,29 +224,23 @@ _DNS_NAME = re.compile(r"(?<![\w.-])(?:[a-z0-9-]+\.){2,3}svc(?:\.cluster\.local)
 _WILDCARD = re.compile(r"(?<![\d.])0\.0\.0\.0(?![\d.])")
 
 
-@dataclass(frozen=True, slots=True)
-class Substitutions:
-    """What stands for a pod's namespaces on this machine.
+def substitute(
+    text: str, address: str, folders: Mapping[str, str], resolve: Callable[[str], str | None]
+) -> str:
+    """Return an argument or a variable's value as this machine needs it.
 
-    Attributes:
+    Args:
         address: the pod's own address, which replaces 0.0.0.0.
         folders: mount path to the folder that stands for it.
         resolve: cluster DNS name to an address; None leaves the name as it is.
     """
-
-    address: str
-    folders: Mapping[str, str]
-    resolve: Callable[[str], str | None]
-
-    def apply(self, text: str) -> str:
-        """One argument or environment value, as this machine needs it."""
-        # One pass, longest first: what a folder's own path holds is not replaced again.
-        mounts = sorted(self.folders, key=len, reverse=True)
-        pattern = rf"(?<![\w./-])({'|'.join(map(re.escape, mounts))})(?![\w.-])"
-        if mounts:
-            text = re.sub(pattern, lambda mount: self.folders[mount[1]], text)
-        text = _DNS_NAME.sub(lambda name: self.resolve(name[0]) or name[0], text)
-        return _WILDCARD.sub(self.address, text)
+    # One pass, longest first: what a folder's own path holds is not replaced again.
+    mounts = sorted(folders, key=len, reverse=True)
+    pattern = rf"(?<![\w./-])({'|'.join(map(re.escape, mounts))})(?![\w.-])"
+    if mounts:
+        text = re.sub(pattern, lambda mount: folders[mount[1]], text)
+    text = _DNS_NAME.sub(lambda name: resolve(name[0]) or name[0], text)
+    return _WILDCARD.sub(address, text)
 
 
 def kubernetes_environment(pod: Manifest, container: Manifest, address: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pdcluster_operator.api.object_names import POD_INDEX_LABEL
 from pdcluster_operator.local.api_server import LocalApi, Manifest
 
 HASH_LABEL = "controller-revision-hash"
@@ -37,48 +38,27 @@ class Workloads:
 
     def sync(self) -> None:
         """One pass over all workloads."""
-        for statefulset in self._api.list("StatefulSet"):
-            self._sync_statefulset(statefulset)
-        for deployment in self._api.list("Deployment"):
-            self._sync_deployment(deployment)
+        for kind in ("StatefulSet", "Deployment"):
+            for owner in self._api.list(kind):
+                self._sync(owner)
 
     def _on_event(self, _: str, manifest: Manifest) -> None:
         if manifest["kind"] in ("StatefulSet", "Deployment", "Pod"):
             self._dirty.set()
 
-    def _sync_statefulset(self, owner: Manifest) -> None:
-        name, wanted = owner["metadata"]["name"], _replicas(owner)
-        pods = {pod["metadata"]["name"]: pod for pod in self._pods(owner)}
-        for ordinal in range(wanted):
-            pod_name = f"{name}-{ordinal}"
-            if pod_name in pods:
-                continue
-            pod = _pod(
-                owner,
-                pod_name,
-                {
-                    "apps.kubernetes.io/pod-index": str(ordinal),
-                    "statefulset.kubernetes.io/pod-name": pod_name,
-                    HASH_LABEL: _template_hash(owner),
-                },
-            )
-            pod["spec"] |= {"hostname": pod_name, "subdomain": owner["spec"].get("serviceName", "")}
-            if self._api.get("Pod", pod["metadata"]["namespace"], pod_name) is None:
-                self._api.apply(pod)
-        for pod_name, pod in pods.items():
-            if int(pod_name.rpartition("-")[2]) >= wanted:
-                self._delete(pod)
-        self._write_status(owner, list(pods.values()))
-
-    def _sync_deployment(self, owner: Manifest) -> None:
-        name, wanted, revision = owner["metadata"]["name"], _replicas(owner), _template_hash(owner)
+    def _sync(self, owner: Manifest) -> None:
+        name, namespace = owner["metadata"]["name"], owner["metadata"]["namespace"]
+        revision, replaces = _template_hash(owner), owner["kind"] == "Deployment"
+        wanted = int(owner["spec"].get("replicas", 1))
+        prefix = f"{name}-{revision}" if replaces else name
         pods = self._pods(owner)
-        current = [pod for pod in pods if _label(pod, HASH_LABEL) == revision]
-        names = {pod["metadata"]["name"] for pod in current}
+        current = [pod for pod in pods if not replaces or _label(pod, HASH_LABEL) == revision]
         for index in range(wanted):
-            pod_name = f"{name}-{revision}-{index}"
-            if pod_name not in names:
-                self._api.apply(_pod(owner, pod_name, {HASH_LABEL: revision}))
+            if self._api.get("Pod", namespace, f"{prefix}-{index}") is None:
+                labels = {HASH_LABEL: revision} | (
+                    {} if replaces else {POD_INDEX_LABEL: str(index)}
+                )
+                self._api.apply(_pod(owner, f"{prefix}-{index}", labels))
         for pod in current:
             if int(pod["metadata"]["name"].rpartition("-")[2]) >= wanted:
                 self._delete(pod)
@@ -146,10 +126,6 @@ def _pod(owner: Manifest, name: str, labels: dict[str, str]) -> Manifest:
             "ownerReferences": [reference],
         },
     }
-
-
-def _replicas(owner: Manifest) -> int:
-    return int(owner["spec"].get("replicas", 1))
 
 
 def _label(pod: Manifest, name: str) -> str | None:

@@ -18,9 +18,9 @@ from pdcluster_operator.local.addresses import AddressBook, PortBusyError
 from pdcluster_operator.local.api_server import LocalApi, Manifest
 from pdcluster_operator.local.container import (
     Container,
-    Substitutions,
     kubernetes_command,
     kubernetes_environment,
+    substitute,
 )
 
 CONFIG = "CreateContainerConfigError"
@@ -136,16 +136,19 @@ class PodRun:
         }
         last_words = spec.get("terminationMessagePath", "/dev/termination-log")
         folders |= {last_words: str(folder / "termination-log"), SHARED_MEMORY: SHARED_MEMORY}
-        local = Substitutions(self._address, folders, self._kubelet.resolve)
+
+        def local(text: str) -> str:
+            return substitute(text, self._address, folders, self._kubelet.resolve)
+
         environment = kubernetes_environment(self.pod, spec, self._address)
-        command = [local.apply(word) for word in kubernetes_command(spec, environment)]
+        command = [local(word) for word in kubernetes_command(spec, environment)]
         asked = {entry["name"] for entry in spec.get("env") or ()}
         inherited = {
             name: value
             for name, value in self._kubelet.environment.items()
             if name != API_KEY_VARIABLE or name in asked
         }
-        merged = inherited | {name: local.apply(value) for name, value in environment.items()}
+        merged = inherited | {name: local(value) for name, value in environment.items()}
         return Container(
             spec,
             command=command,
