@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 CRDS = ROOT / "crds"
 CONNECTOR = ROOT / "connector" / "src" / "pdcluster_connector"
 OPERATOR = ROOT / "operator" / "src" / "pdcluster_operator"
-BUILDERS = {"engine_pod.py": "PROBE_PERIOD_SECONDS", "router.py": "PROBE_SECONDS"}
+BUILDERS = {"engine_objects.py": "PROBE_PERIOD_SECONDS", "router.py": "PROBE_SECONDS"}
 """A number in each builder that a later version could change."""
 
 

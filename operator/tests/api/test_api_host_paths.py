@@ -9,7 +9,7 @@ import pytest
 import yaml
 from said_findings import check_manifest
 
-from pdcluster_operator.api.rules.host_access import REMEDY
+from pdcluster_operator.api.rules.pod_template import HOST_PATH_REMEDY
 from pdcluster_operator.cli.operator import parser
 
 ROOT = Path(__file__).parents[3]
@@ -65,10 +65,10 @@ def test_every_place_is_named_at_once():
 
 def test_the_remedy_names_options_that_there_are():
     """Of the operator's command line, and of the chart's values."""
-    flags = re.findall(r"--[a-z][-a-z]+", REMEDY)
+    flags = re.findall(r"--[a-z][-a-z]+", HOST_PATH_REMEDY)
     assert flags == ["--allow-host-path-models"]
     for command in (["run"], ["webhook", "--certificate-folder", "/x"]):
         assert parser().parse_args([*command, *flags]).host_path_models is True
     values = yaml.safe_load((ROOT / "charts" / "pdcluster" / "values.yaml").read_text())
-    (named,) = re.findall(r"operator\.([A-Za-z]+)", REMEDY)
+    (named,) = re.findall(r"operator\.([A-Za-z]+)", HOST_PATH_REMEDY)
     assert named in values["operator"]

@@ -9,7 +9,7 @@ from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.resources import is_accelerator
-from pdcluster_operator.plan.builders.engine_pod import build_engine_pod
+from pdcluster_operator.plan.builders.engine_objects import build_engine_pod
 
 
 def manifest(resources=None, overlay=None, tensor=1, device="CUDA", **transfer):

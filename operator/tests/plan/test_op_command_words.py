@@ -11,7 +11,7 @@ from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.resolve import resolve_engine
-from pdcluster_operator.plan.builders.engine_pod import build_engine_pod
+from pdcluster_operator.plan.builders.engine_objects import build_engine_pod
 from pdcluster_operator.plan.builders.router import bound, build_router_template
 
 SPEC = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]

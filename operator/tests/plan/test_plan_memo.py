@@ -16,7 +16,7 @@ from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects import drift
 from pdcluster_operator.plan.observed import links
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.rollout import targets, wanted_children
+from pdcluster_operator.plan.rollout import revisions, targets, wanted_children
 from pdcluster_operator.plan.types import Apply
 
 
@@ -35,10 +35,10 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for module, name in (
         (planner, "check_manifest"),
         (drift, "is_applied"),
-        (targets, "pairing_key"),
+        (revisions, "pairing_key"),
         (targets, "build_engine_pod"),
         (wanted_children, "build_engine_statefulset"),
-        (wanted_children, "build_connector_configmap"),
+        (connectors, "build_connector_configmap"),
         (wanted_children, "stamped"),
         (links, "_pair"),
         (json, "dumps"),

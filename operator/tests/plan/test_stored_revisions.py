@@ -15,9 +15,9 @@ from valid_specs import manifests
 from pdcluster_operator.api.rules import extra_args
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
-from pdcluster_operator.plan.builders import engine_pod
+from pdcluster_operator.plan.builders import engine_objects
 from pdcluster_operator.plan.connectors import shared_connectors_of
-from pdcluster_operator.plan.rollout import targets
+from pdcluster_operator.plan.rollout import revisions, targets
 from pdcluster_operator.plan.rollout.revisions import (
     Revision,
     build_revision,
@@ -63,7 +63,7 @@ def roll(world: SimulatedCluster) -> None:
 @pytest.fixture
 def other_builder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an upgraded operator render another pod."""
-    built = engine_pod.build_engine_pod
+    built = engine_objects.build_engine_pod
 
     def build(*arguments: Any) -> dict[str, Any]:
         pod = copy.deepcopy(built(*arguments))
@@ -104,7 +104,7 @@ def test_a_spec_with_true_is_not_the_stored_one_with_1(monkeypatch: pytest.Monke
 
 def test_another_way_to_make_pairing_keys_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     world = up()
-    monkeypatch.setattr(targets, "pairing_key", lambda _: "zzzzz")
+    monkeypatch.setattr(revisions, "pairing_key", lambda _: "zzzzz")
     assert world.plan().steps == ()
     world.edit(router={"replicas": 2, "apiKeySecretRef": None})
     engines = named(world, "StatefulSet")
@@ -156,7 +156,7 @@ def test_roles_still_pair_where_a_later_operator_computes_other_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = up()
-    monkeypatch.setattr(targets, "pairing_key", lambda cluster: "later")
+    monkeypatch.setattr(revisions, "pairing_key", lambda cluster: "later")
     world.edit(decode=ONE_VARIABLE)
     roll(world)
     keys = {
@@ -423,7 +423,7 @@ def test_revisions_that_would_not_pair_are_passed_over_for_older_ones_that_do(
     """Both roles were renewed, and somebody deleted what was stored of one of them."""
     world = up()
     first = named(world, "ControllerRevision")
-    monkeypatch.setattr(targets, "pairing_key", lambda cluster: "later")
+    monkeypatch.setattr(revisions, "pairing_key", lambda cluster: "later")
     world.edit(engine={"maxModelLen": 512})
     roll(world)
     world.edit(engine={}, rollout={"renew": "1"})

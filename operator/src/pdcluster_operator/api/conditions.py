@@ -4,8 +4,6 @@
 itself, because then every write of the status would cause the next one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Findings: errors and warnings about the fields of a manifest, and how they show values."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Iterable

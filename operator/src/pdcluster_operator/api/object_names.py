@@ -5,8 +5,6 @@ to it in a label of its pods. These 52 are: 34 of the cluster's name, ``-prefill
 (5) and ``-999`` (4).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ while, then it is tried again. What was decided stands in annotations of the Sta
 process of the operator goes on with it.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet

@@ -12,23 +12,14 @@ another operator goes on where the first one stopped. The steps are carried out 
 ``adapters/api_server/connector_collector.py``.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from pdcluster_operator.api import object_names
 from pdcluster_operator.api.conditions import seconds, timestamp
-from pdcluster_operator.api.object_names import (
-    CONNECTOR_LABEL,
-    CONNECTOR_LENGTH,
-    FIELD_MANAGER,
-    UNUSED_ANNOTATION,
-    connector_name,
-    is_connector_name,
-)
 from pdcluster_operator.api.spec.pod_templates import as_list, as_mapping
 from pdcluster_operator.plan.objects.contents import MARK
 from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
@@ -45,11 +36,11 @@ MOUNTING_KINDS = frozenset({"StatefulSet", "Deployment", "ControllerRevision", "
 def is_shared_connector(manifest: Manifest) -> bool:
     """Whether an object is a ConfigMap with a connector that belongs to its whole namespace."""
     metadata = manifest["metadata"]
-    digest = (metadata.get("labels") or {}).get(CONNECTOR_LABEL)
+    digest = (metadata.get("labels") or {}).get(object_names.CONNECTOR_LABEL)
     return (
         manifest.get("kind") == "ConfigMap"
-        and is_connector_name(str(metadata["name"]))
-        and metadata["name"] == connector_name(str(digest))
+        and object_names.is_connector_name(str(metadata["name"]))
+        and metadata["name"] == object_names.connector_name(str(digest))
         and not controller_uid(manifest)
     )
 
@@ -93,7 +84,7 @@ def config_maps_seen(observed: Observed) -> frozenset[str]:
 def marked_unused(connector: Manifest) -> str:
     """Return the time in the mark of an unused ConfigMap; empty if it has no mark."""
     annotations = connector["metadata"].get("annotations") or {}
-    return str(annotations.get(UNUSED_ANNOTATION) or "")
+    return str(annotations.get(object_names.UNUSED_ANNOTATION) or "")
 
 
 def _pod_spec(manifest: Manifest) -> Mapping[str, Any]:
@@ -108,7 +99,7 @@ def _connectors(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the names of the volumes that hold a connector, and of their ConfigMaps."""
     for volume in map(as_mapping, as_list(spec.get("volumes"))):
         name = as_mapping(volume.get("configMap")).get("name")
-        if isinstance(name, str) and is_connector_name(name):
+        if isinstance(name, str) and object_names.is_connector_name(name):
             yield str(volume.get("name")), name
 
 
@@ -119,7 +110,7 @@ def is_forged(config_map: Manifest) -> bool:
         config_map: as the store keeps it, with hashes. One with its contents is not judged.
     """
     name = str(config_map["metadata"]["name"])
-    if not is_connector_name(name):
+    if not object_names.is_connector_name(name):
         return False
     held = config_map.get("binaryData") or {}
     if not all(str(content).startswith(MARK) for content in held.values()):
@@ -193,14 +184,14 @@ def build_connector_configmap(namespace: str, connector: ConnectorBundle) -> dic
         "app.kubernetes.io/name": "pdcluster",
         "app.kubernetes.io/component": CONNECTOR_COMPONENT,
         "app.kubernetes.io/part-of": "pdcluster",
-        "app.kubernetes.io/managed-by": FIELD_MANAGER,
-        CONNECTOR_LABEL: connector.digest[:CONNECTOR_LENGTH],
+        "app.kubernetes.io/managed-by": object_names.FIELD_MANAGER,
+        object_names.CONNECTOR_LABEL: connector.digest[: object_names.CONNECTOR_LENGTH],
     }
     metadata = {
-        "name": connector_name(connector.digest),
+        "name": object_names.connector_name(connector.digest),
         "namespace": namespace,
         "labels": labels,
-        "annotations": {UNUSED_ANNOTATION: ""},
+        "annotations": {object_names.UNUSED_ANNOTATION: ""},
     }
     return {
         "apiVersion": "v1",

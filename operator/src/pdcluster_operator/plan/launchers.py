@@ -4,8 +4,6 @@ A decode engine keeps links to its peers. The planner remembers nothing, so the 
 document with peers is a hash of its content. Launchers only compare it.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,20 +11,10 @@ from functools import cache
 
 from msgspec.structs import replace
 
-from pdcluster_connector.protocol.launcher_documents import (
-    LinksReport,
-    PeerEntry,
-    PeersDocument,
-    encode_json,
-)
-from pdcluster_operator.api.object_names import (
-    HTTP_PORT,
-    LAUNCHER_PORT,
-    POD_INDEX_LABEL,
-    SIDE_CHANNEL_PORT,
-    EngineName,
-    engine_of,
-)
+from pdcluster_connector.protocol import launcher_documents
+from pdcluster_connector.protocol.launcher_documents import LinksReport, PeerEntry, PeersDocument
+from pdcluster_operator.api import object_names
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Certificates, Role
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.observed.engines import EngineView
@@ -67,8 +55,8 @@ def launchers_to_poll(pods: Iterable[Manifest], children: Iterable[Manifest]) ->
     certificates = certificates_by_engine(pods, children)
     for pod in pods:
         metadata, status = pod["metadata"], pod.get("status") or {}
-        engine, address = engine_of(pod), status.get("podIP")
-        if engine and address and metadata["labels"].get(POD_INDEX_LABEL, "0") == "0":
+        engine, address = object_names.engine_of(pod), status.get("podIP")
+        if engine and address and metadata["labels"].get(object_names.POD_INDEX_LABEL, "0") == "0":
             restarts = sum(c.get("restartCount", 0) for c in status.get("containerStatuses") or ())
             process = f"{metadata['uid']}/{restarts}"
             held = certificates[engine]
@@ -78,7 +66,7 @@ def launchers_to_poll(pods: Iterable[Manifest], children: Iterable[Manifest]) ->
 
 def launcher_url(address: str, *, secured: bool) -> str:
     """Return the base URL of the launcher in the pod with this address."""
-    return f"{'https' if secured else 'http'}://{url_host(address)}:{LAUNCHER_PORT}"
+    return f"{'https' if secured else 'http'}://{url_host(address)}:{object_names.LAUNCHER_PORT}"
 
 
 def url_host(address: str) -> str:
@@ -133,7 +121,7 @@ def assign_peers(
     def document(names: tuple[EngineName, ...]) -> PeersDocument:
         entries = tuple(peers[name] for name in names if name in peers)
         unnumbered = PeersDocument(0, entries, cluster.served_name, interval)
-        digest = hashlib.sha256(encode_json(unnumbered)).hexdigest()
+        digest = hashlib.sha256(launcher_documents.encode_json(unnumbered)).hexdigest()
         return replace(unnumbered, generation=int(digest[:GENERATION_DIGITS], 16))
 
     return tuple(
@@ -157,9 +145,9 @@ def _peer(engine: EngineView) -> PeerEntry:
     host = url_host(engine.address)
     return PeerEntry(
         engine.name.logical,
-        f"{host}:{SIDE_CHANNEL_PORT}",
+        f"{host}:{object_names.SIDE_CHANNEL_PORT}",
         engine.engine_id,
-        f"http://{host}:{HTTP_PORT}",
+        f"http://{host}:{object_names.HTTP_PORT}",
         engine.data_parallel_size,
         _rank_hosts(engine),
     )

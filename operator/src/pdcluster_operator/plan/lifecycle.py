@@ -4,8 +4,6 @@ The queue, the reconcile and the pace of status writes all ask :func:`stage_of`,
 which PDCluster is new.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 from pdcluster_operator.api.conditions import ConditionType, Status, find_condition

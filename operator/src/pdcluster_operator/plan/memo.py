@@ -10,8 +10,6 @@ its children, the hash of each child, and the outcome. Each of them saves a twen
 half of a plan at rest. To keep the views of engines and of pairs as well saved next to nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 

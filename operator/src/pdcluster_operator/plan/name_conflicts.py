@@ -5,8 +5,6 @@ deleted. A ConfigMap that PDClusters share belongs to none of them, so its conte
 are started that would mount a connector whose content is not the one of its name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass

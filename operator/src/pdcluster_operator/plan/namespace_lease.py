@@ -6,8 +6,6 @@ renewed it for its duration may be taken, and the time is measured from when *th
 the last renewal, because clocks of two machines differ.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from datetime import UTC, datetime

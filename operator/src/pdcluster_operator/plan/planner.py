@@ -5,8 +5,6 @@ the router and its address. Then it deletes what is not wanted, and then it rest
 object that already is as wanted is not applied.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
@@ -17,6 +15,7 @@ from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan import secrets
 from pdcluster_operator.plan.builders.secrets import has_certificates
 from pdcluster_operator.plan.children import children_now, steps_to
 from pdcluster_operator.plan.launchers import assign_peers
@@ -34,13 +33,6 @@ from pdcluster_operator.plan.observed.routers import routed_engines
 from pdcluster_operator.plan.prefill_scaler import as_scaled, scaler_status
 from pdcluster_operator.plan.rollout.desired import Desired, as_it_is, desire, live_engines
 from pdcluster_operator.plan.rollout.wanted_children import Wanted
-from pdcluster_operator.plan.secrets import (
-    are_needed,
-    certificates_step,
-    period_start,
-    seconds_to_renewal,
-    ticket_key_step,
-)
 from pdcluster_operator.plan.status.build import Judgement, View, build_status, judge, view_of
 from pdcluster_operator.plan.status.events import transitions
 from pdcluster_operator.plan.status.progress import ChangeView, with_failure
@@ -102,7 +94,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     # Step 3: compare it with what exists. The time decides only which engines get no pods for a
     # while, and the period of the certificates.
     children = children_now(observed, cluster, desired, now)
-    inputs = observed, cluster, findings, desired, children, lost, period_start(now)
+    inputs = observed, cluster, findings, desired, children, lost, secrets.period_start(now)
     outcome = memo.get("outcome", inputs, _outcome)
     # Step 4: write the status, with the times of its changes, and say when to look again.
     status = build_status(cluster, before, findings, outcome.judged, now)
@@ -113,7 +105,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         memo.forget_unused()
     waits = (
         _next_look(observed, status, outcome.judged.change, now, accepted=findings.ok),
-        seconds_to_renewal(now) if outcome.certified else None,
+        secrets.seconds_to_renewal(now) if outcome.certified else None,
     )
     return Plan(
         steps=outcome.steps,
@@ -135,14 +127,14 @@ def _outcome(
     lost: AbstractSet[str],
     period: float,
 ) -> _Outcome:
-    certified = are_needed(observed, cluster)
+    certified = secrets.are_needed(observed, cluster)
     steps: list[Step] = []
     # Pods mount the Secrets, so these come first. The certificates of engines that exist are
     # renewed even if the spec is not accepted any more.
-    if findings.ok and (key := ticket_key_step(observed, cluster)):
+    if findings.ok and (key := secrets.ticket_key_step(observed, cluster)):
         steps.append(key)
     names = (name for role in Role for name in desired.names[role])
-    if certified and (renewal := certificates_step(observed, cluster, names, period)):
+    if certified and (renewal := secrets.certificates_step(observed, cluster, names, period)):
         steps.append(renewal)
     if findings.ok:
         steps += steps_to(observed, desired, children)

@@ -4,8 +4,6 @@ The number is put into the spec before anything looks at it. So every rule holds
 no other code has to know about scalers. The scaler may bound it by the number of decode engines.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -6,20 +6,12 @@ for new connections, so nothing is restarted. The ticket keys are written once, 
 rotation. The connector's ``protocol/ticket_keys.py`` says when a new key begins to sign.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION, EngineName, engine_of
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.secrets import (
-    build_certificates_secret,
-    build_ticket_key_secret,
-    certificates_of,
-    certificates_of_template,
-    entry_of,
-)
+from pdcluster_operator.plan.builders import secrets
 from pdcluster_operator.plan.rollout.desired import live_engines
 from pdcluster_operator.plan.rollout.revisions import revisions_in
 from pdcluster_operator.plan.types import (
@@ -52,7 +44,7 @@ def certificates_step(
     """
     pods = (engine_of(pod) for pod in observed.pods)
     names = {*wanted, *live_engines(observed), *(name for name in pods if name is not None)}
-    engines = {entry_of(name): name.logical for name in sorted(names)}
+    engines = {secrets.entry_of(name): name.logical for name in sorted(names)}
     if not engines:
         return None
     issue = f"{observed.certificates.authority}.{int(begin)}"
@@ -60,7 +52,7 @@ def certificates_step(
     if held.issue == issue and held.engines == engines.keys():
         return None
     return WriteCertificates(
-        build_certificates_secret(cluster, issue),
+        secrets.build_certificates_secret(cluster, issue),
         engines,
         begin - CLOCKS_DIFFER,
         begin + PERIODS * PERIOD_SECONDS,
@@ -72,7 +64,7 @@ def certificates_step(
 def certificates_as_due(children: Iterable[Manifest], now: float) -> HeldCertificates:
     """Return the certificates that the Secret should hold now, for a reader who may not read it."""
     names = (engine_of(child) for child in children if child.get("kind") == "StatefulSet")
-    entries = frozenset(entry_of(name) for name in names if name is not None)
+    entries = frozenset(secrets.entry_of(name) for name in names if name is not None)
     return HeldCertificates("", f".{int(period_start(now))}", entries)
 
 
@@ -83,7 +75,7 @@ def seconds_to_renewal(now: float) -> float:
 
 def are_needed(observed: Observed, cluster: Cluster) -> bool:
     """Whether an engine has certificates of the operator, or is to have them."""
-    if certificates_of(cluster) is Certificates.OPERATOR:
+    if secrets.certificates_of(cluster) is Certificates.OPERATOR:
         return True
     live = certificates_by_engine(observed.pods, observed.children).values()
     return Certificates.OPERATOR in live
@@ -127,7 +119,7 @@ def certificates_by_engine(
     return {
         name: Certificates.UNKNOWN
         if template is None
-        else certificates_of_template(template, name.cluster)
+        else secrets.certificates_of_template(template, name.cluster)
         for name, template in templates.items()
     }
 
@@ -144,7 +136,7 @@ def ticket_key_step(observed: Observed, cluster: Cluster) -> WriteTicketKey | No
     if held is not None and wanted in ("", held.rotation):
         return None
     return WriteTicketKey(
-        build_ticket_key_secret(cluster, wanted),
+        secrets.build_ticket_key_secret(cluster, wanted),
         rotate=held is not None,
         why="a new key that signs tickets; the old one stays valid"
         if held is not None

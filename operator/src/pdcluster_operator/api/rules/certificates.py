@@ -7,11 +7,8 @@ never hold the files is an error. An emptyDir that no container fills is only a 
 of the cluster may add a sidecar to the pods.
 """
 
-from __future__ import annotations
-
 import posixpath
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Rule, shown
@@ -68,13 +65,6 @@ def support_errors(cluster: Cluster) -> Iterator[FieldError]:
             "Give it one (the chart's operator.engineCertificate.existingSecret), or write "
             "Enabled. Local mode knows Enabled and Disabled only.",
         )
-
-
-def support_warnings(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield the same as a warning, for ``pdcluster lint``, which does not see the operator."""
-    for error in support_errors(cluster):
-        message = "an operator of a default install has no certificate that such engines trust"
-        yield replace(error, message=message)
 
 
 def _hidden(cluster: Cluster, role: Role) -> Iterator[FieldError]:

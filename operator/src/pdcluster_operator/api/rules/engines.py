@@ -6,8 +6,6 @@ needs values that a manifest may leave out. Such a rule is checked when the engi
 other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 
 from pdcluster_connector.compat.counted import counted

@@ -4,8 +4,6 @@ Refused are flags and variables that the operator sets itself, flags with which 
 not start, and flags that contradict a field of the spec.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 

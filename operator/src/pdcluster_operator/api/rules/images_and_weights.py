@@ -1,7 +1,5 @@
 """Rules of images and weights: versions, moving tags and branches, differences between roles."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

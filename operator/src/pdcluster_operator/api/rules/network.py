@@ -1,7 +1,5 @@
 """Rules of the network: peers of NetworkPolicies, NIXL's backends, and RDMA."""
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Iterator, Sequence
 

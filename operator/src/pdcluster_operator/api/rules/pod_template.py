@@ -1,10 +1,10 @@
-"""Checks a user's pod template against the fields that Kubernetes has.
+"""Rules of a user's pod template: fields that Kubernetes does not have, and access to the node.
 
 The API server stores the template unchecked. Later it would refuse the StatefulSet that is made
 from it, with an error that does not name the field of the PDCluster.
-"""
 
-from __future__ import annotations
+Whoever may mount a folder of a node can read it, so an operator may forbid hostPath.
+"""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -14,6 +14,8 @@ from pdcluster_operator.api.findings import FieldError, Rule, nearest, quoted, s
 from pdcluster_operator.api.spec.pod_templates import (
     FIELDS,
     REQUIRED_KEYS,
+    as_list,
+    as_mapping,
     containers,
     is_list,
     pod_spec,
@@ -221,3 +223,69 @@ def _free_keys(path: str, value: object) -> Iterator[FieldError]:
 
 def _wrong(path: str, value: object, word: str, remedy: str) -> FieldError:
     return FieldError(path, quoted(value), Rule.WRONG_TYPE, f"must be {word}", remedy)
+
+
+HOST_PATH_REMEDY = (
+    "Use a persistentVolumeClaim, or let the operator admit folders of the nodes "
+    "(--allow-host-path-models, the chart's operator.allowHostPathModels)."
+)
+
+
+def host_path_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield every place where a spec mounts a folder of the node."""
+    source = cluster.spec.model.source.host_path
+    if source is not None:
+        yield _host_path("spec.model.source.hostPath.path", source.path)
+    for path, template, _ in pod_templates(cluster):
+        for place, volume in enumerate(as_list(pod_spec(template).get("volumes"))):
+            if isinstance(volume, Mapping) and volume.get("hostPath") is not None:
+                yield _host_path(f"{path}.spec.volumes[{place}].hostPath", volume["hostPath"])
+
+
+def _host_path(path: str, value: object) -> FieldError:
+    message = "mounts a folder of the node, which this operator does not admit"
+    return FieldError(path, shown(value), Rule.HOST_PATH_NOT_ADMITTED, message, HOST_PATH_REMEDY)
+
+
+def node_local_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield a warning about a model in a folder, which every node must have."""
+    if cluster.spec.model.source.host_path is not None:
+        yield FieldError(
+            "spec.model.source.hostPath.path",
+            cluster.spec.model.source.host_path.path,
+            Rule.NODE_LOCAL_MODEL,
+            "the folder must exist on every node that an engine may run on",
+            "Use a persistentVolumeClaim on a cluster of several nodes.",
+        )
+
+
+HOST_FIELDS = {
+    "hostPID": "see all processes of the node, and can stop those of the same user",
+    "hostIPC": "can read shared memory of all processes on the node that also use hostIPC",
+    "hostNetwork": "use the node's network: two engines on one node need the same ports, and "
+    "NetworkPolicies do not protect them",
+}
+
+
+def exposure_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield settings that give a pod access to its node."""
+    for path, template, ours in pod_templates(cluster):
+        spec = pod_spec(template)
+        for name, means in HOST_FIELDS.items():
+            if spec.get(name) is True:
+                yield _host_field(f"{path}.spec.{name}", f"these {ours}s {means}")
+        for place, container in containers(template):
+            if as_mapping(container.get("securityContext")).get("privileged") is True:
+                where = f"{path}.{place}.securityContext.privileged"
+                yield _host_field(where, f"these {ours}s have the rights of root on the node")
+
+
+def _host_field(path: str, message: str) -> FieldError:
+    return FieldError(
+        path,
+        "true",
+        Rule.HOST_NAMESPACE,
+        message,
+        "Use it only where you trust what runs in the pod and on the node; docs/operations.md "
+        "says what needs it.",
+    )

@@ -1,6 +1,9 @@
-"""Rules of requests and limits, with those that the operator and a pod template add."""
+"""Rules of what the scheduler judges: requests and limits, and pods that get nodes together.
 
-from __future__ import annotations
+Requests and limits are those of the spec, with those that the operator and a pod template add.
+With ``spec.scheduling.gang``, the API server has to serve PodGroups, and the pods of a PodGroup
+have one priority.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -8,23 +11,17 @@ from decimal import Decimal
 
 from pdcluster_connector.compat.counted import counted
 from pdcluster_operator.api.findings import FieldError, Rule, shown
+from pdcluster_operator.api.spec import resources
 from pdcluster_operator.api.spec.engine_types import Resources
-from pdcluster_operator.api.spec.enums import Device, Role
+from pdcluster_operator.api.spec.enums import Device, Role, Switch
 from pdcluster_operator.api.spec.pod_templates import (
     amounts,
     containers,
     engine_container,
+    pod_spec,
     pod_templates,
 )
 from pdcluster_operator.api.spec.resolve import Engine, resolve_engine, workers_per_pod
-from pdcluster_operator.api.spec.resources import (
-    STANDARD,
-    added_limits,
-    is_accelerator,
-    is_countable,
-    parse_quantity,
-    takes_no_gpus,
-)
 from pdcluster_operator.api.spec.router_types import RouterResources
 from pdcluster_operator.api.spec.types import Cluster
 
@@ -39,7 +36,7 @@ class Amount:
     @property
     def number(self) -> Decimal | None:
         """The number that is meant; None if it is no quantity."""
-        return parse_quantity(self.text)
+        return resources.parse_quantity(self.text)
 
 
 def resource_errors(cluster: Cluster) -> Iterator[FieldError]:
@@ -53,7 +50,9 @@ def resource_errors(cluster: Cluster) -> Iterator[FieldError]:
         yield from _names(f"spec.{role}.resources", cluster.spec.role(role).resources)
         yield from _whole(requests | limits)
         yield from _pairs(requests, limits)
-        if cluster.spec.transfer.device is Device.CUDA and not takes_no_gpus(cluster, role):
+        if cluster.spec.transfer.device is Device.CUDA and not resources.takes_no_gpus(
+            cluster, role
+        ):
             yield from _gpus(engine, limits)
     router = cluster.spec.router.resources
     yield from _names("spec.router.resources", router)
@@ -87,7 +86,7 @@ def _amounts(cluster: Cluster, engine: Engine, kind: str) -> dict[str, Amount]:
     texts = given.requests if kind == "requests" else given.limits
     found = {name: Amount(f"{path}.{kind}.{name}", text) for name, text in texts.items()}
     if kind == "limits":
-        for name, text in added_limits(cluster, engine).items():
+        for name, text in resources.added_limits(cluster, engine).items():
             found[name] = Amount(f"{path}.{kind}.{name}", text)
     place, overlay = engine_container(cluster, engine.role)
     return found | _written(overlay, place, kind)
@@ -104,7 +103,7 @@ def _written(container: Mapping[str, object], path: str, kind: str) -> dict[str,
 def _names(path: str, given: Resources | RouterResources) -> Iterator[FieldError]:
     for kind, amounts_of in (("requests", given.requests), ("limits", given.limits)):
         for name, text in amounts_of.items():
-            if name in STANDARD or is_countable(name):
+            if name in resources.STANDARD or resources.is_countable(name):
                 continue
             yield FieldError(
                 f"{path}.{kind}.{name}",
@@ -118,7 +117,7 @@ def _names(path: str, given: Resources | RouterResources) -> Iterator[FieldError
 def _whole(given: dict[str, Amount]) -> Iterator[FieldError]:
     for name, amount in given.items():
         number = amount.number
-        if is_countable(name) and number is not None and number % 1:
+        if resources.is_countable(name) and number is not None and number % 1:
             yield FieldError(
                 amount.path,
                 shown(amount.text),
@@ -135,7 +134,7 @@ def _pairs(requests: dict[str, Amount], limits: dict[str, Amount]) -> Iterator[F
         if number is None:
             continue
         if limit is None:
-            if is_countable(name):
+            if resources.is_countable(name):
                 missing = request.path.replace(".requests.", ".limits.", 1)
                 message = f"{name} is requested without a limit"
                 yield _mismatch(request, message, (missing,), request.text)
@@ -143,7 +142,7 @@ def _pairs(requests: dict[str, Amount], limits: dict[str, Amount]) -> Iterator[F
         most = limit.number
         if most is None:
             continue
-        if is_countable(name) and number != most:
+        if resources.is_countable(name) and number != most:
             message = f"the limit is {limit.text}; for {name}, request and limit must be equal"
             yield _mismatch(request, message, (limit.path,), limit.text)
         elif number > most:
@@ -165,7 +164,7 @@ def _gpus(engine: Engine, limits: dict[str, Amount]) -> Iterator[FieldError]:
     if engine.parallelism.workers % engine.parallelism.nodes:
         return  # NodesDivideWorkers reports it
     wanted = workers_per_pod(engine)
-    named = {name: amount for name, amount in limits.items() if is_accelerator(name)}
+    named = {name: amount for name, amount in limits.items() if resources.is_accelerator(name)}
     numbers = [amount.number or Decimal(0) for amount in named.values()]
     if not named or sum(numbers) == wanted:
         return
@@ -187,3 +186,49 @@ def _other_containers(cluster: Cluster) -> Iterator[FieldError]:
                 continue
             here = f"{path}.{place}"
             yield from _pairs(_written(entry, here, "requests"), _written(entry, here, "limits"))
+
+
+GANG = "spec.scheduling.gang"
+GROUP_FIELDS = ("priorityClassName", "preemptionPolicy", "schedulerName")
+"""Fields that must be equal in all pods of a PodGroup."""
+
+
+def gang_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield fields with which the scheduler refuses the pods of a PodGroup."""
+    if cluster.spec.scheduling.gang is not Switch.ENABLED:
+        return
+    specs = {role: pod_spec(cluster.spec.role(role).pod_template) for role in Role}
+    for role, spec in specs.items():
+        if spec.get("schedulingGroup") is not None:
+            yield FieldError(
+                f"spec.{role}.podTemplate.spec.schedulingGroup",
+                shown(spec["schedulingGroup"]),
+                Rule.CONFLICTING_SETTINGS,
+                f"contradicts {GANG}, with which the operator writes this field",
+                f"Remove it, or set {GANG} to Disabled.",
+            )
+    for field in GROUP_FIELDS:
+        prefill, decode = (specs[role].get(field) or "" for role in Role)
+        if prefill != decode:
+            yield FieldError(
+                f"spec.decode.podTemplate.spec.{field}",
+                shown(decode),
+                Rule.GANG_MIXED,
+                f"differs from prefill's, which is {shown(prefill)}. The scheduler refuses a "
+                "PodGroup of such pods",
+                f"Write the same {field} in both roles, or set {GANG} to Disabled.",
+            )
+
+
+def pod_group_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield an error if engines are to start together, for an API server without PodGroups."""
+    if cluster.spec.scheduling.gang is Switch.ENABLED:
+        yield FieldError(
+            GANG,
+            Switch.ENABLED.value,
+            Rule.POD_GROUPS_NOT_SERVED,
+            "this API server serves no podgroups of scheduling.k8s.io/v1beta1",
+            "Set it to Disabled. Or use Kubernetes 1.37 or newer with the feature gate "
+            "GenericWorkload in the API server, the scheduler and the controller manager, and with "
+            "--runtime-config=scheduling.k8s.io/v1beta1=true in the API server.",
+        )

@@ -4,52 +4,29 @@ The webhook, the planner and ``pdcluster lint`` all call :func:`check_manifest`.
 an update only for errors that the update adds.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pdcluster_operator.api.findings import FieldError, Findings, under
-from pdcluster_operator.api.rules.certificates import (
-    mount_errors,
-    mount_warnings,
-    support_errors,
-    support_warnings,
-)
-from pdcluster_operator.api.rules.engines import (
-    idle_warnings,
-    one_sided_warnings,
-    pair_findings,
-    size_errors,
-)
-from pdcluster_operator.api.rules.extra_args import (
-    argument_errors,
-    flag_errors,
-    start_errors,
-    variable_warnings,
-)
-from pdcluster_operator.api.rules.gang import gang_errors, pod_group_errors, pod_group_warnings
-from pdcluster_operator.api.rules.host_access import (
-    exposure_warnings,
-    host_path_errors,
-    host_path_warnings,
-    node_local_warnings,
-)
-from pdcluster_operator.api.rules.images_and_weights import (
-    image_errors,
-    image_warnings,
-    weight_warnings,
-)
+from pdcluster_operator.api.findings import FieldError, Findings, Rule, under
+from pdcluster_operator.api.rules import certificates, engines, extra_args, images_and_weights
 from pdcluster_operator.api.rules.network import backend_errors, network_errors, rdma_warnings
 from pdcluster_operator.api.rules.pod_template import (
+    exposure_warnings,
+    host_path_errors,
+    node_local_warnings,
     overlay_warnings,
     pod_template_errors,
     pod_template_warnings,
 )
-from pdcluster_operator.api.rules.resources import resource_errors, resource_warnings
+from pdcluster_operator.api.rules.resources import (
+    gang_errors,
+    pod_group_errors,
+    resource_errors,
+    resource_warnings,
+)
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER
@@ -58,6 +35,14 @@ from pdcluster_operator.api.spec.types import Cluster
 LONGEST_WARNING = 256
 """Characters of an admission warning that API servers pass on without cutting."""
 MOST_WARNINGS = 16
+BY_DEFAULT: Mapping[str, str] = {
+    Rule.HOST_PATH_NOT_ADMITTED: "mounts a folder of the node, which a default install refuses",
+    Rule.MOUNTED_NOT_SUPPORTED: (
+        "an operator of a default install has no certificate that such engines trust"
+    ),
+    Rule.POD_GROUPS_NOT_SERVED: "an API server serves no PodGroups by default",
+}
+"""What ``pdcluster lint`` says of such a finding. It sees neither the operator nor the server."""
 _INDEX = re.compile(r"\[\d+\]")
 
 
@@ -91,17 +76,18 @@ def check_manifest(
         sources = (finding.path, *finding.related)
         return not any(under(path, source) for path in broken for source in sources)
 
-    refused = list(host_path_errors(parsed.cluster)) if host_paths is False else []
-    if one_node or mounted_certificates is False:
-        refused += support_errors(parsed.cluster)
-    if pod_groups is False and not one_node:
-        refused += pod_group_errors(parsed.cluster)
-    warned = [] if one_node else list(node_local_warnings(parsed.cluster))
-    warned += host_path_warnings(parsed.cluster) if host_paths is None else ()
-    warned += support_warnings(parsed.cluster) if mounted_certificates is None else ()
-    warned += pod_group_warnings(parsed.cluster) if pod_groups is None else ()
+    cluster = parsed.cluster
+    supported = (
+        (host_paths, host_path_errors(cluster)),
+        (False if one_node else mounted_certificates, certificates.support_errors(cluster)),
+        (True if one_node else pod_groups, pod_group_errors(cluster)),
+    )
+    refused = [error for one, errors in supported if one is False for error in errors]
+    by_default = [error for one, errors in supported if one is None for error in errors]
+    warned = [] if one_node else list(node_local_warnings(cluster))
+    warned += [replace(error, message=BY_DEFAULT[error.rule]) for error in by_default]
     errors = (*parsed.errors, *filter(stands, (*found.errors, *refused)))
-    return parsed.cluster, Findings(
+    return cluster, Findings(
         errors=errors,
         warnings=tuple(filter(stands, (*found.warnings, *warned))),
         unchecked=found.unchecked,
@@ -110,7 +96,7 @@ def check_manifest(
 
 def validate(cluster: Cluster) -> Findings:
     """Check a parsed spec across its fields."""
-    pair = pair_findings(cluster)
+    pair = engines.pair_findings(cluster)
     return Findings(
         errors=tuple(_errors(cluster, pair)),
         warnings=tuple(_warnings(cluster)),
@@ -119,35 +105,35 @@ def validate(cluster: Cluster) -> Findings:
 
 
 def _errors(cluster: Cluster, pair: Findings) -> Iterator[FieldError]:
-    yield from size_errors(cluster)
+    yield from engines.size_errors(cluster)
     yield from resource_errors(cluster)
     yield from pod_template_errors(cluster)
-    yield from image_errors(cluster)
-    yield from argument_errors(cluster)
-    yield from flag_errors(cluster)
+    yield from images_and_weights.image_errors(cluster)
+    yield from extra_args.argument_errors(cluster)
+    yield from extra_args.flag_errors(cluster)
     yield from backend_errors(cluster)
-    yield from start_errors(cluster)
-    yield from mount_errors(cluster)
+    yield from extra_args.start_errors(cluster)
+    yield from certificates.mount_errors(cluster)
     yield from network_errors(cluster)
     yield from gang_errors(cluster)
     yield from pair.errors
 
 
 def _warnings(cluster: Cluster) -> Iterator[FieldError]:
-    yield from one_sided_warnings(cluster)
-    yield from image_warnings(cluster)
-    yield from weight_warnings(cluster)
+    yield from engines.one_sided_warnings(cluster)
+    yield from images_and_weights.image_warnings(cluster)
+    yield from images_and_weights.weight_warnings(cluster)
     yield from resource_warnings(cluster)
     yield from pod_template_warnings(cluster)
-    yield from variable_warnings(cluster)
+    yield from extra_args.variable_warnings(cluster)
     for role in Role:
         template = cluster.spec.role(role).pod_template
         yield from overlay_warnings(f"spec.{role}.podTemplate", template, ENGINE_CONTAINER)
-        yield from idle_warnings(cluster, role)
+        yield from engines.idle_warnings(cluster, role)
     router = cluster.spec.router.pod_template
     yield from overlay_warnings("spec.router.podTemplate", router, ROUTER_CONTAINER)
     yield from rdma_warnings(cluster)
-    yield from mount_warnings(cluster)
+    yield from certificates.mount_warnings(cluster)
     yield from exposure_warnings(cluster)
 
 

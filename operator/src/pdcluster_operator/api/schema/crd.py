@@ -4,8 +4,6 @@ The schema of the spec is generated from its types. It is structural, as Kuberne
 field described, every string, list and number bounded, defaults only where the types have them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

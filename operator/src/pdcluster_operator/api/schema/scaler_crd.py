@@ -1,7 +1,5 @@
 """Writes the PrefillScaler's CustomResourceDefinition."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

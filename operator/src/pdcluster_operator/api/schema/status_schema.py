@@ -4,8 +4,6 @@ The API server shows a default status of a PDCluster until the operator writes o
 operator waits before it does, and an empty status would look like an operator that does not run.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, timestamp

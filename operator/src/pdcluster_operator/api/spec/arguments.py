@@ -5,8 +5,6 @@ vLLM takes ``--flag value`` and ``--flag=value``, underscores for hyphens, short
 a long name. All of these are resolved here. Otherwise a flag of the operator could be overridden.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The part of a spec about engines: the model that they serve, and how they run, by role."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 

@@ -1,7 +1,5 @@
 """The closed sets of values in the API."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 

@@ -17,8 +17,6 @@ tried, msgspec 0.22 and pydantic 2.14:
   ``api/schema/crd.py`` writes it from the same field descriptions.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

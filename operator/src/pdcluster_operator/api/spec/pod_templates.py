@@ -3,8 +3,6 @@
 :func:`merge` lays a user's template over ours, in the spirit of Kubernetes' strategic merge.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, Final, TypeGuard

@@ -4,8 +4,6 @@ At admission ``compat`` compares the shapes of both roles, exactly as the handsh
 real ones. A value that the spec does not give is None.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

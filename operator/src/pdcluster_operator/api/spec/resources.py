@@ -1,7 +1,5 @@
 """Resources of pods: quantities, kinds of resources, and the limits that the operator adds."""
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal
 

@@ -4,8 +4,6 @@ The peers of a Kubernetes NetworkPolicy have types of their own. If a selector w
 the API server would drop a misspelt field from it, and a selector without fields selects every pod.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Final
 

@@ -7,8 +7,6 @@ value. The types of engines are in :mod:`.engine_types`, those of the router in
 :mod:`.router_types`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated
 

@@ -1,23 +1,30 @@
-"""The objects of one engine beside its pod template: its StatefulSet, its Service, its PodGroup."""
+"""The objects of one engine: its StatefulSet, its Service, its PodGroup, and its pod template.
 
-from __future__ import annotations
+The launcher is PID 1, and the connector is mounted beside vLLM.
+"""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from pdcluster_operator.api.object_names import (
-    CLUSTER_LABEL,
-    ENGINE_LABEL,
-    ENGINE_METRICS_PORT,
-    HTTP_PORT,
-    LAUNCHER_PORT,
-    QUEUE_LABEL,
-    SIDE_CHANNEL_PORT,
-    EngineName,
-    cluster_labels,
-    engine_labels,
+from pdcluster_operator.api import object_names
+from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.api.spec import resolve
+from pdcluster_operator.api.spec.enums import (
+    Certificates,
+    ConnectorSource,
+    Device,
+    LoadFailurePolicy,
+    Role,
+    Switch,
+    Visibility,
 )
+from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, merge
+from pdcluster_operator.api.spec.resolve import Engine
+from pdcluster_operator.api.spec.resources import added_limits
 from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan import connectors
+from pdcluster_operator.plan.builders import secrets
 from pdcluster_operator.plan.objects.ownership import child_metadata
 
 
@@ -37,9 +44,9 @@ def build_engine_statefulset(
         nodes: pods of the engine.
         queue: Kueue's queue; empty for none.
     """
-    labels = engine_labels(name, pairing_key)
+    labels = object_names.engine_labels(name, pairing_key)
     if queue:
-        labels[QUEUE_LABEL] = queue
+        labels[object_names.QUEUE_LABEL] = queue
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
@@ -50,7 +57,10 @@ def build_engine_statefulset(
             "podManagementPolicy": "Parallel",
             "updateStrategy": {"type": "OnDelete"},
             "selector": {
-                "matchLabels": {CLUSTER_LABEL: name.cluster, ENGINE_LABEL: name.stateful_set}
+                "matchLabels": {
+                    object_names.CLUSTER_LABEL: name.cluster,
+                    object_names.ENGINE_LABEL: name.stateful_set,
+                }
             },
             "template": template,
         },
@@ -59,12 +69,12 @@ def build_engine_statefulset(
 
 def build_engine_service(cluster: Cluster, name: EngineName, pairing_key: str) -> dict[str, Any]:
     """Return the Service. Pods have names before they are ready: others connect to the first."""
-    labels = engine_labels(name, pairing_key)
+    labels = object_names.engine_labels(name, pairing_key)
     ports = {
-        "http": HTTP_PORT,
-        "launcher": LAUNCHER_PORT,
-        "metrics": ENGINE_METRICS_PORT,
-        "side-channel": SIDE_CHANNEL_PORT,
+        "http": object_names.HTTP_PORT,
+        "launcher": object_names.LAUNCHER_PORT,
+        "metrics": object_names.ENGINE_METRICS_PORT,
+        "side-channel": object_names.SIDE_CHANNEL_PORT,
     }
     return {
         "apiVersion": "v1",
@@ -73,7 +83,10 @@ def build_engine_service(cluster: Cluster, name: EngineName, pairing_key: str) -
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": {CLUSTER_LABEL: name.cluster, ENGINE_LABEL: name.stateful_set},
+            "selector": {
+                object_names.CLUSTER_LABEL: name.cluster,
+                object_names.ENGINE_LABEL: name.stateful_set,
+            },
             "ports": [
                 {"name": port, "port": number, "targetPort": port, "protocol": "TCP"}
                 for port, number in ports.items()
@@ -100,6 +113,300 @@ def build_pod_group(cluster: Cluster, name: str, pods: int, priority: str) -> di
     return {
         "apiVersion": "scheduling.k8s.io/v1beta1",
         "kind": POD_GROUP_KIND,
-        "metadata": child_metadata(cluster, name, cluster_labels(cluster.name, GANG_COMPONENT)),
+        "metadata": child_metadata(
+            cluster, name, object_names.cluster_labels(cluster.name, GANG_COMPONENT)
+        ),
         "spec": spec,
     }
+
+
+SHARED_MEMORY = {Device.CUDA: "8Gi", Device.CPU: "2Gi"}
+TERMINATION_LOG = "/dev/termination-log"
+SHM_FOLDER = "/dev/shm"  # noqa: S108 (a mount of the pod's own)
+PROBE_PERIOD_SECONDS = 2
+# Channels before positions: so a Mamba model's convolution states can be cut by tensor rank, and
+# the two roles may differ in tensor size. Other models do not look at it.
+CONV_STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
+
+
+def build_engine_pod(
+    cluster: Cluster, engine: Engine, name: EngineName, pairing_key: str, digest: str
+) -> dict[str, Any]:
+    """Return the pod template, with the user's own merged over it by container name."""
+    labels = object_names.engine_labels(name, pairing_key) | secrets.tls_labels(cluster)
+    signed = secrets.certificates_of(cluster) is Certificates.OPERATOR
+    template: dict[str, Any] = {
+        "metadata": {"labels": labels},
+        "spec": {
+            "serviceAccountName": object_names.service_account_name(cluster.name),
+            "automountServiceAccountToken": False,
+            # vLLM's images run as root, so that no more can be asked of the user here.
+            "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+            # Service links would set VLLM_PORT and the like for Services of such names.
+            "enableServiceLinks": False,
+            "terminationGracePeriodSeconds": resolve.grace_period(cluster),
+            "containers": [_container(cluster, engine, name, pairing_key)],
+            "volumes": [
+                *_volumes(engine, digest),
+                *model_volumes(cluster),
+                secrets.ticket_key_volume(cluster),
+                *([secrets.certificate_volume(cluster, name)] if signed else []),
+                {
+                    "name": "shm",
+                    "emptyDir": {
+                        "medium": "Memory",
+                        "sizeLimit": SHARED_MEMORY[cluster.spec.transfer.device],
+                    },
+                },
+            ],
+        },
+    }
+    rdma = cluster.spec.transfer.rdma
+    if rdma is not None and rdma.networks:
+        networks = {"k8s.v1.cni.cncf.io/networks": ",".join(rdma.networks)}
+        template["metadata"]["annotations"] = networks
+    overlay = cluster.spec.role(engine.role).pod_template
+    merged: dict[str, Any] = merge(template, overlay or {})
+    # Selectors, links and revisions go by these: no template may change them.
+    return merge(merged, {"metadata": {"labels": {object_names.TLS_LABEL: None, **labels}}})  # type: ignore[no-any-return]
+
+
+def _container(
+    cluster: Cluster, engine: Engine, name: EngineName, pairing_key: str
+) -> dict[str, Any]:
+    command = ["python3", f"{connectors.CONNECTOR_FOLDER}/{connectors.CONNECTOR_FILE}"]
+    if engine.connector is ConnectorSource.IMAGE:
+        command = ["python3", "-m", "pdcluster_connector.launcher"]
+    signed = secrets.certificates_of(cluster) is Certificates.OPERATOR
+    return {
+        "name": ENGINE_CONTAINER,
+        "image": engine.image,
+        "command": command,
+        "args": [
+            "--engine", name.logical,
+            "--role", engine.role.value,
+            "--host", "0.0.0.0",  # noqa: S104 (a pod's own network)
+            "--port", str(object_names.LAUNCHER_PORT),
+            "--metrics-port", str(object_names.ENGINE_METRICS_PORT),
+            "--drain-seconds", str(resolve.drain_seconds(cluster)),
+            "--stop-seconds", str(resolve.STOP_SECONDS),
+            "--termination-log", TERMINATION_LOG,
+            "--",
+            *vllm_args(cluster, engine, name, pairing_key),
+        ],
+        "env": _env(cluster, engine),
+        "ports": _ports(engine),
+        "resources": _resources(cluster, engine),
+        "volumeMounts": [*_mounts(engine), *model_mounts(cluster), secrets.ticket_key_mount(),
+                         *([secrets.certificate_mount()] if signed else []),
+                         {"name": "shm", "mountPath": SHM_FOLDER}],
+        "startupProbe": _probe(cluster, engine.startup_timeout_seconds // PROBE_PERIOD_SECONDS),
+        "readinessProbe": _probe(cluster, failures=3),
+        "securityContext": _security(cluster),
+        "terminationMessagePath": TERMINATION_LOG,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }  # fmt: skip
+
+
+def _probe(cluster: Cluster, failures: int) -> dict[str, Any]:
+    # The kubelet checks no certificate and shows none: the launcher answers this path to anybody.
+    scheme = {"scheme": "HTTPS"} if secrets.has_certificates(cluster) else {}
+    return {
+        "httpGet": {"path": "/readyz", "port": "launcher", **scheme},
+        "periodSeconds": PROBE_PERIOD_SECONDS,
+        "timeoutSeconds": 2,
+        "failureThreshold": failures,
+    }
+
+
+def _env(cluster: Cluster, engine: Engine) -> list[dict[str, Any]]:
+    env: list[dict[str, Any]] = [
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "VLLM_HOST_IP", "value": "$(POD_IP)"},
+    ]
+    if all(var.name != CONV_STATE_LAYOUT for var in engine.env):
+        env.append({"name": CONV_STATE_LAYOUT, "value": "DS"})
+    if engine.parallelism.nodes > 1:
+        label = {"fieldRef": {"fieldPath": f"metadata.labels['{object_names.POD_INDEX_LABEL}']"}}
+        env.append({"name": NODE_RANK_VARIABLE, "valueFrom": label})
+    env += model_env(cluster)
+    env += secrets.api_key_env(cluster)
+    for var in engine.env:
+        if var.value_from is not None:
+            env.append({"name": var.name, "valueFrom": dict(var.value_from)})
+        else:
+            env.append({"name": var.name, "value": var.value or ""})
+    return env
+
+
+def _ports(engine: Engine) -> list[dict[str, Any]]:
+    # A data-parallel rank listens on the side channel's port plus its rank. Kubernetes takes
+    # names of 15 characters.
+    side_channels = {
+        "side-channel" if rank == 0 else f"side-ch-{rank}": object_names.SIDE_CHANNEL_PORT + rank
+        for rank in range(engine.parallelism.data)
+    }
+    own = {
+        "http": object_names.HTTP_PORT,
+        "launcher": object_names.LAUNCHER_PORT,
+        "metrics": object_names.ENGINE_METRICS_PORT,
+    }
+    ports = own | side_channels
+    return [
+        {"name": name, "containerPort": number, "protocol": "TCP"} for name, number in ports.items()
+    ]
+
+
+def _resources(cluster: Cluster, engine: Engine) -> dict[str, Any]:
+    given = cluster.spec.role(engine.role).resources
+    limits = {**given.limits, **added_limits(cluster, engine)}
+    parts = {"requests": dict(given.requests), "limits": limits}
+    return {name: part for name, part in parts.items() if part}
+
+
+def _security(cluster: Cluster) -> dict[str, Any]:
+    capabilities: dict[str, Any] = {"drop": ["ALL"]}
+    if cluster.spec.transfer.rdma is not None:
+        # RDMA memory registration locks pages.
+        capabilities["add"] = ["IPC_LOCK"]
+    return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
+
+
+def _volumes(engine: Engine, digest: str) -> list[dict[str, Any]]:
+    if engine.connector is ConnectorSource.IMAGE:
+        return []
+    return [connectors.connector_volume(object_names.connector_name(digest))]
+
+
+def _mounts(engine: Engine) -> list[dict[str, Any]]:
+    return [] if engine.connector is ConnectorSource.IMAGE else [connectors.connector_mount()]
+
+
+def model_volumes(cluster: Cluster) -> list[dict[str, Any]]:
+    """Return the volumes of weights: the source's, or the cache for a download."""
+    source = cluster.spec.model.source
+    if source.persistent_volume_claim is not None:
+        claim = source.persistent_volume_claim.claim_name
+        return [{"name": "model", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}]
+    if source.host_path is not None:
+        # With Directory a missing folder is an error of the pod. The kubelet creates no empty one.
+        return [{"name": "model", "hostPath": {"path": source.host_path.path, "type": "Directory"}}]
+    cache = cluster.spec.model.cache.persistent_volume_claim
+    if cache is not None:
+        return [{"name": "cache", "persistentVolumeClaim": {"claimName": cache.claim_name}}]
+    return [{"name": "cache", "emptyDir": {}}]
+
+
+def model_mounts(cluster: Cluster) -> list[dict[str, Any]]:
+    """Return the mounts of those volumes."""
+    if cluster.spec.model.source.hugging_face is None:
+        return [{"name": "model", "mountPath": resolve.MODEL_FOLDER, "readOnly": True}]
+    mount: dict[str, Any] = {"name": "cache", "mountPath": resolve.CACHE_FOLDER}
+    cache = cluster.spec.model.cache.persistent_volume_claim
+    if cache is not None and cache.path:
+        mount["subPath"] = cache.path.strip("/")
+    return [mount]
+
+
+def model_env(cluster: Cluster) -> list[dict[str, Any]]:
+    """Return the environment of a download: where it goes and with which token."""
+    source = cluster.spec.model.source.hugging_face
+    if source is None:
+        return []
+    env: list[dict[str, Any]] = [{"name": "HF_HOME", "value": resolve.CACHE_FOLDER}]
+    if source.token_secret_ref is not None:
+        ref = {"name": source.token_secret_ref.name, "key": source.token_secret_ref.key}
+        env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": ref}})
+    return env
+
+
+KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
+BUFFER_DEVICES = {Device.CUDA: "cuda", Device.CPU: "cpu"}
+NODE_RANK_VARIABLE = "PDCLUSTER_NODE_RANK"
+
+
+def vllm_args(cluster: Cluster, engine: Engine, name: EngineName, pairing_key: str) -> list[str]:
+    """Return the words after ``vllm serve``; the model comes first."""
+    words = [
+        engine.model,
+        "--served-model-name", cluster.served_name,
+        "--host", "0.0.0.0",  # noqa: S104 (a pod's own network)
+        "--port", str(object_names.HTTP_PORT),
+        *_parallel(engine, name),
+        *_cache(engine),
+    ]  # fmt: skip
+    if engine.model_revision:
+        words += ["--revision", engine.model_revision]
+    if engine.max_model_len is not None:
+        words += ["--max-model-len", str(engine.max_model_len)]
+    if engine.attention_backend is not None:
+        words += ["--attention-backend", engine.attention_backend]
+    words += secrets.api_key_args(cluster)
+    words += ["--kv-transfer-config", kv_transfer_config(cluster, engine.role, pairing_key)]
+    return [*words, *engine.extra_args]
+
+
+def _parallel(engine: Engine, name: EngineName) -> list[str]:
+    parallel = engine.parallelism
+    words = ["--tensor-parallel-size", str(parallel.tensor)]
+    if parallel.pipeline > 1:
+        words += ["--pipeline-parallel-size", str(parallel.pipeline)]
+    if parallel.data > 1:
+        # One API server for all ranks: the gauges of several servers cannot be added up.
+        words += ["--data-parallel-size", str(parallel.data), "--api-server-count", "1"]
+    if parallel.nodes > 1:
+        # The launcher adds --headless where the node's rank is not 0.
+        words += [
+            "--distributed-executor-backend", "mp",
+            "--nnodes", str(parallel.nodes),
+            "--node-rank", f"$({NODE_RANK_VARIABLE})",
+            "--master-addr", name.host(),
+            "--master-port", str(object_names.MASTER_PORT),
+        ]  # fmt: skip
+    return words
+
+
+def _cache(engine: Engine) -> list[str]:
+    words = []
+    if engine.block_size is not None:
+        words += ["--block-size", str(engine.block_size)]
+    on = engine.prefix_caching is Switch.ENABLED
+    words.append("--enable-prefix-caching" if on else "--no-enable-prefix-caching")
+    if engine.kv_cache_dtype is not None:
+        words += ["--kv-cache-dtype", engine.kv_cache_dtype]
+    return words
+
+
+def kv_transfer_config(cluster: Cluster, role: Role, pairing_key: str) -> str:
+    """Return the JSON of ``--kv-transfer-config``; the launcher adds ``engine_id``."""
+    transfer = cluster.spec.transfer
+    policy = "fail" if transfer.load_failure_policy is LoadFailurePolicy.FAIL else "recompute"
+    threads = {} if transfer.nixl_threads is None else {"num_threads": transfer.nixl_threads}
+    tokens = transfer.local_tokens_per_step if role is Role.DECODE else None
+    pace = {} if tokens is None else {"local_tokens_per_step": tokens}
+    document = {
+        "kv_connector": "PDClusterConnector",
+        "kv_connector_module_path": "pdcluster_connector.vllm.connector",
+        "kv_role": KV_ROLES[role],
+        "kv_buffer_device": BUFFER_DEVICES[transfer.device],
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {
+            "side_channel_host": "$(POD_IP)",
+            "side_channel_port": object_names.SIDE_CHANNEL_PORT,
+            "lease_seconds": transfer.lease_seconds,
+            "drain_deadline_seconds": resolve.DRAIN_DEADLINE_SECONDS,
+            "backends": list(transfer.backends),
+            "show_internal_names": transfer.internal_names is Visibility.SHOWN,
+            "ticket_key_file": f"{secrets.TICKET_KEY_FOLDER}/{secrets.TICKET_KEY_FILE}",
+            "ticket_audience": secrets.ticket_audience(cluster, pairing_key),
+            **threads,
+            **pace,
+            # A pod's address is not loopback, so the connector starts only with one of these two.
+            **(
+                {"tls": secrets.tls_option(cluster)}
+                if secrets.has_certificates(cluster)
+                else {"allow_insecure": True}
+            ),
+        },
+    }
+    return json.dumps(document, separators=(",", ":"))

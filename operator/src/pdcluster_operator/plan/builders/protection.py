@@ -3,8 +3,6 @@
 Without ``spec.transfer.tls``, only the NetworkPolicies protect the side channel and the launchers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The router before the engines of one pairing key, vLLM's own ``vllm-router``, and its Service."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

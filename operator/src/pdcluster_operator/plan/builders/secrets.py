@@ -9,8 +9,6 @@ Engines ask clients for the API key by ``vllm/api_guard.py`` of the connector. R
 ``launcher/router_gate.py``, which :mod:`.router` has started in front of the router.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from pdcluster_connector.protocol.api_key import VARIABLE

@@ -4,17 +4,11 @@
 do one thing. So the steps are those that the operator would take if everything goes well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pdcluster_operator.api.conditions import (
-    ConditionType,
-    Status,
-    StatusReason,
-    find_condition,
-)
+from pdcluster_operator.api import conditions
+from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
@@ -114,8 +108,8 @@ def forecast(observed: Observed, now: float) -> Course:
         if not done:
             break
         after = done
-    said = find_condition(plan.status, ConditionType.READY)
-    progress = find_condition(plan.status, ConditionType.PROGRESSING)
+    said = conditions.find_condition(plan.status, ConditionType.READY)
+    progress = conditions.find_condition(plan.status, ConditionType.PROGRESSING)
     if progress.get("status") == Status.FALSE and progress.get("reason") != StatusReason.COMPLETE:
         said = progress
     served = _is_true(observed.cluster.get("status"), ConditionType.AVAILABLE)
@@ -170,4 +164,4 @@ def _replaced(observed: Observed) -> Iterator[Replaced]:
 
 
 def _is_true(status: object, kind: ConditionType) -> bool:
-    return find_condition(status, kind).get("status") == Status.TRUE
+    return conditions.find_condition(status, kind).get("status") == Status.TRUE

@@ -7,8 +7,6 @@ Any other object gets kubectl's merge patch: fields that were in the last applie
 not in this one are removed, and fields of others, such as an autoscaler's replicas, stay.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any

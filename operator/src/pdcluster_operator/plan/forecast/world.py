@@ -4,8 +4,6 @@ It plays the API server, Kubernetes' controllers, the kubelet and the launchers 
 planner can see them. Pods that are deleted are gone, new pods run, new engines are verified.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import replace

@@ -6,8 +6,6 @@ A pod's spec is the largest part of a pod, and of most statuses little is read. 
 have, :mod:`.shared_parts` holds once.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Mapping

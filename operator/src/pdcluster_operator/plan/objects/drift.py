@@ -9,8 +9,6 @@ wanted, and to apply it again changes nothing. Such a rewrite is noted from the 
 reported once in an event, and left as it is.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ A pod belongs to a cluster through a workload: a StatefulSet of an engine, or th
 router's Deployment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

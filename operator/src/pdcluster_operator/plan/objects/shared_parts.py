@@ -10,8 +10,6 @@ A part that is shared must never be changed in place. The store's objects and wh
 never are.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any, Final
 

@@ -4,8 +4,6 @@ An engine is ready, not ready for a stated reason, or unknown. It is unknown onl
 ready and its launcher does not answer the operator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ pair has a weight that is a hash of its two names. So an engine that comes or go
 of the other engines (rendezvous hashing).
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet

@@ -7,22 +7,14 @@ until somebody removes the node. Its StatefulSet makes no other pod of that name
 as lost after a time, and its engine is replaced under another index.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
+from pdcluster_operator.api import object_names
 from pdcluster_operator.api.conditions import StatusReason, seconds
-from pdcluster_operator.api.object_names import (
-    ENGINE_LABEL,
-    KUEUE_GATES,
-    QUEUE_LABEL,
-    WORKLOAD_LABEL,
-    EngineName,
-    engine_of,
-)
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER, as_mapping
 from pdcluster_operator.api.spec.resources import is_accelerator, parse_quantity
 from pdcluster_operator.plan.types import Manifest
@@ -115,11 +107,14 @@ def _gated(pod: Manifest) -> Trouble | None:
     gates = [text_of(gate.get("name")) for gate in given]
     if not gates:
         return None
-    if not any(gate.startswith(KUEUE_GATES) for gate in gates):
+    if not any(gate.startswith(object_names.KUEUE_GATES) for gate in gates):
         words = f"waits until somebody removes its scheduling gate {', '.join(gates)}"
         return Trouble(StatusReason.SCHEDULING_GATED, words)
     labels = metadata_of(pod).get("labels") or {}
-    queue, workload = text_of(labels.get(QUEUE_LABEL)), text_of(labels.get(WORKLOAD_LABEL))
+    queue, workload = (
+        text_of(labels.get(object_names.QUEUE_LABEL)),
+        text_of(labels.get(object_names.WORKLOAD_LABEL)),
+    )
     return Trouble(
         StatusReason.SCHEDULING_GATED,
         f"{IN_QUEUE} {queue}; kubectl describe workloads.kueue.x-k8s.io {workload} says why",
@@ -163,7 +158,7 @@ def pods_by_engine(pods: Iterable[Manifest]) -> dict[str, list[Manifest]]:
     """Return the pods of each engine, by the name of its StatefulSet."""
     found: dict[str, list[Manifest]] = {}
     for pod in pods:
-        engine = (metadata_of(pod).get("labels") or {}).get(ENGINE_LABEL)
+        engine = (metadata_of(pod).get("labels") or {}).get(object_names.ENGINE_LABEL)
         if engine:
             found.setdefault(engine, []).append(pod)
     return found
@@ -218,7 +213,7 @@ def lost_engines(pods: Iterable[Manifest], lost: AbstractSet[str]) -> frozenset[
     Args:
         lost: names of the pods that are lost.
     """
-    found = (engine_of(pod) for pod in pods if is_lost(pod, lost)) if lost else ()
+    found = (object_names.engine_of(pod) for pod in pods if is_lost(pod, lost)) if lost else ()
     return frozenset(engine for engine in found if engine is not None)
 
 

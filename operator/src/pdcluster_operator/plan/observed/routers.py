@@ -1,7 +1,5 @@
 """The state of a cluster's routers, from their Deployments and pods."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 

@@ -5,8 +5,6 @@ revisions, :mod:`.moves` places engines while others are still there, :mod:`.rou
 engines the routers know, and :mod:`.wanted_children` makes the objects.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace

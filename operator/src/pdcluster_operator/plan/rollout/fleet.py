@@ -1,7 +1,5 @@
 """The engines of a cluster as they were observed, for :mod:`.moves` to decide from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -11,17 +9,14 @@ from pdcluster_operator.api.object_names import PAIRING_LABEL, EngineName, engin
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.observed import links
 from pdcluster_operator.plan.observed.engines import (
     EngineView,
     Live,
     known_ids,
     observe_engines,
 )
-from pdcluster_operator.plan.observed.links import (
-    PairView,
-    by_pairing_key,
-    observe_pairs,
-)
+from pdcluster_operator.plan.observed.links import PairView
 from pdcluster_operator.plan.observed.pods import gpus
 from pdcluster_operator.plan.observed.routers import listed_engines, routed_engines, served_key
 from pdcluster_operator.plan.rollout.revisions import Revision
@@ -205,8 +200,8 @@ def observe_fleet(
     names = [name for side in roles.values() for name in side.live]
     pairs = [
         pair
-        for group in by_pairing_key(views[Role.PREFILL], views[Role.DECODE], keys)
-        for pair in observe_pairs(*group, observed.links)
+        for group in links.by_pairing_key(views[Role.PREFILL], views[Role.DECODE], keys)
+        for pair in links.observe_pairs(*group, observed.links)
     ]
     listed = listed_engines(observed, names)
     served = served_key(observed, cluster)

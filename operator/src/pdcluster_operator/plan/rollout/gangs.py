@@ -12,8 +12,6 @@ A pod never leaves its group, and a changed template would restart engines. So a
 exists keeps the group that its StatefulSet names, or none. Only the count of a group changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field

@@ -11,8 +11,6 @@ change:
 :mod:`.fleet` sorts the engines of a side. The last one leaves first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 

@@ -10,24 +10,14 @@ change of it changes both roles' revisions, and a change of one role's environme
 At the end: the part of a spec that engines are made from, and the fields that differ in two specs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from pdcluster_operator.api.object_names import (
-    PAIRING_LABEL,
-    REVISION_LABEL,
-    REVISION_LENGTH,
-    ROLE_LABEL,
-    EngineName,
-    cluster_labels,
-    engine_labels,
-    revision_name,
-)
+from pdcluster_operator.api import object_names
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role, TlsMode
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, as_mapping
 from pdcluster_operator.api.spec.resolve import MODEL_FLAGS, engine_shape, resolve_engine
@@ -83,12 +73,12 @@ def revisions_in(children: Iterable[Manifest]) -> Iterator[Revision]:
 
 def build_revision(cluster: Cluster, revision: Revision) -> dict[str, Any]:
     """Return the ControllerRevision. Kubernetes refuses every later change of its data."""
-    labels = cluster_labels(cluster.name, REVISION_COMPONENT) | {
-        ROLE_LABEL: revision.role.value,
-        REVISION_LABEL: revision.name,
-        PAIRING_LABEL: revision.pairing_key,
+    labels = object_names.cluster_labels(cluster.name, REVISION_COMPONENT) | {
+        object_names.ROLE_LABEL: revision.role.value,
+        object_names.REVISION_LABEL: revision.name,
+        object_names.PAIRING_LABEL: revision.pairing_key,
     }
-    name = revision_name(cluster.name, revision.role, revision.name)
+    name = object_names.revision_name(cluster.name, revision.role, revision.name)
     return {
         "apiVersion": "apps/v1",
         "kind": REVISION_KIND,
@@ -139,7 +129,7 @@ def renamed(
     ]
     volumes = [renamed_volume(one, old, new) for one in template["spec"].get("volumes") or ()]
     metadata = template["metadata"]
-    labels = {**metadata["labels"], **engine_labels(new, pairing_key)}
+    labels = {**metadata["labels"], **object_names.engine_labels(new, pairing_key)}
     return {
         **template,
         "metadata": {**metadata, "labels": labels},
@@ -171,12 +161,14 @@ def _read(child: Manifest) -> Revision | None:
     labels, data = child["metadata"].get("labels") or {}, child.get("data")
     if not isinstance(data, Mapping) or not is_pod_template(data.get("template")):
         return None
-    if labels.get(ROLE_LABEL) not in list(Role) or not labels.get(REVISION_LABEL):
+    if labels.get(object_names.ROLE_LABEL) not in list(Role) or not labels.get(
+        object_names.REVISION_LABEL
+    ):
         return None
     return Revision(
-        role=Role(labels[ROLE_LABEL]),
-        name=str(labels[REVISION_LABEL]),
-        pairing_key=str(labels.get(PAIRING_LABEL, "")),
+        role=Role(labels[object_names.ROLE_LABEL]),
+        name=str(labels[object_names.REVISION_LABEL]),
+        pairing_key=str(labels.get(object_names.PAIRING_LABEL, "")),
         connector=str(data.get("connector") or ""),
         nodes=data["nodes"] if isinstance(data.get("nodes"), int) else 1,
         template=data["template"],
@@ -195,7 +187,7 @@ def is_same_json(one: Any, other: Any) -> bool:
     return one == other and json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
-def short_hash(document: Any, length: int = REVISION_LENGTH) -> str:
+def short_hash(document: Any, length: int = object_names.REVISION_LENGTH) -> str:
     """Return a short name of a JSON document, fit for object names and labels."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), default=str)
     number = int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")

@@ -20,10 +20,7 @@ from pdcluster_operator.api.object_names import API_VERSION, KIND, RENDERED_ANNO
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.router import (
-    build_router_template,
-    router_selector,
-)
+from pdcluster_operator.plan.builders import router
 from pdcluster_operator.plan.connectors import mounted_connector
 from pdcluster_operator.plan.observed.routers import routed_keys, routers_run
 from pdcluster_operator.plan.rollout.fleet import Fleet
@@ -160,8 +157,8 @@ def router_template(
         stored: the annotation; empty if there is none.
     """
     spec = {part: given[part] for part in PARTS if part in given}
-    today = RouterTemplate(spec, build_router_template(cluster, key, connector))
-    then = _read(stored, router_selector(cluster, key))
+    today = RouterTemplate(spec, router.build_router_template(cluster, key, connector))
+    then = _read(stored, router.router_selector(cluster, key))
     if then is None or then.template == today.template:
         return today
     if mounted_connector(then.template) != mounted_connector(today.template):
@@ -180,7 +177,7 @@ def router_template(
     )
     if parsed.errors:
         return today
-    meant = build_router_template(parsed.cluster, key, connector)
+    meant = router.build_router_template(parsed.cluster, key, connector)
     return then if meant == today.template else today
 
 

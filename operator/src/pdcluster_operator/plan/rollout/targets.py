@@ -9,8 +9,6 @@ A connector's bytes exist only in its ConfigMap, and in the operator that brough
 whose connector is gone is used only while its engines exist.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -21,20 +19,12 @@ from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.engine_pod import build_engine_pod
+from pdcluster_operator.plan.builders.engine_objects import build_engine_pod
 from pdcluster_operator.plan.connectors import config_maps_seen, mounted_connector
 from pdcluster_operator.plan.objects.drift import covers
 from pdcluster_operator.plan.observed.engines import Live
-from pdcluster_operator.plan.rollout.revisions import (
-    REVISION_KIND,
-    Revision,
-    is_same_json,
-    nameless,
-    pairing_key,
-    short_hash,
-    spec_of_engines,
-    stored_revisions,
-)
+from pdcluster_operator.plan.rollout import revisions
+from pdcluster_operator.plan.rollout.revisions import Revision
 from pdcluster_operator.plan.types import Observed
 
 NO_CONNECTOR = ""
@@ -73,12 +63,12 @@ def find_targets(observed: Observed, cluster: Cluster, live: Live) -> Targets:
     Args:
         live: the StatefulSets of engines, by role.
     """
-    spec = spec_of_engines(observed.cluster)
-    stored = stored_revisions(observed)
+    spec = revisions.spec_of_engines(observed.cluster)
+    stored = revisions.stored_revisions(observed)
     usable = [one for one in stored if _is_usable(one, observed, live)]
     fits = {role: list(_fitting(usable, observed, cluster, spec, role)) for role in Role}
     chosen = _of_one_key(fits)
-    key = next((one.pairing_key for one in chosen.values()), "") or pairing_key(cluster)
+    key = next((one.pairing_key for one in chosen.values()), "") or revisions.pairing_key(cluster)
     digest = observed.connector.digest
     wanted = {
         role: chosen.get(role) or _fresh(cluster, role, key, digest, spec, stored) for role in Role
@@ -88,14 +78,16 @@ def find_targets(observed: Observed, cluster: Cluster, live: Live) -> Targets:
 
 def what_targets_depend_on(observed: Observed, cluster: Cluster, live: Live) -> tuple[Any, ...]:
     """Return everything that the result of :func:`find_targets` depends on."""
-    kept = tuple(child for child in observed.children if child.get("kind") == REVISION_KIND)
+    kept = tuple(
+        child for child in observed.children if child.get("kind") == revisions.REVISION_KIND
+    )
     spec = observed.cluster.get("spec")
     return cluster, spec, observed.connector.digest, kept, config_maps_seen(observed), live
 
 
 def render(cluster: Cluster, role: Role, key: str, digest: str) -> dict[str, Any]:
     """Return today's pod template of a role, for an engine without a name."""
-    nobody = nameless(cluster.namespace, cluster.name, role)
+    nobody = revisions.nameless(cluster.namespace, cluster.name, role)
     return build_engine_pod(cluster, resolve_engine(cluster, role), nobody, key, digest)
 
 
@@ -113,12 +105,12 @@ def _fresh(
     renew = cluster.spec.rollout.renew or ""
     content: Any = {"template": template, "renew": renew} if renew else template
     same_role = {one.name: one for one in stored if one.role is role}
-    name, salt = short_hash(content), 0
+    name, salt = revisions.short_hash(content), 0
     while (held := same_role.get(name)) is not None:
         if covers(held.template, template) and held.renew == renew:
             return held
         salt += 1
-        name = short_hash([content, salt])
+        name = revisions.short_hash([content, salt])
     return Revision(role, name, key, digest, engine.parallelism.nodes, template, dict(spec), renew)
 
 
@@ -135,19 +127,19 @@ def _fitting(
     for one in known:
         if one.role is not role or renew not in ("", one.renew):
             continue
-        if is_same_json(one.spec, spec):
+        if revisions.is_same_json(one.spec, spec):
             yield one
             continue
         if today is None:
             today = _meaning(cluster, role)
         parsed = parse_cluster({**observed.cluster, "spec": dict(one.spec)})
-        if not parsed.errors and is_same_json(_meaning(parsed.cluster, role), today):
+        if not parsed.errors and revisions.is_same_json(_meaning(parsed.cluster, role), today):
             yield one
 
 
 def _meaning(cluster: Cluster, role: Role) -> tuple[Any, int]:
     nodes = cluster.spec.role(role).parallelism.nodes
-    return render(cluster, role, pairing_key(cluster), NO_CONNECTOR), nodes
+    return render(cluster, role, revisions.pairing_key(cluster), NO_CONNECTOR), nodes
 
 
 def _of_one_key(fits: Mapping[Role, list[Revision]]) -> dict[Role, Revision]:

@@ -7,33 +7,20 @@ once the server would take its objects. So a stored revision has passed, and one
 leaves the engines as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pdcluster_operator.api.object_names import (
-    POD_INDEX_LABEL,
-    RENDERED_ANNOTATION,
-    EngineName,
-    connector_name,
-    router_deployment_name,
-)
+from pdcluster_operator.api import object_names
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.builders import protection
 from pdcluster_operator.plan.builders.engine_objects import (
     build_engine_service,
     build_engine_statefulset,
     build_pod_group,
-)
-from pdcluster_operator.plan.builders.protection import (
-    build_disruption_budget,
-    build_engines_policy,
-    build_router_budget,
-    build_router_policy,
-    build_service_account,
 )
 from pdcluster_operator.plan.builders.router import (
     bound,
@@ -48,14 +35,10 @@ from pdcluster_operator.plan.connectors import (
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.drift import stamped
 from pdcluster_operator.plan.objects.ownership import identity
+from pdcluster_operator.plan.rollout import revisions
 from pdcluster_operator.plan.rollout.gangs import Gangs
 from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
-from pdcluster_operator.plan.rollout.revisions import (
-    Revision,
-    build_revision,
-    engine_template,
-    in_group,
-)
+from pdcluster_operator.plan.rollout.revisions import Revision
 from pdcluster_operator.plan.rollout.routing import Members, Routing, router_template
 from pdcluster_operator.plan.types import ConnectorBundle, TryOut
 
@@ -134,20 +117,22 @@ class Build:
         ]
 
     def _router(self, key: str, members: Members) -> dict[str, Any]:
-        stored = self.stored_routers.get(router_deployment_name(self.cluster.name, key), "")
+        stored = self.stored_routers.get(
+            object_names.router_deployment_name(self.cluster.name, key), ""
+        )
         rendered = router_template(self.cluster, self.given, key, self._gate(), stored)
         engines = [name for role in Role for name in members[role]]
         made = build_router_deployment(
             self.cluster, key, bound(rendered.template, engines), stop=self.routing.stop
         )
-        made["metadata"]["annotations"] = {RENDERED_ANNOTATION: rendered.text()}
+        made["metadata"]["annotations"] = {object_names.RENDERED_ANNOTATION: rendered.text()}
         return made
 
     def _connectors(self, routers: Iterable[Mapping[str, Any]]) -> Iterator[Wanted]:
         """Yield this operator's connector if it is mounted. Of another one it has no bytes."""
         templates = [one.template for one in self.serving.values() if one is not None]
         templates += [router["spec"]["template"] for router in routers]
-        if connector_name(self.connector.digest) in map(mounted_connector, templates):
+        if object_names.connector_name(self.connector.digest) in map(mounted_connector, templates):
             shared = build_connector_configmap(self.cluster.namespace, self.connector)
             yield Wanted(shared, "the connector that engines mount")
 
@@ -157,34 +142,34 @@ class Build:
         Engines whose image holds the connector mount none. Their routers stay with the one that
         there was when the engines were made.
         """
-        newest = connector_name(self.connector.digest)
+        newest = object_names.connector_name(self.connector.digest)
         engines = next((one for one in self.serving.values() if one is not None), None)
         if engines is None:
             return newest
         if mounted := mounted_connector(engines.template):
             return mounted
-        older = connector_name(engines.connector)
+        older = object_names.connector_name(engines.connector)
         return older if older in self.config_maps else newest
 
     def _revision(self, revision: Revision) -> Iterator[Wanted]:
         """Yield the ControllerRevision if it is not stored, or is not the newest one."""
         number = self.numbers.get(revision.role, revision.number)
         if number != revision.number:
-            stored = build_revision(self.cluster, replace(revision, number=number))
+            stored = revisions.build_revision(self.cluster, replace(revision, number=number))
             yield Wanted(stored, f"what {revision.role} engines are made from")
 
     def _fences(self) -> Iterator[Wanted]:
         """Yield what must exist before the first pod: its identity, and who may reach it."""
-        yield Wanted(build_service_account(self.cluster), "who the pods are")
-        policy = build_engines_policy(self.cluster, self.operator_namespace)
+        yield Wanted(protection.build_service_account(self.cluster), "who the pods are")
+        policy = protection.build_engines_policy(self.cluster, self.operator_namespace)
         yield Wanted(policy, "who may reach the engines")
-        policy_of_router = build_router_policy(self.cluster)
+        policy_of_router = protection.build_router_policy(self.cluster)
         if policy_of_router is not None:
             yield Wanted(policy_of_router, "who may reach the router")
         for role in Role:
-            budget = build_disruption_budget(self.cluster, role, self.pods[role])
+            budget = protection.build_disruption_budget(self.cluster, role, self.pods[role])
             yield Wanted(budget, f"how many {role} engines may be evicted at once")
-        budget_of_routers = build_router_budget(self.cluster, self.routing.served_key)
+        budget_of_routers = protection.build_router_budget(self.cluster, self.routing.served_key)
         if budget_of_routers is not None:
             yield Wanted(budget_of_routers, "how many routers may be evicted at once")
 
@@ -196,7 +181,7 @@ class Build:
         engine = build_engine_statefulset(
             self.cluster,
             name,
-            in_group(engine_template(revision, name), group),
+            revisions.in_group(revisions.engine_template(revision, name), group),
             pairing_key=revision.pairing_key,
             nodes=revision.nodes,
             queue=queue,
@@ -242,13 +227,13 @@ def try_out(cluster: Cluster, revision: Revision, *, beside: bool) -> TryOut:
     engine = build_engine_statefulset(
         cluster,
         name,
-        engine_template(revision, name),
+        revisions.engine_template(revision, name),
         pairing_key=revision.pairing_key,
         nodes=revision.nodes,
     )
     why = f"would the API server take {revision.role} engines of revision {revision.name}?"
     return TryOut(
-        (engine, _pod_of(engine)), stamped(build_revision(cluster, revision)), beside, why
+        (engine, _pod_of(engine)), stamped(revisions.build_revision(cluster, revision)), beside, why
     )
 
 
@@ -269,7 +254,7 @@ def refusal(step: TryOut, kind: str, reason: str, message: str) -> str | None:
 def _pod_of(engine: dict[str, Any]) -> dict[str, Any]:
     """Return a pod as the StatefulSet would make it, with a name that the server makes up."""
     template, metadata = engine["spec"]["template"], engine["metadata"]
-    labels = {**template["metadata"]["labels"], POD_INDEX_LABEL: "0"}
+    labels = {**template["metadata"]["labels"], object_names.POD_INDEX_LABEL: "0"}
     return {
         "apiVersion": "v1",
         "kind": "Pod",

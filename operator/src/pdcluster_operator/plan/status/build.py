@@ -9,8 +9,6 @@ judged from the templates of the pods that run, not from the spec. Engines can b
 field of the spec, and ``rollout.paused`` keeps engines of another revision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -39,13 +37,9 @@ from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.router import endpoint
 from pdcluster_operator.plan.builders.secrets import has_certificates
 from pdcluster_operator.plan.children import existing_engines
+from pdcluster_operator.plan.observed import links
 from pdcluster_operator.plan.observed.engines import EngineView, observe_engines
-from pdcluster_operator.plan.observed.links import (
-    PairView,
-    by_pairing_key,
-    linkable,
-    observe_pairs,
-)
+from pdcluster_operator.plan.observed.links import PairView
 from pdcluster_operator.plan.observed.pods import is_lost
 from pdcluster_operator.plan.observed.routers import router_available, router_behind, router_trouble
 from pdcluster_operator.plan.prefill_scaler import who_decides
@@ -113,11 +107,11 @@ def view_of(
         accepted: whether the spec breaks no rule.
     """
     engines = observe_engines(observed, cluster, desired.names, desired.held)
-    groups = by_pairing_key(engines[Role.PREFILL], engines[Role.DECODE], desired.keys)
+    groups = links.by_pairing_key(engines[Role.PREFILL], engines[Role.DECODE], desired.keys)
     pairs = tuple(
         pair
         for group in groups
-        for pair in observe_pairs(*linkable(group, desired.blocked), observed.links)
+        for pair in links.observe_pairs(*links.linkable(group, desired.blocked), observed.links)
     )
     wanted = {name.stateful_set for names in desired.names.values() for name in names}
     created = [

@@ -14,8 +14,6 @@ below, so that it does not change back and forth around the limit. The message h
 because they change all the time.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The events for changes of conditions: which changes have one, and which of them are warnings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ one condition after another becomes True. Most of these changes wait a few secon
 carries several of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

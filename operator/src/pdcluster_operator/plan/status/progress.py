@@ -4,23 +4,12 @@
 ``plan/observed/pods.py`` judges a pod, and ``conditions.py`` a role.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdcluster_operator.api.conditions import (
-    ConditionType,
-    Status,
-    StatusReason,
-    Verdict,
-    no,
-    own_status,
-    seconds,
-    set_conditions,
-    yes,
-)
+from pdcluster_operator.api import conditions
+from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, Verdict
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.plan.observed.pods import IN_QUEUE
 from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
@@ -69,8 +58,8 @@ class ChangeView:
 
 def _held(change: ChangeView) -> Verdict | None:
     if change.paused and change.replacing:
-        return no(StatusReason.PAUSED, "rollout.paused is set")
-    return no(StatusReason.INSUFFICIENT_CAPACITY, change.stuck) if change.stuck else None
+        return conditions.no(StatusReason.PAUSED, "rollout.paused is set")
+    return conditions.no(StatusReason.INSUFFICIENT_CAPACITY, change.stuck) if change.stuck else None
 
 
 def progressing(
@@ -82,9 +71,9 @@ def progressing(
         since: when it began, in seconds since the epoch; see :func:`progressing_since`.
     """
     if not findings.ok:
-        return no(StatusReason.NOT_ACCEPTED, "the spec is not accepted")
+        return conditions.no(StatusReason.NOT_ACCEPTED, "the spec is not accepted")
     if ready.status is Status.TRUE or ready.reason == StatusReason.SCALED_TO_ZERO:
-        return no(StatusReason.COMPLETE, "nothing is left to do")
+        return conditions.no(StatusReason.COMPLETE, "nothing is left to do")
     if (held := _held(change)) is not None:
         return held
     # An engine that is newer than the beginning has the whole time.
@@ -92,15 +81,15 @@ def progressing(
     surging = change.replacing and change.surging
     remedy = f"; {MAKE_ROOM}" if surging and _no_room(ready, late=late) else ""
     if late:
-        return no(
+        return conditions.no(
             StatusReason.PROGRESS_DEADLINE_EXCEEDED,
             f"not Ready within {change.deadline} s: {ready.reason}: {ready.message}{remedy}",
         )
     if not change.replacing:
-        return yes(ready.reason, ready.message)
+        return conditions.yes(ready.reason, ready.message)
     why = ready.message if ready.reason != StatusReason.REPLACING else ""
     words = "; ".join(filter(None, (change.changed, why))) or ready.message
-    return yes(StatusReason.REPLACING, f"{words}{remedy}")
+    return conditions.yes(StatusReason.REPLACING, f"{words}{remedy}")
 
 
 def _no_room(ready: Verdict, *, late: bool) -> bool:
@@ -125,7 +114,7 @@ def progressing_since(before: Mapping[str, Any], generation: int, now: float) ->
             turns Progressing False and True again, and the deadline must not begin anew.
         generation: of the spec. Another one begins another change.
     """
-    known = seconds(before.get("progressingSince"))
+    known = conditions.seconds(before.get("progressingSince"))
     same = before.get("observedGeneration") == generation
     return known if known is not None and same else now
 
@@ -141,10 +130,10 @@ def with_failure(
         cluster: the live PDCluster; its Progressing condition says when that last changed.
         now: seconds since the epoch.
     """
-    verdict = (ConditionType.PROGRESSING, no(reason, message))
+    verdict = (ConditionType.PROGRESSING, conditions.no(reason, message))
     generation = cluster["metadata"].get("generation", 0)
-    failed = set_conditions(cluster.get("status"), [verdict], generation, now)
+    failed = conditions.set_conditions(cluster.get("status"), [verdict], generation, now)
     given = status.get("conditions")
     others = given if isinstance(given, list) else []
-    written: dict[str, Any] = own_status({**status, "conditions": [*failed, *others]})
+    written: dict[str, Any] = conditions.own_status({**status, "conditions": [*failed, *others]})
     return written
