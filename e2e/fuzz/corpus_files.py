@@ -54,13 +54,13 @@ def seeds(target: str) -> list[bytes]:
     parameters = {"do_remote_prefill": True, "ticket": ticket.encode(_ticket(), KEYS)}
     documents = {
         "side_channel": [
-            m.encode(m.HandshakeRequest((1, 2), "d/1", shape, (0, 0))),
+            m.encode(m.HandshakeRequest((1, 2), "d/1", shape)),
             m.encode(m.LeaseRequest("p/1", "d/1", (("r", 1),), (("s", 2),))),
             m.encode(m.LeaseReply(60.0, (("r", 1),), ())),
             m.encode_health(m.HealthReply("p/1", "prefill", 1)),
         ],
         "metadata": [
-            m.encode(m.EngineMetadata(1, "p/1", shape, (shard,), 60.0, {})),
+            m.encode(m.EngineMetadata(1, "p/1", shape, (shard,))),
             m.encode(shard),
         ],
         "ticket": [

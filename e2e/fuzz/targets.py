@@ -20,7 +20,7 @@ from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.launcher.inside_vllm import plain
 from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.peer_plan import plan_peer
-from pdcluster_connector.protocol import messages, ticket, transfer_params
+from pdcluster_connector.protocol import messages, ticket
 from pdcluster_connector.protocol.engine_id import (
     engine_name,
     names_in,
@@ -39,7 +39,7 @@ from pdcluster_connector.protocol.launcher_documents import (
 from pdcluster_connector.protocol.messages import EngineMetadata, Malformed
 from pdcluster_connector.protocol.ticket import BlockIds
 from pdcluster_connector.protocol.ticket_keys import parse_keys
-from pdcluster_connector.protocol.validation import validate_metadata
+from pdcluster_connector.protocol.validation import contradictions
 from pdcluster_connector.testing.caches import LabelledCache
 from pdcluster_connector.vllm.config import ConfigError, parse_options
 from pdcluster_operator.api.spec.parse import parse_cluster
@@ -77,7 +77,7 @@ def metadata(raw: bytes) -> None:
 
 def _metadata(raw: bytes) -> None:
     reply = messages.decode_handshake_reply(raw)
-    if not isinstance(reply, EngineMetadata) or validate_metadata(reply):
+    if not isinstance(reply, EngineMetadata) or next(contradictions(reply), None):
         return
     try:
         plan_peer(_OURS, [shard.shard for shard in reply.shards])
@@ -111,8 +111,8 @@ def _block_ids(raw: bytes) -> None:
 
 def _request_parameters(raw: bytes) -> None:
     parameters = _json(raw)
-    transfer_params.ticket_of(parameters, KEYS)
-    transfer_params.passed_on(parameters)
+    ticket.ticket_of(parameters, KEYS)
+    ticket.passed_on(parameters)
 
 
 def launcher(raw: bytes) -> None:

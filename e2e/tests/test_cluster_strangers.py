@@ -68,7 +68,7 @@ def said(run: ClusterRun, claimed: str, pem: bytes) -> tuple[dict[str, int], dic
     """What prefill's side channel and launcher answer to who claims to be ``claimed``."""
     [prefill] = run.pods("prefill")
     shake = messages.HandshakeRequest(
-        (messages.PROTOCOL_OLDEST, messages.PROTOCOL_NEWEST), claimed, EngineShape(), (0, 0)
+        (messages.PROTOCOL_OLDEST, messages.PROTOCOL_NEWEST), claimed, EngineShape()
     )
     lease = messages.LeaseRequest(run.engine_id("prefill"), claimed, renewals=(("r", 1),))
     side_channel: dict[str, tuple[str, bytes]] = {

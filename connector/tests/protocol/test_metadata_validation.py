@@ -21,7 +21,7 @@ from pdcluster_connector.compat.shape import (
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import failure_of, refusal_of
-from pdcluster_connector.protocol.validation import validate_metadata
+from pdcluster_connector.protocol.validation import contradictions
 
 SHAPE = EngineShape(
     kv_dtype="float32",
@@ -44,8 +44,12 @@ def engine(*shards: m.ShardMetadata, shape: EngineShape = SHAPE) -> m.EngineMeta
     return m.EngineMetadata(1, "p/1", shape, shards)
 
 
+def found_in(metadata: m.EngineMetadata) -> tuple[Finding, ...]:
+    return tuple(contradictions(metadata))
+
+
 def reasons(metadata: m.EngineMetadata) -> list[Reason]:
-    findings = validate_metadata(metadata)
+    findings = found_in(metadata)
     for one in findings:
         assert re.fullmatch("[a-z_, ]+", one.field), "the name of a field, not its value"
         assert one.remedy.endswith("."), "a sentence that says what to do"
@@ -70,7 +74,7 @@ def test_sound_metadata_has_no_findings() -> None:
             [Reason.LAYER_MISMATCH],
         ),
         (engine(shape=EngineShape(tensor=4096, pipeline=4096)), [Reason.LAYOUT_UNSUPPORTED]),
-        (engine(shape=EngineShape(tensor=4096, pipeline=1)), [Reason.SHARD_MISSING] * 8),
+        (engine(shape=EngineShape(tensor=4096, pipeline=1)), [Reason.SHARD_MISSING] * 4096),
         (engine(shape=EngineShape(tensor=241, pipeline=17)), [Reason.LAYOUT_UNSUPPORTED]),
     ],
 )
@@ -84,7 +88,7 @@ def test_contradictions(metadata: m.EngineMetadata, expected: list[Reason]) -> N
 )
 def test_a_layer_that_is_only_stated_or_only_held_is_named(stated: int, expected: str) -> None:
     names = tuple(LayerShape(f"l{i}", LayerKind.FULL_ATTENTION, 0, 2, 64) for i in range(stated))
-    (found,) = validate_metadata(engine(shard(0), shard(1), shape=replace(SHAPE, layers=names)))
+    (found,) = found_in(engine(shard(0), shard(1), shape=replace(SHAPE, layers=names)))
     assert expected in found.message
 
 
@@ -129,11 +133,10 @@ def contradictions_without_end() -> dict[str, m.EngineMetadata]:
 
 
 @pytest.mark.parametrize("what", contradictions_without_end())
-def test_of_each_kind_of_contradiction_a_few_are_told(what: str) -> None:
+def test_the_first_of_many_contradictions_is_found_without_the_others(what: str) -> None:
     """A peer may send a hundred thousand of them."""
-    found = validate_metadata(contradictions_without_end()[what])
-    kinds = [(one.reason, one.field) for one in found]
-    assert max(map(kinds.count, kinds)) == 8
+    metadata = contradictions_without_end()[what]
+    assert next(contradictions(metadata)) == found_in(metadata)[0]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +160,7 @@ def test_of_each_kind_of_contradiction_a_few_are_told(what: str) -> None:
 def test_what_the_ranks_contradict_is_said_with_the_values(
     metadata: m.EngineMetadata, message: str
 ) -> None:
-    assert validate_metadata(metadata)[0].message == message
+    assert found_in(metadata)[0].message == message
 
 
 @pytest.mark.parametrize(
@@ -177,7 +180,7 @@ def test_memory_that_cannot_exist(change: dict[str, object]) -> None:
     good = shard(0)
     bad = msgspec.structs.replace(good.regions[1], **change)
     regions = (good.regions[0], bad, good.regions[2])
-    found = validate_metadata(engine(msgspec.structs.replace(good, regions=regions), shard(1)))
+    found = found_in(engine(msgspec.structs.replace(good, regions=regions), shard(1)))
     assert {finding.reason for finding in found} == {Reason.LAYOUT_UNSUPPORTED}
     [wrong] = [finding for finding in found if finding.field == "regions"]
     assert wrong.prefill_value == "l1"
@@ -280,7 +283,7 @@ def two_stages_with_one_layer() -> m.EngineMetadata:
 def test_a_contradiction_names_the_field_and_both_values(
     metadata: m.EngineMetadata, field: str, values: tuple[str, ...]
 ) -> None:
-    findings = validate_metadata(metadata)
+    findings = found_in(metadata)
     if not field:
         assert findings == (), "one array may have any name"
         return
@@ -328,13 +331,11 @@ def test_a_contradiction_names_the_field_and_both_values(
 )
 def test_a_contradiction_is_told_once(metadata: m.EngineMetadata, message: str) -> None:
     """Regions that do not belong to the stated parts are not compared with them."""
-    assert [one.message for one in validate_metadata(metadata)] == [message]
+    assert [one.message for one in found_in(metadata)] == [message]
 
 
 def test_the_group_that_contradicts_itself_is_named() -> None:
-    [found] = [
-        one for one in validate_metadata(with_shape(groups=UNEVEN[::-1])) if one.field == "groups"
-    ]
+    [found] = [one for one in found_in(with_shape(groups=UNEVEN[::-1])) if one.field == "groups"]
     assert found.message.startswith("groups of group 1: the engine states block size 33")
 
 
@@ -456,7 +457,7 @@ def test_heads_that_no_rule_spreads_over_the_ranks_are_left_to_that_rule() -> No
 def test_what_is_wrong_with_an_engine_is_told_with_its_field_its_value_and_what_to_do(
     metadata: m.EngineMetadata, field: str, value: str, remedy: str
 ) -> None:
-    found = validate_metadata(metadata)[0]
+    found = found_in(metadata)[0]
     assert (found.field, found.prefill_value, found.decode_value) == (field, value, "")
     assert found.remedy == remedy
     assert found.verdict is Verdict.REFUSED
@@ -467,10 +468,10 @@ def test_only_the_first_impossible_region_of_a_shard_is_told() -> None:
     regions = [replace(region, token_bytes=0) for region in shard(0).regions]
     good = shard(0).regions[0]
     bad = shard(0, regions=(good, *regions[1:]))
-    found = [one for one in validate_metadata(engine(bad, shard(1))) if one.field == "regions"]
+    found = [one for one in found_in(engine(bad, shard(1))) if one.field == "regions"]
     assert [one.prefill_value for one in found] == ["l1"]
     both = engine(bad, shard(1, regions=tuple(regions)))
-    found = [one for one in validate_metadata(both) if one.field == "regions"]
+    found = [one for one in found_in(both) if one.field == "regions"]
     assert [one.message for one in found] == [
         "layer l1 of rank (0, 0): token_bytes is 0",
         "layer l0 of rank (0, 1): token_bytes is 0",
@@ -482,11 +483,12 @@ def test_an_engine_that_names_no_groups_has_layers_of_its_own_sizes() -> None:
 
 
 def test_absent_ranks_are_told_in_their_order() -> None:
-    found = validate_metadata(engine(shape=EngineShape(tensor=64, pipeline=2)))
-    assert [one.prefill_value for one in found] == [f"(0, {rank})" for rank in range(8)]
+    found = found_in(engine(shape=EngineShape(tensor=64, pipeline=2)))
+    ranks = [one.prefill_value for one in found if one.field == "rank"]
+    assert ranks == [f"({stage}, {rank})" for stage in range(2) for rank in range(64)]
 
 
-def test_of_layers_that_no_shard_holds_eight_are_told_by_name() -> None:
-    found = validate_metadata(contradictions_without_end()["layers of no shard"])
+def test_layers_that_no_shard_holds_are_told_by_name() -> None:
+    found = found_in(contradictions_without_end()["layers of no shard"])
     names = [one.prefill_value for one in found if one.reason is Reason.LAYER_MISMATCH]
-    assert names == ["l0", "l1", "l2", "n0", "n1", "n10", "n100", "n101"]
+    assert names[:8] == ["l0", "l1", "l2", "n0", "n1", "n10", "n100", "n101"]

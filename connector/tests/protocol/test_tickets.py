@@ -28,10 +28,12 @@ from pdcluster_connector.protocol.ticket import (
     Ticket,
     decode,
     encode,
+    kv_transfer_params,
+    passed_on,
     prompt_digest,
+    ticket_of,
 )
 from pdcluster_connector.protocol.ticket_keys import parse_keys
-from pdcluster_connector.protocol.transfer_params import kv_transfer_params, passed_on, ticket_of
 
 EXAMPLES = settings().max_examples  # `make soak` asks for ten times as many
 KEYS = parse_keys(b"5a" * 32)

@@ -19,8 +19,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from loopback import free_port
-from pdcluster_connector.protocol.ticket import BlockIds, Ticket
-from pdcluster_connector.protocol.transfer_params import kv_transfer_params, ticket_of
+from pdcluster_connector.protocol.ticket import BlockIds, Ticket, kv_transfer_params, ticket_of
 from ticket_key import KEYS
 
 ROUTER = Path(sys.executable).with_name("vllm-router")

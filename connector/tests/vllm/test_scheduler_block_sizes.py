@@ -20,8 +20,7 @@ from layout_cases import FULL, MAMBA, WINDOW, paired, run
 from modelled_engine import Array, Grid, Group
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.protocol.transfer_params import ticket_of
+from pdcluster_connector.protocol.ticket import Ticket, ticket_of
 from ticket_key import KEYS
 
 pytestmark = pytest.mark.vllm

@@ -19,9 +19,8 @@ from vllm.v1.request import RequestStatus
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.ticket import Ticket, encode
+from pdcluster_connector.protocol.ticket import Ticket, encode, ticket_of
 from pdcluster_connector.protocol.ticket_keys import ROTATION_SECONDS, parse_keys
-from pdcluster_connector.protocol.transfer_params import ticket_of
 from ticket_key import KEYS
 
 pytestmark = pytest.mark.vllm

@@ -13,8 +13,7 @@ import torch
 from contract import BLOCK, FULL, STATE, ContractEngine, closing_engines, prompt
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.protocol.transfer_params import ticket_of
+from pdcluster_connector.protocol.ticket import Ticket, ticket_of
 from ticket_key import KEYS
 
 pytestmark = pytest.mark.vllm

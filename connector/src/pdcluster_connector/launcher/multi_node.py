@@ -42,13 +42,14 @@ class Followers:
 
     Attributes:
         nodes: pods of the engine, the leader included.
+        leaving: the first follower that was told to stop.
     """
 
     nodes: int
+    leaving: int | None = None
     _starts: dict[int, str] = field(default_factory=dict)
     _heard: dict[int, float] = field(default_factory=dict)
     _restarted: set[int] = field(default_factory=set)
-    _leaving: set[int] = field(default_factory=set)
 
     def heard(self, rank: int, start: str, now: float, *, leaving: bool = False) -> str | None:
         """Record a follower's request; returns what is wrong with it, or None.
@@ -63,14 +64,9 @@ class Followers:
         if self._starts.setdefault(rank, start) != start:
             self._restarted.add(rank)
         self._heard[rank] = now
-        if leaving:
-            self._leaving.add(rank)
+        if leaving and self.leaving is None:
+            self.leaving = rank
         return None
-
-    @property
-    def leaving(self) -> int | None:
-        """The first follower that was told to stop."""
-        return min(self._leaving, default=None)
 
     def loss(self, now: float) -> str | None:
         """Tell why this engine cannot continue with its followers; None if it can."""

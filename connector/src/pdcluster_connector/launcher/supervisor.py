@@ -170,7 +170,7 @@ class Supervisor:
                     self._api,
                     self._readiness.engine.engine,
                     self._command.data,
-                    canary.prompt_maker(self._command),
+                    lambda: canary.prompt(self._command.block_tokens, self._command.max_tokens),
                     key_of(self._token),
                     self._key,
                 )

@@ -1,6 +1,6 @@
 """The ticket: what prefill hands to decode about KV that waits for it.
 
-It travels as one opaque string (``transfer_params.py``). The client and the router need not be
+It travels as one opaque string in ``kv_transfer_params``. The client and the router need not be
 trusted: decode acts upon nothing but the ticket, and the ticket is signed with a key that only the
 engines hold. A ticket serves only the prompt that it was made for, which is why it holds a digest
 of what KV depends on.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from binascii import a2b_base64, b2a_base64
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Annotated, Any, Final
 
@@ -328,3 +328,60 @@ def _stranger(envelope: _Envelope) -> Failure:
         "none of this engine's ticket keys made the ticket's signature: the ticket was changed on "
         "its way, or the prefill engine has another ticket_key_file",
     )
+
+
+MOST_IDS_FOR_ROUTERS = 4096
+MAX_TRANSFER_ID = 512
+
+
+def kv_transfer_params(ticket: Ticket, keys: TicketKeys | None) -> dict[str, Any]:
+    """Return what prefill answers with and a router hands to decode unchanged.
+
+    Raises:
+        ValueError: as :func:`encode`.
+    """
+    # Some routers look whether remote_block_ids is there. Decode reads the ids from the ticket
+    # alone. For a long prompt the list is left empty: it would be most of the answer.
+    listed = sum(len(ids) for ids in ticket.blocks) <= MOST_IDS_FOR_ROUTERS
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": ticket.engine_id,
+        "remote_host": ticket.host,
+        "remote_port": ticket.port,
+        "remote_request_id": ticket.request_id,
+        "remote_block_ids": [list(ids) if listed else [] for ids in ticket.blocks],
+        "tp_size": ticket.tensor,
+        "ticket": encode(ticket, keys),
+    }
+
+
+def ticket_of(
+    params: Mapping[str, Any] | None, keys: TicketKeys | None, audience: str = ""
+) -> Ticket | Failure | None:
+    """Return the ticket that a request came with; None when none was meant.
+
+    ``params`` is the client's JSON: ``do_remote_prefill`` decides whether KV waits elsewhere, and
+    then a missing or wrong ticket is a Failure. :func:`decode` says what ``keys`` and
+    ``audience`` are.
+    """
+    if not isinstance(params, Mapping) or params.get("do_remote_prefill") is not True:
+        return None
+    text = params.get("ticket")
+    if text is None:
+        return Failure(Reason.TICKET_INVALID, "do_remote_prefill without a ticket")
+    if not isinstance(text, str):
+        why = f"a ticket of type {type(text).__name__}, not a string"
+        return Failure(Reason.TICKET_INVALID, why)
+    return decode(text, keys, audience)
+
+
+def passed_on(params: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what an answer repeats of a request: the id that some routers give a transfer.
+
+    Nothing else is done with it.
+    """
+    given = params.get("transfer_id") if isinstance(params, Mapping) else None
+    if isinstance(given, str) and 0 < len(given) <= MAX_TRANSFER_ID:
+        return {"transfer_id": given}
+    return {}

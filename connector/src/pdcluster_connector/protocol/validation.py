@@ -17,18 +17,20 @@ from pdcluster_connector.plan.topology import head_interval
 from pdcluster_connector.protocol.messages import EngineMetadata, ShardMetadata
 
 MAX_RANKS = 4096
+REPORT = "Report it: the engine's ranks describe its KV cache in contradicting ways."
 
 
-def validate_metadata(metadata: EngineMetadata) -> tuple[Finding, ...]:
-    """Return all contradictions in ``metadata``; empty if a plan can be made from it."""
-    return tuple(_findings(metadata))
+def contradictions(metadata: EngineMetadata) -> Iterator[Finding]:
+    """Yield all contradictions in ``metadata``; none if a plan can be made from it.
 
-
-def _findings(metadata: EngineMetadata) -> Iterator[Finding]:
+    A handshake reports the first one. A peer may send a hundred thousand, so they are found one by
+    one.
+    """
     yield from _shards(metadata)
     if metadata.shape.layers is not None:
         yield from _layers(metadata)
-        yield from compare(metadata)
+        yield from _in_shape(metadata.shape)
+        yield from _in_regions(metadata)
     for shard in metadata.shards:
         yield from _memory(shard)
 
@@ -36,7 +38,7 @@ def _findings(metadata: EngineMetadata) -> Iterator[Finding]:
 def _shards(metadata: EngineMetadata) -> Iterator[Finding]:
     for shard in metadata.shards:
         if shard.engine_id != metadata.engine_id:
-            yield contradiction(
+            yield _contradiction(
                 Reason.ENGINE_ID_INCONSISTENT,
                 "engine_id",
                 shard.engine_id,
@@ -47,7 +49,7 @@ def _shards(metadata: EngineMetadata) -> Iterator[Finding]:
     ranks = Counter(shard.rank for shard in metadata.shards)
     shape = metadata.shape
     if shape.pipeline * shape.tensor > MAX_RANKS:
-        yield contradiction(
+        yield _contradiction(
             Reason.LAYOUT_UNSUPPORTED,
             "pipeline, tensor",
             f"{shape.pipeline} x {shape.tensor}",
@@ -57,8 +59,8 @@ def _shards(metadata: EngineMetadata) -> Iterator[Finding]:
         return
     expected = {(pp, tp) for pp in range(shape.pipeline) for tp in range(shape.tensor)}
     twice = sorted(rank for rank, count in ranks.items() if count > 1)
-    for rank in (*twice, *sorted(set(ranks) - expected))[:8]:
-        yield contradiction(
+    for rank in (*twice, *sorted(set(ranks) - expected)):
+        yield _contradiction(
             Reason.ENGINE_ID_INCONSISTENT,
             "rank",
             str(rank),
@@ -66,8 +68,8 @@ def _shards(metadata: EngineMetadata) -> Iterator[Finding]:
             f" x tensor {shape.tensor}",
             "Start every engine with an engine_id of its own.",
         )
-    for rank in sorted(expected - set(ranks))[:8]:
-        yield contradiction(
+    for rank in sorted(expected - set(ranks)):
+        yield _contradiction(
             Reason.SHARD_MISSING,
             "rank",
             str(rank),
@@ -79,9 +81,9 @@ def _shards(metadata: EngineMetadata) -> Iterator[Finding]:
 def _layers(metadata: EngineMetadata) -> Iterator[Finding]:
     stated = {layer.name for layer in metadata.shape.layers or ()}
     held = {region.layer for shard in metadata.shards for region in shard.regions}
-    for name in sorted(stated ^ held)[:8]:
+    for name in sorted(stated ^ held):
         where = "no shard holds it" if name in stated else "the shape does not name it"
-        yield contradiction(
+        yield _contradiction(
             Reason.LAYER_MISMATCH,
             "layers",
             name,
@@ -94,24 +96,13 @@ def _memory(shard: ShardMetadata) -> Iterator[Finding]:
     wrong = next(((region, why) for region in shard.regions if (why := region_fault(region))), None)
     if wrong is not None:
         region, why = wrong
-        yield contradiction(
+        yield _contradiction(
             Reason.LAYOUT_UNSUPPORTED,
             "regions",
             region.layer,
             f"layer {region.layer} of rank {shard.rank}: {why}",
             "Report it: the connector of that engine described memory that cannot exist.",
         )
-
-
-MOST_FINDINGS = 8
-REPORT = "Report it: the engine's ranks describe its KV cache in contradicting ways."
-
-
-def compare(metadata: EngineMetadata) -> Iterator[Finding]:
-    """Yield where the shape contradicts itself or the regions, a few findings at most."""
-    shape = metadata.shape
-    found = [*_in_shape(shape), *_in_regions(metadata, shape)]
-    yield from found[:MOST_FINDINGS]
 
 
 def _in_shape(shape: EngineShape) -> Iterator[Finding]:
@@ -130,7 +121,9 @@ def _in_shape(shape: EngineShape) -> Iterator[Finding]:
             yield _differs("layers", layer.name, *both)
 
 
-def _in_regions(metadata: EngineMetadata, shape: EngineShape) -> Iterator[Finding]:
+def _in_regions(metadata: EngineMetadata) -> Iterator[Finding]:
+    """Yield where the regions contradict the shape, or each other."""
+    shape = metadata.shape
     layers = {layer.name: layer for layer in shape.layers or ()}
     stages: dict[str, int] = {}
     for shard in metadata.shards:
@@ -195,9 +188,9 @@ def _group(shape: EngineShape, layer: LayerShape) -> GroupShape | None:
 
 def _differs(field: str, where: str, stated: str, found: str) -> Finding:
     message = f"{field} of {where}: the engine states {stated}, and also {found}"
-    return contradiction(Reason.LAYOUT_UNSUPPORTED, field, stated, message, REPORT)
+    return _contradiction(Reason.LAYOUT_UNSUPPORTED, field, stated, message, REPORT)
 
 
-def contradiction(reason: Reason, field: str, value: str, message: str, remedy: str) -> Finding:
+def _contradiction(reason: Reason, field: str, value: str, message: str, remedy: str) -> Finding:
     """Return a refusal of what one engine states about itself. No rule of compat is behind it."""
     return Finding(reason, Verdict.REFUSED, field, value, "", message, remedy)

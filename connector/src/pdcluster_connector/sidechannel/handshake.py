@@ -18,7 +18,7 @@ from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol import messages
 from pdcluster_connector.protocol.addresses import url
 from pdcluster_connector.protocol.failure import Failure, failure_of, refusal_of
-from pdcluster_connector.protocol.validation import validate_metadata
+from pdcluster_connector.protocol.validation import contradictions
 
 ATTEMPT = aiohttp.ClientTimeout(total=60.0, sock_connect=3.0, sock_read=15.0)
 _REFUSED = {
@@ -163,7 +163,8 @@ def judge(
     if not messages.PROTOCOL_OLDEST <= reply.protocol <= messages.PROTOCOL_NEWEST:
         message = f"{where} answered in protocol {reply.protocol}"
         return Failure(Reason.PROTOCOL_VERSION_MISMATCH, message)
-    refusal = refusal_of(validate_metadata(reply)) or refusal_of(rules.check(reply.shape, me.shape))
+    wrong = next(contradictions(reply), None)
+    refusal = refusal_of(rules.check(reply.shape, me.shape) if wrong is None else (wrong,))
     return reply if refusal is None else failure_of(refusal)
 
 

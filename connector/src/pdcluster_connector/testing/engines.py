@@ -32,9 +32,8 @@ from pdcluster_connector.compat.shape import (
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.ticket import BlockIds, Ticket
+from pdcluster_connector.protocol.ticket import BlockIds, Ticket, kv_transfer_params, ticket_of
 from pdcluster_connector.protocol.ticket_keys import TicketKeys, parse_keys
-from pdcluster_connector.protocol.transfer_params import kv_transfer_params, ticket_of
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.peers import CONCERNS_ALL_RANKS, PeerBook

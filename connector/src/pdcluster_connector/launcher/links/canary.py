@@ -7,18 +7,15 @@ either engine gets one canary. :class:`CanarySchedule` says when each link gets 
 """
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 from msgspec.structs import replace
 
-from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.launcher.engine.engine_api import ApiError, ApiUnreachableError, EngineApi
 from pdcluster_connector.launcher.links.link_table import LinkRow, LinkTable
 from pdcluster_connector.protocol.engine_id import id_of_rank
@@ -80,28 +77,22 @@ TIMEOUT_SECONDS: Final = 120.0
 _BLOCKS: Final = 3
 # The block size that vLLM chooses on CPU. On GPUs it is smaller, and a canary moves more blocks.
 _USUAL_BLOCK: Final = 128
+# Every vocabulary has a token for each byte, and its special tokens are mostly the first ones.
+_TOKEN_IDS: Final = (10, 256)
 _LOOK_EVERY: Final = 0.5
 
 
-def prompt(block_tokens: int, vocabulary: int, limit: int | None) -> list[int]:
+def prompt(block_tokens: int | None, limit: int | None) -> list[int]:
     """Random token ids: three blocks and one token, or fewer if ``limit`` (tokens a request) asks.
 
     Ids, not text, because a tokenizer could shorten a text. Random, because no prefix cache may
     have them.
     """
-    length = _BLOCKS * block_tokens + 1
+    length = _BLOCKS * (block_tokens or _USUAL_BLOCK) + 1
     if limit is not None:
         length = max(1, min(length, limit - 2))
-    low = min(10, vocabulary - 1)
     draw = random.SystemRandom()
-    return [draw.randrange(low, vocabulary) for _ in range(length)]
-
-
-def prompt_maker(command: EngineCommand) -> Callable[[], list[int]]:
-    """Return what makes prompts for an engine with this command line."""
-    size = vocabulary(model_config(command.model))
-    block = command.block_tokens or _USUAL_BLOCK
-    return lambda: prompt(block, size, command.max_tokens)
+    return [draw.randrange(*_TOKEN_IDS) for _ in range(length)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,21 +215,3 @@ def judge(answer: object, prefill_engine_id: str, decode_engine_id: str) -> Cana
 
 def _failed(message: str) -> CanaryReport:
     return CanaryReport(CanaryState.FAILED, message=message)
-
-
-def vocabulary(config: Mapping[str, Any] | None) -> int:
-    """Look up the size of a model's vocabulary in its config.json; 1000 if it is not known."""
-    for place in (config or {}, (config or {}).get("text_config")):
-        size = place.get("vocab_size") if isinstance(place, Mapping) else None
-        if isinstance(size, int) and 2 <= size <= 10_000_000:
-            return size
-    return 1000
-
-
-def model_config(model: str) -> Mapping[str, Any] | None:
-    """Read a model folder's config.json; None for a repository or anything unreadable."""
-    try:
-        config = json.loads((Path(model) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) else None
