@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.plan.errors import CoverageError
 from pdcluster_connector.plan.pairing import (
     BlockList,
-    CoverageError,
     Pairs,
     expand_blocks,
     pair_blocks,
@@ -29,10 +29,10 @@ def tokens_of(pairs: Pairs) -> list[tuple[int, int, int, int]]:
     return [
         (int(pb), int(po) + i, int(db), int(do) + i)
         for pb, po, db, do, n in zip(
-            pairs.prefill_block,
-            pairs.prefill_offset,
-            pairs.decode_block,
-            pairs.decode_offset,
+            pairs.prefill.blocks,
+            pairs.prefill.offsets,
+            pairs.decode.blocks,
+            pairs.decode.offsets,
             pairs.tokens,
             strict=True,
         )
@@ -64,7 +64,7 @@ def test_each_token_is_paired_once_and_in_order_or_the_interval_fails(
         return
     pairs = pair_blocks(prefill, decode, start, stop)
     assert tokens_of(pairs) == [(*ours[token], *theirs[token]) for token in wanted]
-    for column in (pairs.prefill_block, pairs.prefill_offset, pairs.decode_block, pairs.tokens):
+    for column in (pairs.prefill.blocks, pairs.prefill.offsets, pairs.decode.blocks, pairs.tokens):
         assert column.dtype == np.int32
 
 
@@ -81,7 +81,7 @@ def test_a_hit_that_decode_lists_or_leaves_out_pairs_alike() -> None:
     listed = pair_blocks(prefill, BlockList([1, 2, 3, 4], 16), 32, 50)
     left_out = pair_blocks(prefill, BlockList([3, 4], 16, 32), 32, 50)
     assert tokens_of(listed) == tokens_of(left_out)
-    assert listed.prefill_block.tolist() == [12, 13]
+    assert listed.prefill.blocks.tolist() == [12, 13]
     assert listed.tokens.tolist() == [16, 2]
 
 
@@ -141,13 +141,12 @@ def test_the_ratios_of_a_hybrid_pair_by_token() -> None:
     decode = BlockList(expand_blocks([7], 66), 16)
     pairs = pair_blocks(prefill, decode, 0, 66 * 16)
     expected = [5 * 34 + i for i in range(34)] + [9 * 34 + i for i in range(32)]
-    assert pairs.prefill_block.tolist() == expected
-    assert pairs.decode_block.tolist() == [7 * 66 + i for i in range(66)]
+    assert pairs.prefill.blocks.tolist() == expected
+    assert pairs.decode.blocks.tolist() == [7 * 66 + i for i in range(66)]
 
 
 def test_the_null_block_and_absent_ones_stay_absent() -> None:
     assert expand_blocks([0, 3, -1], 2).tolist() == [-1, -1, 6, 7, -1, -1]
-    assert expand_blocks([0, 3], 2, null=None).tolist() == [0, 1, 6, 7]
     with pytest.raises(CoverageError, match="no block for token 0"):
         pair_blocks(BlockList(expand_blocks([0], 1), 16), BlockList([1], 16), 0, 3)
 
@@ -163,7 +162,7 @@ def test_ids_that_do_not_fit_are_not_expanded(logical, ratio) -> None:
 def test_blocks_on_either_side_of_the_interval_are_not_needed() -> None:
     held = [-1, 5, 6, -1, 5]
     pairs = pair_blocks(BlockList(held, 16), BlockList(held, 16), 16, 48)
-    assert pairs.prefill_block.tolist() == pairs.decode_block.tolist() == [5, 6]
+    assert pairs.prefill.blocks.tolist() == pairs.decode.blocks.tolist() == [5, 6]
 
 
 @pytest.mark.parametrize(("start", "named"), [(3, 4), (5, 5)])
@@ -182,7 +181,7 @@ def test_a_list_without_end_is_no_list_of_ids() -> None:
 def test_the_longest_interval_that_can_be_is_paired() -> None:
     most = 2**31 - 1
     pairs = pair_blocks(BlockList([3], most), BlockList([5], most), 0, most)
-    assert (pairs.prefill_block.tolist(), pairs.decode_block.tolist()) == ([3], [5])
+    assert (pairs.prefill.blocks.tolist(), pairs.decode.blocks.tolist()) == ([3], [5])
     assert pairs.tokens.tolist() == [most]
 
 

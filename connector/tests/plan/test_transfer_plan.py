@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -334,6 +334,11 @@ def pairs_of(prefill_blocks, decode_blocks, stop=20, tokens=16) -> Pairs:
     return pair_blocks(BlockList(prefill_blocks, tokens), BlockList(decode_blocks, tokens), 0, stop)
 
 
+def with_side(pairs: Pairs, side: str, **fields: Any) -> Pairs:
+    """``pairs`` with other fields on one side."""
+    return dataclasses.replace(pairs, **{side: getattr(pairs, side)._replace(**fields)})
+
+
 @pytest.mark.parametrize("block", [32, 33, 2**31 - 1])
 def test_a_block_outside_of_the_cache_fails_that_request(block: int) -> None:
     plan = plan_peer(packed(base=BASE * 2), [packed()])
@@ -351,9 +356,7 @@ def test_a_block_outside_of_the_cache_fails_that_request(block: int) -> None:
 @pytest.mark.parametrize(("blocks", "named"), [([3, -1], -1), ([3, 40], 40), ([-2, 40], -2)])
 def test_the_block_that_is_outside_is_named(side: str, blocks: list[int], named: int) -> None:
     plan = plan_peer(packed(base=BASE * 2), [packed()])
-    pairs = dataclasses.replace(
-        pairs_of([1, 2], [1, 2]), **{f"{side}_block": np.array(blocks, np.int32)}
-    )
+    pairs = with_side(pairs_of([1, 2], [1, 2]), side, blocks=np.array(blocks, np.int32))
     with pytest.raises(PlanError) as caught:
         descriptor_indices(plan, pairs)
     assert caught.value.message == f"{side} block {named} is outside of the cache's 32 blocks"
@@ -372,36 +375,35 @@ def test_pairs_of_another_block_size_are_refused(tokens: int) -> None:
     said = f"prefill blocks were paired as {tokens} tokens and have 16"
     with pytest.raises(PlanError, match=said):
         descriptor_indices(plan, pairs_of([1, 2, 3], [1, 2, 3], tokens=tokens))
-    pairs = dataclasses.replace(pairs_of([1, 2, 3], [1, 2, 3]), decode_block_tokens=tokens)
+    pairs = with_side(pairs_of([1, 2, 3], [1, 2, 3]), "decode", block_tokens=tokens)
     with pytest.raises(PlanError, match=f"decode blocks were paired as {tokens} tokens and have"):
         descriptor_indices(plan, pairs)
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("side", "field", "value"),
     [
-        {"prefill_block": [-1]},
-        {"decode_block": [-1]},
-        {"prefill_offset": [-16]},
-        {"decode_offset": [16]},
-        {"tokens": [17]},
-        {"tokens": [0]},
-        {"tokens": [-16]},
+        ("prefill", "blocks", -1),
+        ("decode", "blocks", -1),
+        ("prefill", "offsets", -16),
+        ("decode", "offsets", 16),
+        ("", "tokens", 17),
+        ("", "tokens", 0),
+        ("", "tokens", -16),
     ],
 )
-def test_pairs_made_by_hand_are_not_trusted_either(fields: dict) -> None:
+def test_pairs_made_by_hand_are_not_trusted_either(side: str, field: str, value: int) -> None:
     plan = plan_peer(packed(base=BASE * 2), [packed()])
-    arrays = {name: np.array(value, np.int32) for name, value in fields.items()}
+    sound, array = pairs_of([1], [1], stop=16), {field: np.array([value], np.int32)}
+    pairs = with_side(sound, side, **array) if side else dataclasses.replace(sound, **array)
     with pytest.raises(PlanError):
-        descriptor_indices(plan, dataclasses.replace(pairs_of([1], [1], stop=16), **arrays))
+        descriptor_indices(plan, pairs)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_the_side_whose_tokens_leave_their_block_is_named(side: str) -> None:
     plan = plan_peer(packed(base=BASE * 2), [packed()])
-    pairs = dataclasses.replace(
-        pairs_of([1], [1], stop=16), **{f"{side}_offset": np.array([8], np.int32)}
-    )
+    pairs = with_side(pairs_of([1], [1], stop=16), side, offsets=np.array([8], np.int32))
     with pytest.raises(PlanError) as caught:
         descriptor_indices(plan, pairs)
     assert caught.value.message == f"{side} tokens reach out of their block of 16"

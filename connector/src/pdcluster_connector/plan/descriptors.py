@@ -117,7 +117,7 @@ def stride_classes(assignments: Sequence[Assignment]) -> dict[ClassKey, Runs]:
     """Cut assignments into runs, by stride class. Layers of equal geometry are cut together.
 
     Args:
-        assignments: all from one prefill shard; the regions passed :func:`.geometry.check_region`.
+        assignments: all from one prefill shard; the regions passed :func:`.geometry.region_fault`.
 
     Raises:
         PlanError: the two sides' bytes do not correspond.

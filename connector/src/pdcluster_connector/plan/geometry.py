@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import (
     Address,
     Bytes,
@@ -40,7 +39,6 @@ from pdcluster_connector.compat.shape import (
     Memory,
     Name,
 )
-from pdcluster_connector.plan.errors import PlanError
 
 
 class Region(Struct, frozen=True, array_like=True):
@@ -113,18 +111,6 @@ ADDRESS_LIMIT = 2**63
 EXTENT_LIMIT = 2**48
 SIZE_LIMIT = 2**31
 STRIDES = ("block_stride", "head_stride", "token_stride")
-
-
-def check_region(region: Region, side: str) -> None:
-    """Refuse a region that :func:`region_fault` finds a fault in.
-
-    Raises:
-        PlanError: LayoutUnsupported, with the field and its value.
-    """
-    fault = region_fault(region)
-    if fault is not None:
-        message = f"{side} layer {region.layer}: {fault}"
-        raise PlanError(Reason.LAYOUT_UNSUPPORTED, message)
 
 
 def region_fault(region: Region) -> str | None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdcluster_connector.plan.errors import CoverageError
-
-__all__ = ["BlockList", "CoverageError", "Pairs", "expand_blocks", "pair_blocks"]
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -40,21 +39,25 @@ class BlockList:
     first_token: int = 0
 
 
+class PairedSide(NamedTuple):
+    """Where the pieces of a token interval begin on one side: block, and offset in tokens."""
+
+    blocks: Int32
+    offsets: Int32
+    block_tokens: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
     """Pieces of a token interval, in token order; arrays of one length, int32.
 
-    Piece i is ``tokens[i]`` tokens that start at token ``prefill_offset[i]`` of block
-    ``prefill_block[i]`` on the prefill side, and likewise on the decode side.
+    Piece i is ``tokens[i]`` tokens that start at token ``offsets[i]`` of block ``blocks[i]`` on
+    each side.
     """
 
-    prefill_block: Int32
-    prefill_offset: Int32
-    decode_block: Int32
-    decode_offset: Int32
+    prefill: PairedSide
+    decode: PairedSide
     tokens: Int32
-    prefill_block_tokens: int
-    decode_block_tokens: int
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -70,30 +73,20 @@ def pair_blocks(prefill: BlockList, decode: BlockList, start: int, stop: int) ->
     if not 0 <= start <= stop <= LIMIT:
         raise CoverageError(f"tokens [{start}, {stop}) are not an interval")
     sides = {"prefill": prefill, "decode": decode}
-    if start == stop:
-        nothing = np.empty(0, np.int32)
-        sizes = (prefill.block_tokens, decode.block_tokens)
-        return Pairs(nothing, nothing, nothing, nothing, nothing, *sizes)
     ids = {side: _held(side, blocks, start, stop) for side, blocks in sides.items()}
     cuts = np.unique(np.concatenate([_cuts(blocks, start, stop) for blocks in sides.values()]))
-    begin = cuts[:-1]
-    prefill_index, prefill_offset = np.divmod(begin - prefill.first_token, prefill.block_tokens)
-    decode_index, decode_offset = np.divmod(begin - decode.first_token, decode.block_tokens)
-    return Pairs(
-        prefill_block=ids["prefill"][prefill_index],
-        prefill_offset=prefill_offset.astype(np.int32),
-        decode_block=ids["decode"][decode_index],
-        decode_offset=decode_offset.astype(np.int32),
-        tokens=np.diff(cuts).astype(np.int32),
-        prefill_block_tokens=prefill.block_tokens,
-        decode_block_tokens=decode.block_tokens,
-    )
+
+    def placed(side: str) -> PairedSide:
+        blocks = sides[side]
+        index, offsets = np.divmod(cuts[:-1] - blocks.first_token, blocks.block_tokens)
+        return PairedSide(ids[side][index], offsets.astype(np.int32), blocks.block_tokens)
+
+    return Pairs(placed("prefill"), placed("decode"), np.diff(cuts).astype(np.int32))
 
 
 def expand_blocks(
     logical: Sequence[int] | Int32,
     ratio: int,
-    null: int | None = NULL_BLOCK,
     most: int | None = None,
 ) -> Int32:
     """Expand an engine's logical block ids to its kernel block ids, with its own ratio.
@@ -101,7 +94,6 @@ def expand_blocks(
     Args:
         logical: ids as the scheduler counts them.
         ratio: kernel blocks in a logical block.
-        null: the id that stands for no block; vLLM's is 0. None: there is none.
         most: how many ids are needed; a ticket may list more, which are left out.
 
     Returns:
@@ -116,8 +108,7 @@ def expand_blocks(
     if ids.size and int(ids.max()) > LIMIT // ratio - 1:
         raise CoverageError(f"logical block {int(ids.max())} is out of range")
     kernel = ids[:, None] * ratio + np.arange(ratio)
-    absent = ids < 0 if null is None else (ids < 0) | (ids == null)
-    kernel[absent] = -1
+    kernel[ids <= NULL_BLOCK] = -1
     return kernel.ravel().astype(np.int32)
 
 
@@ -138,6 +129,8 @@ def _integers(side: str, blocks: Sequence[int] | Int32) -> Int64:
 
 def _held(side: str, blocks: BlockList, start: int, stop: int) -> Int32:
     """Return a side's ids after checking that they hold all of [start, stop)."""
+    if start == stop:
+        return np.empty(0, np.int32)
     size, first = blocks.block_tokens, blocks.first_token
     if not (1 <= size <= LIMIT and 0 <= first <= LIMIT):
         raise CoverageError(f"{side} blocks of {size} tokens from token {first} on")

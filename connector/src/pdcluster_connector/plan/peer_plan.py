@@ -16,7 +16,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import Memory
 from pdcluster_connector.plan.descriptors import ClassKey, Rows, Runs, Side, stride_classes
 from pdcluster_connector.plan.errors import PlanError
-from pdcluster_connector.plan.geometry import Region, Shard, check_region
+from pdcluster_connector.plan.geometry import Region, Shard, region_fault
 from pdcluster_connector.plan.pairing import LIMIT, Int64
 from pdcluster_connector.plan.slices import split_rows
 from pdcluster_connector.plan.topology import Assignment, assign_sources
@@ -80,7 +80,9 @@ def plan_peer(decode: Shard, prefill: Sequence[Shard]) -> PeerPlan:
     by_source: dict[int, list[Assignment]] = {}
     for shard, side in ((decode, "decode"), *((shard, "prefill") for shard in prefill)):
         for region in shard.regions:
-            check_region(region, side)
+            if (fault := region_fault(region)) is not None:
+                message = f"{side} layer {region.layer}: {fault}"
+                raise PlanError(Reason.LAYOUT_UNSUPPORTED, message)
     for assignment in assign_sources(decode, prefill):
         by_source.setdefault(assignment.source, []).append(assignment)
     sources = []

@@ -21,13 +21,14 @@ import numpy as np
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
-from pdcluster_connector.plan.descriptors import ClassKey, Side
+from pdcluster_connector.plan.descriptors import Side
 from pdcluster_connector.plan.errors import CoverageError, PlanError
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
 from pdcluster_connector.plan.pairing import (
     BlockList,
     Int32,
     Int64,
+    PairedSide,
     Pairs,
     expand_blocks,
     pair_blocks,
@@ -41,14 +42,12 @@ class SourceIndices:
 
     Attributes:
         source: index in ``PeerPlan.sources``.
-        rank: the prefill shard's (pipeline, tensor) rank.
         prefill_indices, decode_indices: flattened indices into the source's rows; index i
             of one side pairs with index i of the other.
         nbytes: bytes that they move.
     """
 
     source: int
-    rank: tuple[int, int]
     prefill_indices: Int32
     decode_indices: Int32
     nbytes: int
@@ -194,7 +193,6 @@ def descriptor_indices(
         found.append(
             SourceIndices(
                 source=number,
-                rank=source.rank,
                 prefill_indices=np.concatenate(ours),
                 decode_indices=np.concatenate(theirs),
                 nbytes=sum(nbytes),
@@ -206,8 +204,9 @@ def descriptor_indices(
 def _class_indices(item: StrideClass, pairs: Pairs) -> tuple[Int32, Int32, int]:
     """Return prefill indices, decode indices and the bytes that they move."""
     key = item.key
-    prefill, decode = _first_unit("prefill", key, pairs), _first_unit("decode", key, pairs)
-    order = np.argsort(pairs.prefill_block, kind="stable")
+    prefill = _first_unit("prefill", key.prefill, pairs.prefill, pairs.tokens, key.unit)
+    decode = _first_unit("decode", key.decode, pairs.decode, pairs.tokens, key.unit)
+    order = np.argsort(pairs.prefill.blocks, kind="stable")
     counts = -(-pairs.tokens[order].astype(np.int64) // key.unit)
     before = np.repeat(np.cumsum(counts) - counts, counts)
     inner = np.arange(before.size) - before
@@ -224,15 +223,9 @@ def _class_indices(item: StrideClass, pairs: Pairs) -> tuple[Int32, Int32, int]:
     )
 
 
-def _first_unit(name: str, key: ClassKey, pairs: Pairs) -> Int64:
+def _first_unit(name: str, side: Side, paired: PairedSide, tokens: Int32, unit: int) -> Int64:
     """Return each pair's first element within a run, after the checks that bound it."""
-    prefill = name == "prefill"
-    if prefill:
-        side, size = key.prefill, pairs.prefill_block_tokens
-        blocks, offsets = pairs.prefill_block, pairs.prefill_offset
-    else:
-        side, size = key.decode, pairs.decode_block_tokens
-        blocks, offsets = pairs.decode_block, pairs.decode_offset
+    blocks, offsets, size = paired
     if size != side.block_tokens:
         message = f"{name} blocks were paired as {size} tokens and have {side.block_tokens}"
         raise CoverageError(message)
@@ -240,16 +233,16 @@ def _first_unit(name: str, key: ClassKey, pairs: Pairs) -> Int64:
         return np.empty(0, np.int64)
     low, high = int(blocks.min()), int(blocks.max())
     if low < 0 or high >= side.num_blocks:
-        reason = Reason.TICKET_INVALID if prefill else Reason.COVERAGE_INCOMPLETE
+        reason = Reason.TICKET_INVALID if name == "prefill" else Reason.COVERAGE_INCOMPLETE
         block = low if low < 0 else high
         message = f"{name} block {block} is outside of the cache's {side.num_blocks} blocks"
         raise PlanError(reason, message)
-    end = offsets.astype(np.int64) + pairs.tokens
-    if int(offsets.min()) < 0 or int(pairs.tokens.min()) < 1 or int(end.max()) > size:
+    end = offsets.astype(np.int64) + tokens
+    if int(offsets.min()) < 0 or int(tokens.min()) < 1 or int(end.max()) > size:
         raise CoverageError(f"{name} tokens reach out of their block of {size}")
-    units, rest = np.divmod(offsets.astype(np.int64), key.unit)
+    units, rest = np.divmod(offsets.astype(np.int64), unit)
     if rest.any():
-        message = f"tokens start inside of a {name} block's unit of {key.unit} tokens, "
+        message = f"tokens start inside of a {name} block's unit of {unit} tokens, "
         raise CoverageError(message + "which can only be moved whole")
     first: Int64 = blocks.astype(np.int64) * side.per_block + units * side.per_unit
     return first

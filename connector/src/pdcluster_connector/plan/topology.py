@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.errors import PlanError
@@ -24,14 +23,6 @@ class Assignment:
     decode: Region
     head_start: int
     head_stop: int
-
-
-class Holder(NamedTuple):
-    """A prefill shard, by its index, that holds the heads [first, stop) of a layer."""
-
-    source: int
-    first: int
-    stop: int
 
 
 def head_interval(kv_heads: int, tensor: int, rank: int) -> tuple[int, int]:
@@ -63,25 +54,12 @@ def assign_sources(decode: Shard, prefill: Sequence[Shard]) -> list[Assignment]:
         PlanError: LayerMismatch, ShardMissing or EngineIdInconsistent.
     """
     holders = _holders(prefill)
-    chosen: dict[tuple[int, int, tuple[Holder, ...]], list[Holder] | int] = {}
     assignments = []
     for key, region in _by_array(decode, "decode").items():
         name = " part ".join(filter(None, key))
-        held = holders.get(key)
-        if held is None:
+        if key not in holders:
             raise PlanError(Reason.LAYER_MISMATCH, f"no prefill shard has layer {name}")
-        wanted = (region.head_start, region.head_stop, tuple(holder for holder, _ in held))
-        if wanted not in chosen:
-            chosen[wanted] = _choose(*wanted, turn=decode.rank[1])
-        choice = chosen[wanted]
-        if isinstance(choice, int):
-            message = f"no prefill shard holds KV head {choice} of layer {name}"
-            raise PlanError(Reason.SHARD_MISSING, message)
-        regions = {holder.source: prefill_region for holder, prefill_region in held}
-        assignments += [
-            Assignment(source, regions[source], region, start, stop)
-            for source, start, stop in choice
-        ]
+        assignments += _cut(region, holders[key], name, turn=decode.rank[1])
     return assignments
 
 
@@ -93,31 +71,32 @@ def _by_array(shard: Shard, side: str) -> dict[tuple[str, str], Region]:
     return regions
 
 
-def _holders(prefill: Sequence[Shard]) -> dict[tuple[str, str], list[tuple[Holder, Region]]]:
-    """Return which shards hold which heads of each layer, in the order of their ranks."""
+def _holders(prefill: Sequence[Shard]) -> dict[tuple[str, str], list[tuple[int, Region]]]:
+    """Return the shards that hold heads of each layer, by their index, in the order of ranks."""
     if len({shard.rank for shard in prefill}) != len(prefill):
         raise PlanError(Reason.ENGINE_ID_INCONSISTENT, "two prefill shards have the same rank")
-    holders: dict[tuple[str, str], list[tuple[Holder, Region]]] = {}
+    holders: dict[tuple[str, str], list[tuple[int, Region]]] = {}
     for source, shard in sorted(enumerate(prefill), key=lambda item: item[1].rank):
         for key, region in _by_array(shard, "prefill").items():
-            holder = Holder(source, region.head_start, region.head_stop)
-            holders.setdefault(key, []).append((holder, region))
+            holders.setdefault(key, []).append((source, region))
     return holders
 
 
-def _choose(start: int, stop: int, held: tuple[Holder, ...], turn: int) -> list[Holder] | int:
-    """Cut [start, stop) into intervals with one source each, or return a head without one."""
-    edges = {edge for _, low, high in held for edge in (low, high) if start < edge < stop}
-    edges |= {start, stop}
-    cuts = sorted(edges)
-    choice: list[Holder] = []
-    for low, high in pairwise(cuts):
-        able = [source for source, first, last in held if first <= low and high <= last]
+def _cut(
+    region: Region, holders: Sequence[tuple[int, Region]], name: str, *, turn: int
+) -> list[Assignment]:
+    """Cut the heads of a region of decode into intervals with one source each."""
+    edges = {edge for _, held in holders for edge in (held.head_start, held.head_stop)}
+    inner = {edge for edge in edges if region.head_start < edge < region.head_stop}
+    made: list[Assignment] = []
+    for low, high in pairwise(sorted(inner | {region.head_start, region.head_stop})):
+        able = [item for item in holders if item[1].head_start <= low and high <= item[1].head_stop]
         if not able:
-            return low
-        source = able[turn % len(able)]
-        if choice and choice[-1].source == source:
-            choice[-1] = Holder(source, choice[-1].first, high)
+            message = f"no prefill shard holds KV head {low} of layer {name}"
+            raise PlanError(Reason.SHARD_MISSING, message)
+        source, held = able[turn % len(able)]
+        if made and made[-1].source == source:
+            made[-1] = replace(made[-1], head_stop=high)
         else:
-            choice.append(Holder(source, low, high))
-    return choice
+            made.append(Assignment(source, held, region, low, high))
+    return made

@@ -6,7 +6,6 @@ and never raise. Everything else happens on the transfer thread.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,8 +24,6 @@ from pdcluster_connector.transfer.job import Job, ReceiveRequest, ReceiverOption
 from pdcluster_connector.transfer.receive import Receive, State
 from pdcluster_connector.transfer.receives import Receives
 from pdcluster_connector.transfer.transfer_thread import TransferThread
-
-logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
 STOP_SECONDS = 30.0
@@ -147,22 +144,13 @@ class Receiver:
 
     def receive(self, requests: Iterable[ReceiveRequest]) -> None:
         """Start receives; :meth:`results` reports each request once."""
-        try:
-            batch = tuple(requests)
-            if not batch:
-                return
+        if batch := tuple(requests):
             self._thread.put(partial(self._receives.receive, batch))
-        except Exception:
-            logger.exception("requests could not be taken over")
 
     def abandon(self, request_ids: Iterable[str]) -> None:
         """Abandon requests. Each is still reported once, when no transfer of it can write."""
-        try:
-            batch = tuple(request_ids)
-            if batch:
-                self._thread.put(partial(self._receives.abandon, batch))
-        except Exception:
-            logger.exception("requests could not be given up")
+        if batch := tuple(request_ids):
+            self._thread.put(partial(self._receives.abandon, batch))
 
     def acknowledge(self, until: Mapping[str, float]) -> None:
         """Take in until when prefill has renewed leases for this engine, by request id."""
