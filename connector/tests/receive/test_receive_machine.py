@@ -20,21 +20,17 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.transfer import receive
 from pdcluster_connector.transfer.receive import (
-    Abandoned,
     Acknowledged,
     Action,
     AgentDestroyed,
     Broken,
-    Connected,
     Event,
     Failed,
     Landed,
     Opened,
-    Posted,
     Receive,
-    Started,
+    Signal,
     State,
-    Tick,
 )
 
 LEASE_END = 10.0
@@ -102,10 +98,10 @@ class Dma:
             self.clean = self.clean and not reading
 
     def connect(self, event: Event) -> None:
-        if isinstance(event, Started) and not self.started and self.clean:
+        if event is Signal.STARTED and not self.started and self.clean:
             self.started = self.connecting = True
             self.moved_at = self.now
-        self.connecting = self.connecting and not isinstance(event, Connected)
+        self.connecting = self.connecting and event is not Signal.CONNECTED
 
     def apply(self, event: Event, reading: bool) -> None:
         if isinstance(event, Acknowledged):
@@ -118,16 +114,16 @@ class Dma:
             case Opened(transfer):
                 self.flying.add(transfer)
                 self.moved_at = self.moved_at if self.repeated else self.now
-            case Posted() if self.posted:
+            case Signal.POSTED if self.posted:
                 self.fenced = True
-            case Posted():
+            case Signal.POSTED:
                 self.posted = True
             case Landed(transfer):
                 self.land(transfer)
             case Broken(transfer):
                 self.flying.discard(transfer)
                 self.clean = False
-            case Failed() | Abandoned():
+            case Failed() | Signal.ABANDONED:
                 self.clean = False
             case AgentDestroyed(_, crashed):
                 self.destroyed(reading, crashed)
@@ -137,16 +133,16 @@ def choices(machine: Receive, dma: Dma) -> list[tuple[Event, float]]:
     """Every event that an executor may deliver now, late and repeated ones included."""
     now = dma.now
     events: list[tuple[Event, float]] = [
-        (Started(), now),
-        (Connected(), now),
+        (Signal.STARTED, now),
+        (Signal.CONNECTED, now),
         (Failed(FAILED), now),
-        (Abandoned(), now),
+        (Signal.ABANDONED, now),
         (AgentDestroyed(DESTROYED), now),
         (AgentDestroyed(DESTROYED, crashed=True), now),
-        (Tick(), now),
+        (Signal.TICK, now),
     ]
     later = (LEASE_END, STALL, LEASE_END + STALL, LEASE_END + 6 * DRAIN)
-    events += [(Tick(), time) for time in later if time > now]
+    events += [(Signal.TICK, time) for time in later if time > now]
     # The first answer may say less than what was guessed, and the next one come late.
     events += [(Acknowledged(until), now) for until in (LEASE_END - 5, RENEWED)]
     if now < LEASE_END:
@@ -157,8 +153,8 @@ def choices(machine: Receive, dma: Dma) -> list[tuple[Event, float]]:
     kind = (WORD,) if dma.posted else (0, 1)
     fresh = [t for t in kind if t not in dma.flying | dma.landed][:1]
     events += [(Opened(t), time) for t in fresh for time in (now, max(now, LEASE_END))]
-    if machine.may_post:
-        events.append((Posted(), now))
+    if machine.posting:
+        events.append((Signal.POSTED, now))
     for transfer in sorted(dma.flying | dma.landed):
         events.append((Landed(transfer), now))
         events.append((Broken(transfer, BROKEN), now))
@@ -249,10 +245,10 @@ def check(machine: Receive, dma: Dma, actions: tuple[Action, ...]) -> None:
 
 def close(machine: Receive, dma: Dma) -> None:
     """Whatever happened, time and a destroyed agent end the receive."""
-    deliver(machine, dma, Tick(), max(dma.now, dma.lease_end))
+    deliver(machine, dma, Signal.TICK, max(dma.now, dma.lease_end))
     if not machine.finished:
         assert dma.destroys or machine.next_tick <= dma.now + DRAIN
-        deliver(machine, dma, Tick(), dma.now + DRAIN)
+        deliver(machine, dma, Signal.TICK, dma.now + DRAIN)
     if not machine.finished:
         assert dma.destroys == 1
         deliver(machine, dma, AgentDestroyed(DESTROYED), dma.now)
@@ -344,8 +340,8 @@ def test_every_order_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ready(*transfers: int, claimed: bool = True) -> Receive:
     machine = Receive("r", LEASE_END, DRAIN, STALL, claimed)
-    assert machine.on(Started(), 0) == (Action.CONNECT,)
-    assert machine.on(Connected(), 1) == (Action.POST,)
+    assert machine.on(Signal.STARTED, 0) == (Action.CONNECT,)
+    assert machine.on(Signal.CONNECTED, 1) == (Action.POST,)
     for transfer in transfers:
         assert machine.on(Opened(transfer), 2) == ()
     return machine
@@ -353,11 +349,11 @@ def ready(*transfers: int, claimed: bool = True) -> Receive:
 
 def test_a_whole_life_passes_the_fence_and_knows_its_times() -> None:
     machine = ready(0, 1)
-    assert machine.on(Posted(), 3) == ()
+    assert machine.on(Signal.POSTED, 3) == ()
     assert machine.on(Landed(1), 4) == ()
     assert machine.on(Landed(0), 5) == (Action.FENCE,)
     assert machine.on(Opened(WORD), 6) == ()
-    assert machine.on(Posted(), 6) == ()
+    assert machine.on(Signal.POSTED, 6) == ()
     assert machine.on(Landed(WORD), 7) == (Action.REPORT,)
     assert machine.state is State.DONE
     assert machine.entered == {
@@ -373,17 +369,17 @@ def test_a_whole_life_passes_the_fence_and_knows_its_times() -> None:
 def fenced(*, claimed: bool) -> Receive:
     """Its data has landed, and its lease word is being read."""
     machine = ready(0, claimed=claimed)
-    machine.on(Posted(), 3)
+    machine.on(Signal.POSTED, 3)
     machine.on(Landed(0), 4)
     machine.on(Opened(WORD), 4)
-    machine.on(Posted(), 4)
+    machine.on(Signal.POSTED, 4)
     return machine
 
 
 def test_nothing_to_read_needs_no_lease_word() -> None:
     machine = ready()
-    assert machine.on(Posted(), 2) == (Action.FENCE,)
-    assert machine.on(Posted(), 2) == (Action.REPORT,)
+    assert machine.on(Signal.POSTED, 2) == (Action.FENCE,)
+    assert machine.on(Signal.POSTED, 2) == (Action.REPORT,)
     assert machine.state is State.DONE
 
 
@@ -405,16 +401,16 @@ def test_nothing_is_believed_before_the_claim() -> None:
 def test_a_claim_before_the_data_is_enough() -> None:
     machine = ready(0, claimed=False)
     assert machine.on(Acknowledged(RENEWED), 2) == ()
-    machine.on(Posted(), 3)
+    machine.on(Signal.POSTED, 3)
     assert machine.on(Landed(0), 4) == (Action.FENCE,)
     machine.on(Opened(WORD), 4)
-    machine.on(Posted(), 4)
+    machine.on(Signal.POSTED, 4)
     assert machine.on(Landed(WORD), 5) == (Action.REPORT,)
 
 
 def test_transfers_of_which_none_lands_end_the_receive_although_the_lease_stands() -> None:
     machine = ready(0, 1)
-    machine.on(Posted(), 3)
+    machine.on(Signal.POSTED, 3)
     machine.on(Acknowledged(1000.0), 4)
     assert machine.next_tick == 2 + STALL
     machine.on(Landed(1), 5)
@@ -433,7 +429,7 @@ def test_transfers_of_which_none_lands_end_the_receive_although_the_lease_stands
 def test_a_lease_word_that_does_not_come_ends_the_receive() -> None:
     machine = fenced(claimed=True)
     machine.on(Acknowledged(1000.0), 5)
-    machine.on(Tick(), 4 + STALL)
+    machine.on(Signal.TICK, 4 + STALL)
     assert machine.failure is not None
     assert machine.failure.reason is Reason.TRANSFER_STALLED
 
@@ -443,14 +439,14 @@ def test_a_receive_that_waits_for_its_claim_alone_has_not_stalled() -> None:
     machine.deadline = 1000.0
     machine.on(Landed(WORD), 5)
     assert machine.next_tick == 1000.0
-    machine.on(Tick(), 5 + STALL)
+    machine.on(Signal.TICK, 5 + STALL)
     assert machine.state is State.FENCE
 
 
 def test_a_claim_that_does_not_come_is_named() -> None:
     machine = fenced(claimed=False)
     machine.on(Landed(WORD), 5)
-    assert machine.on(Tick(), LEASE_END) == (Action.REPORT,)
+    assert machine.on(Signal.TICK, LEASE_END) == (Action.REPORT,)
     assert machine.failure is not None
     assert machine.failure.reason is Reason.LEASE_EXPIRED
     assert "did not acknowledge" in machine.failure.message
@@ -473,7 +469,7 @@ def test_the_deadline_follows_what_prefill_acknowledges() -> None:
     machine.on(Acknowledged(16.0), 5)
     machine.on(Acknowledged(15.0), 6)
     assert machine.next_tick == 16.0
-    machine.on(Posted(), LEASE_END + 5)
+    machine.on(Signal.POSTED, LEASE_END + 5)
     assert machine.on(Landed(0), LEASE_END + 5) == (Action.FENCE,), "slow, and its lease stands"
     machine.on(Acknowledged(40.0), 17.0)  # sent before the end, it comes after it
     assert not machine.finished
@@ -485,7 +481,7 @@ def test_a_sibling_keeps_a_failed_request_in_quarantine() -> None:
     machine = ready(0, 1)
     assert machine.on(Broken(0, BROKEN), 3) == ()
     assert machine.state is State.QUARANTINE
-    assert not machine.may_post
+    assert not machine.posting
     assert machine.on(Landed(1), 4) == (Action.REPORT,)
     assert machine.failure == BROKEN
 
@@ -498,7 +494,7 @@ def test_a_sibling_keeps_a_failed_request_in_quarantine() -> None:
     ],
 )
 def test_the_lease_end_names_what_it_interrupted(machine: Receive, reason: Reason) -> None:
-    machine.on(Tick(), LEASE_END)
+    machine.on(Signal.TICK, LEASE_END)
     assert machine.failure is not None
     assert machine.failure.reason is reason
 
@@ -510,7 +506,7 @@ def under_way(*events: Event) -> Receive:
     return machine
 
 
-TO_THE_FENCE = (Started(), Connected(), Opened(0), Posted(), Landed(0))
+TO_THE_FENCE = (Signal.STARTED, Signal.CONNECTED, Opened(0), Signal.POSTED, Landed(0))
 
 
 @pytest.mark.parametrize(
@@ -518,7 +514,7 @@ TO_THE_FENCE = (Started(), Connected(), Opened(0), Posted(), Landed(0))
     [
         ((), Reason.LEASE_EXPIRED, "the lease ended before the prefill engine could be read"),
         (
-            (Started(),),
+            (Signal.STARTED,),
             Reason.LEASE_EXPIRED,
             "the lease ended before the prefill engine could be read",
         ),
@@ -538,7 +534,7 @@ TO_THE_FENCE = (Started(), Connected(), Opened(0), Posted(), Landed(0))
             "not every transfer was posted when the lease ended",
         ),
         (
-            (*TO_THE_FENCE, Opened(WORD), Posted()),
+            (*TO_THE_FENCE, Opened(WORD), Signal.POSTED),
             Reason.TRANSFER_STALLED,
             "1 transfer had not landed when the lease ended",
         ),
@@ -549,7 +545,7 @@ def test_the_end_of_the_lease_says_how_far_the_receive_had_come(
     events: tuple[Event, ...], reason: Reason, message: str
 ) -> None:
     machine = under_way(*events)
-    machine.on(Tick(), LEASE_END)
+    machine.on(Signal.TICK, LEASE_END)
     assert machine.failure == Failure(reason, message)
 
 
@@ -558,17 +554,17 @@ def test_a_known_cause_is_not_hidden_by_the_lease_end(transfers: tuple[int, ...]
     machine = ready(*transfers) if transfers else Receive("r", LEASE_END, DRAIN, STALL)
     machine.on(Failed(FAILED), LEASE_END + 1)
     assert machine.failure == FAILED
-    machine.on(Tick(), LEASE_END + 2)
+    machine.on(Signal.TICK, LEASE_END + 2)
     assert machine.failure == FAILED
 
 
 @pytest.mark.parametrize(
-    "trouble", [Abandoned(), Broken(0, BROKEN), Failed(FAILED), Tick()], ids=str
+    "trouble", [Signal.ABANDONED, Broken(0, BROKEN), Failed(FAILED), Signal.TICK], ids=str
 )
 def test_nothing_is_opened_in_quarantine(trouble: Event) -> None:
     """A transfer that is posted after the trouble would write into blocks that are given back."""
     machine = ready(0, 1)
-    machine.on(trouble, LEASE_END if isinstance(trouble, Tick) else 3)
+    machine.on(trouble, LEASE_END if trouble is Signal.TICK else 3)
     assert machine.state is State.QUARANTINE
     machine.on(Opened(2), machine.deadline)
     assert 2 not in machine.open
@@ -576,47 +572,47 @@ def test_nothing_is_opened_in_quarantine(trouble: Event) -> None:
 
 def test_that_all_is_posted_means_nothing_before_the_peer_is_known_and_a_second_time() -> None:
     machine = Receive("r", LEASE_END, DRAIN, STALL)
-    assert machine.on(Posted(), 0) == ()
-    machine.on(Started(), 0)
-    assert machine.on(Posted(), 0) == ()
+    assert machine.on(Signal.POSTED, 0) == ()
+    machine.on(Signal.STARTED, 0)
+    assert machine.on(Signal.POSTED, 0) == ()
     assert machine.posted_at is None
     assert machine.state is State.HANDSHAKE
     machine = ready(0)
-    assert machine.on(Posted(), 3) == ()
+    assert machine.on(Signal.POSTED, 3) == ()
     assert machine.on(Landed(0), 4) == (Action.FENCE,)
     machine.on(Opened(WORD), 5)
-    machine.on(Posted(), 5)
-    assert machine.on(Posted(), 6) == ()
+    machine.on(Signal.POSTED, 5)
+    assert machine.on(Signal.POSTED, 6) == ()
     assert (machine.state, machine.posted_at, machine.open) == (State.FENCE, 3, {WORD})
 
 
 def test_nothing_is_opened_before_the_peer_is_known_or_after_the_last_was_posted() -> None:
     machine = Receive("r", LEASE_END, DRAIN, STALL)
     machine.on(Opened(0), 0)
-    machine.on(Started(), 0)
+    machine.on(Signal.STARTED, 0)
     machine.on(Opened(0), 0)
     assert not machine.open
     machine = ready(0)
-    machine.on(Posted(), 3)
+    machine.on(Signal.POSTED, 3)
     machine.on(Opened(1), 3)
     assert machine.open == {0}
 
 
 def test_data_that_lands_after_the_lease_is_not_believed() -> None:
     machine = ready(0)
-    machine.on(Posted(), 3)
+    machine.on(Signal.POSTED, 3)
     assert machine.on(Landed(0), LEASE_END) == (Action.REPORT,)
     assert machine.state is State.FAILED
 
 
 def test_a_hanging_transfer_costs_the_agent_after_the_drain_deadline() -> None:
     machine = ready(0)
-    machine.on(Posted(), 3)
-    machine.on(Abandoned(), 4)
+    machine.on(Signal.POSTED, 3)
+    machine.on(Signal.ABANDONED, 4)
     assert machine.next_tick == 4 + DRAIN
-    assert machine.on(Tick(), 4 + DRAIN) == (Action.DESTROY_AGENT,)
+    assert machine.on(Signal.TICK, 4 + DRAIN) == (Action.DESTROY_AGENT,)
     assert machine.next_tick == float("inf"), "a time that has passed would keep the thread awake"
-    assert machine.on(Tick(), 99) == ()
+    assert machine.on(Signal.TICK, 99) == ()
     assert machine.on(AgentDestroyed(DESTROYED), 99) == (Action.REPORT,)
     assert machine.abandoned
 
@@ -626,13 +622,13 @@ def test_a_second_fault_does_not_put_the_end_of_the_drain_off() -> None:
     machine.on(Broken(0, BROKEN), 3)
     machine.on(Broken(1, BROKEN), 4)
     assert machine.next_tick == 3 + DRAIN
-    assert machine.on(Tick(), 3 + DRAIN) == (Action.DESTROY_AGENT,)
+    assert machine.on(Signal.TICK, 3 + DRAIN) == (Action.DESTROY_AGENT,)
 
 
 def begins_again(machine: Receive, *, crashed: bool) -> None:
     assert machine.on(AgentDestroyed(DESTROYED, crashed), 4) == (Action.CONNECT,)
     assert machine.open == set()
-    assert machine.on(Connected(), 5) == (Action.POST,)
+    assert machine.on(Signal.CONNECTED, 5) == (Action.POST,)
     machine.on(Opened(0), 5)
 
 
@@ -651,22 +647,22 @@ def test_an_agent_that_went_for_another_request_is_no_crash_of_this_one() -> Non
     machine = ready(0)
     for _ in range(5):
         assert machine.on(AgentDestroyed(DESTROYED), 4) == (Action.CONNECT,)
-        machine.on(Connected(), 4)
+        machine.on(Signal.CONNECTED, 4)
         machine.on(Opened(0), 4)
     outcomes = []
     for _ in range(3):
         outcomes.append(machine.on(AgentDestroyed(DESTROYED, crashed=True), 4))
-        machine.on(Connected(), 4)
+        machine.on(Signal.CONNECTED, 4)
         machine.on(Opened(0), 4)
     assert outcomes == [(Action.CONNECT,), (Action.CONNECT,), (Action.REPORT,)]
 
 
 def test_a_receive_that_gets_no_connection_ends_although_its_lease_is_renewed() -> None:
     machine = Receive("r", LEASE_END, DRAIN, STALL)
-    assert machine.on(Started(), 3) == (Action.CONNECT,)
+    assert machine.on(Signal.STARTED, 3) == (Action.CONNECT,)
     machine.on(Acknowledged(10 * STALL), 4)
     assert machine.next_tick == 3 + STALL
-    assert machine.on(Tick(), 3 + STALL) == (Action.REPORT,)
+    assert machine.on(Signal.TICK, 3 + STALL) == (Action.REPORT,)
     assert machine.failure is not None
     assert machine.failure.message == f"no connection to the prefill engine for {STALL:.0f} s"
 
@@ -676,12 +672,12 @@ def test_transfers_that_wait_in_a_queue_that_moves_do_not_hang() -> None:
     machine.on(Acknowledged(10 * STALL), 3)
     opened = machine.moved_at
     machine.queue_moved(opened + 1)
-    assert machine.on(Tick(), opened + STALL) == ()
+    assert machine.on(Signal.TICK, opened + STALL) == ()
     assert machine.next_tick == opened + 1 + STALL
-    machine.on(Abandoned(), opened + STALL)
+    machine.on(Signal.ABANDONED, opened + STALL)
     machine.queue_moved(opened + STALL + 1)
-    assert machine.on(Tick(), opened + STALL + DRAIN) == ()
-    assert machine.on(Tick(), opened + STALL + 1 + DRAIN) == (Action.DESTROY_AGENT,)
+    assert machine.on(Signal.TICK, opened + STALL + DRAIN) == ()
+    assert machine.on(Signal.TICK, opened + STALL + 1 + DRAIN) == (Action.DESTROY_AGENT,)
     machine.queue_moved(opened + 2 * STALL)
     assert machine.drain_at == opened + STALL + 1 + DRAIN, "it is asked for already"
 
@@ -692,7 +688,7 @@ def test_old_news_of_a_queue_shortens_nothing() -> None:
     machine.on(Acknowledged(10 * STALL), 3)
     machine.queue_moved(machine.moved_at - 1)
     assert machine.next_tick == 2 + STALL
-    machine.on(Abandoned(), 4)
+    machine.on(Signal.ABANDONED, 4)
     machine.queue_moved(3)
     assert machine.next_tick == 4 + DRAIN
 
@@ -713,21 +709,21 @@ def test_what_landed_before_the_agent_was_destroyed_is_read_again() -> None:
     machine.on(Opened(1), 3)
     machine.on(Landed(0), 3)
     assert machine.on(AgentDestroyed(DESTROYED), 4) == (Action.CONNECT,)
-    machine.on(Connected(), 5)
+    machine.on(Signal.CONNECTED, 5)
     machine.on(Opened(0), 5)
-    machine.on(Posted(), 5)
+    machine.on(Signal.POSTED, 5)
     assert machine.on(Landed(1), 6) == (), "news of an agent that is gone"
     assert machine.on(Landed(0), 6) == (Action.FENCE,)
 
 
 def test_what_is_read_again_counts_as_posted_when_it_was_posted_again() -> None:
     machine = ready(0)
-    machine.on(Posted(), 3)
+    machine.on(Signal.POSTED, 3)
     assert machine.posted_at == 3
     assert machine.on(AgentDestroyed(DESTROYED), 4) == (Action.CONNECT,)
-    machine.on(Connected(), 5)
+    machine.on(Signal.CONNECTED, 5)
     machine.on(Opened(1), 5)
-    machine.on(Posted(), 6)
+    machine.on(Signal.POSTED, 6)
     assert machine.posted_at == 6
     assert machine.entered == {State.HANDSHAKE: 0, State.POSTED: 1}, "when it was there first"
 
@@ -739,11 +735,11 @@ def test_a_lease_that_has_ended_is_not_begun_again() -> None:
     assert machine.failure.reason is not Reason.BACKEND_ERROR
 
 
-@pytest.mark.parametrize("before", [[], [Started()], [Started(), Connected()]])
+@pytest.mark.parametrize("before", [[], [Signal.STARTED], [Signal.STARTED, Signal.CONNECTED]])
 @pytest.mark.parametrize(
     "event",
-    [Started(), Connected(), Opened(0), Posted(), Landed(0), Broken(0, BROKEN), Failed(FAILED),
-     Abandoned(), AgentDestroyed(DESTROYED), Tick(), Acknowledged(LEASE_END)],
+    [Signal.STARTED, Signal.CONNECTED, Opened(0), Signal.POSTED, Landed(0), Broken(0, BROKEN),
+     Failed(FAILED), Signal.ABANDONED, AgentDestroyed(DESTROYED), Signal.TICK, Acknowledged(LEASE_END)],
     ids=lambda event: type(event).__name__,
 )  # fmt: skip
 def test_whatever_comes_when_the_lease_has_ended_the_receive_is_reported_once(
@@ -753,7 +749,7 @@ def test_whatever_comes_when_the_lease_has_ended_the_receive_is_reported_once(
     machine = Receive("r", LEASE_END, DRAIN, STALL)
     for one in before:
         machine.on(one, 0.0)
-    actions = [*machine.on(event, LEASE_END), *machine.on(Tick(), LEASE_END + 2 * DRAIN)]
+    actions = [*machine.on(event, LEASE_END), *machine.on(Signal.TICK, LEASE_END + 2 * DRAIN)]
     assert actions.count(Action.REPORT) == 1
     assert machine.state is State.FAILED
     assert not machine.open

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from pdcluster_connector.transfer.job import FENCE_WORDS, FenceWords, Job, Read
-from pdcluster_connector.transfer.receive import Connected, Posted, Receive, Started, State
+from pdcluster_connector.transfer.receive import Receive, Signal, State
 from pdcluster_connector.transfer.transfers import Transfers
 
 
 def test_the_slot_and_the_connection_are_given_back() -> None:
     machine = Receive("r", deadline=10.0, drain_seconds=5.0, stall_seconds=300.0)
-    for event in (Started(), Connected(), Posted()):
+    for event in (Signal.STARTED, Signal.CONNECTED, Signal.POSTED):
         machine.on(event, 1.0)
     assert machine.state is State.FENCE
     words, one = FenceWords(), np.zeros(1, np.int32)

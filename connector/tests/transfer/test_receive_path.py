@@ -16,7 +16,7 @@ from pdcluster_connector.transfer.job import ReceiverOptions
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 HOME = pdcluster_connector.__path__[0]
 MOST_FILES = 8
-OF_NIXL = {"testing/nixl.py", "testing/behaviour.py"}  # stands in for what NIXL does by itself
+OF_NIXL = {"testing/nixl.py"}  # stands in for what NIXL does by itself
 
 
 class Walk:

@@ -7,17 +7,7 @@ import pytest
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.transfer.job import ReceiverOptions
-from pdcluster_connector.transfer.receive import (
-    Abandoned,
-    Connected,
-    Event,
-    Failed,
-    Landed,
-    Opened,
-    Posted,
-    Receive,
-    Started,
-)
+from pdcluster_connector.transfer.receive import Event, Failed, Landed, Opened, Receive, Signal
 from pdcluster_connector.transfer.receiver import Received, ReceiveResults
 
 DATA, WORD = 0, 1
@@ -37,13 +27,13 @@ def received(request_id: str, began: float, *phases: float) -> Receive:
     shaken, posted, landed, fenced = (began + seconds for seconds in phases)
     return ended(
         request_id,
-        (began, Started()),
-        (shaken, Connected()),
+        (began, Signal.STARTED),
+        (shaken, Signal.CONNECTED),
         (shaken, Opened(DATA)),
-        (posted, Posted()),
+        (posted, Signal.POSTED),
         (landed, Landed(DATA)),
         (landed, Opened(WORD)),
-        (landed, Posted()),
+        (landed, Signal.POSTED),
         (fenced, Landed(WORD)),
     )
 
@@ -69,8 +59,8 @@ def test_what_the_engine_gave_up_is_known_among_the_failures() -> None:
     results = ReceiveResults()
     expired = Failure(Reason.LEASE_EXPIRED, "late")
     for request_id, failure in (("a", GONE), ("b", GONE), ("c", expired)):
-        results.add(ended(request_id, (1.0, Started()), (2.0, Failed(failure))), 512)
-    results.add(ended("d", (1.0, Started()), (2.0, Abandoned())), 512)
+        results.add(ended(request_id, (1.0, Signal.STARTED), (2.0, Failed(failure))), 512)
+    results.add(ended("d", (1.0, Signal.STARTED), (2.0, Signal.ABANDONED)), 512)
     assert results.abandoned == {"d"}
     assert results.failed == {
         "a": GONE,
@@ -81,10 +71,10 @@ def test_what_the_engine_gave_up_is_known_among_the_failures() -> None:
     assert results.received == {}, "what did not arrive whole is not counted"
 
 
-@pytest.mark.parametrize("event", [Failed(GONE), Abandoned()], ids=["failed", "given up"])
+@pytest.mark.parametrize("event", [Failed(GONE), Signal.ABANDONED], ids=["failed", "given up"])
 def test_a_result_is_something_to_tell_however_it_ended(event: Event) -> None:
     results = ReceiveResults()
-    results.add(ended("a", (1.0, Started()), (2.0, event)), 0)
+    results.add(ended("a", (1.0, Signal.STARTED), (2.0, event)), 0)
     assert results.finished == {"a"}
 
 

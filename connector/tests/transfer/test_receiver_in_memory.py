@@ -16,8 +16,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import NixlErrorKind
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.testing.behaviour import Behaviour, Transfer
-from pdcluster_connector.testing.nixl import Fabric
+from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer.job import ReceiverOptions
 from pdcluster_connector.transfer.probing import RECENT_SECONDS
 

@@ -33,6 +33,11 @@ def labels(
     return (value >> np.uint64(56)).astype(np.uint8)
 
 
+def layer_name(layer: int) -> str:
+    """Return the name of a layer, as vLLM gives it."""
+    return f"model.layers.{layer}.self_attn.attn"
+
+
 class LabelledCache:
     """One rank's KV cache, laid out [block, head, token, byte] for each layer.
 
@@ -72,7 +77,7 @@ class LabelledCache:
             rank=(stage, rank),
             regions=tuple(
                 Region(
-                    layer=f"model.layers.{layer}.self_attn.attn",
+                    layer=layer_name(layer),
                     base=self.bytes[index].ctypes.data,
                     num_blocks=num_blocks,
                     block_stride=head * len(self.heads),

@@ -16,7 +16,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -38,7 +38,7 @@ from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.peers import CONCERNS_ALL_RANKS, PeerBook
 from pdcluster_connector.sidechannel.server import SideChannelServer
-from pdcluster_connector.testing.caches import LabelledCache
+from pdcluster_connector.testing.caches import LabelledCache, layer_name
 from pdcluster_connector.testing.nixl import Fabric
 from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
 from pdcluster_connector.transfer.receiver import Receiver
@@ -63,18 +63,9 @@ class Size:
 
     def caches(self) -> list[LabelledCache]:
         """Return one cache for each rank."""
+        sizes = asdict(self)
         return [
-            LabelledCache(
-                rank=rank,
-                tensor=self.tensor,
-                stage=stage,
-                pipeline=self.pipeline,
-                kv_heads=self.kv_heads,
-                layers=self.layers,
-                num_blocks=self.num_blocks,
-                block_tokens=self.block_tokens,
-                token_bytes=self.token_bytes,
-            )
+            LabelledCache(rank=rank, stage=stage, **sizes)
             for stage in range(self.pipeline)
             for rank in range(self.tensor)
         ]
@@ -93,14 +84,8 @@ class Size:
             token_sliceable=False,
             packing="none",
             layers=tuple(
-                LayerShape(
-                    f"model.layers.{layer}.self_attn.attn",
-                    LayerKind.FULL_ATTENTION,
-                    0,
-                    self.kv_heads,
-                    self.token_bytes,
-                )
-                for layer in range(self.layers)
+                LayerShape(name, LayerKind.FULL_ATTENTION, 0, self.kv_heads, self.token_bytes)
+                for name in map(layer_name, range(self.layers))
             ),
             groups=(GroupShape(LayerKind.FULL_ATTENTION, self.block_tokens),),
         )

@@ -17,8 +17,7 @@ import threading
 from collections.abc import Callable
 
 from pdcluster_connector.nixl_io.interface import NixlErrorKind
-from pdcluster_connector.testing.behaviour import Behaviour, Transfer
-from pdcluster_connector.testing.in_memory_agent import InMemoryAgent
+from pdcluster_connector.testing.in_memory_agent import Behaviour, InMemoryAgent, Transfer
 
 __all__ = ["Behaviour", "Fabric", "InMemoryAgent", "Transfer"]
 

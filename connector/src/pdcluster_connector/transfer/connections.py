@@ -27,7 +27,7 @@ from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.transfer.job import Dispatch, FenceWords, Job, ReceiverOptions, guarded
 from pdcluster_connector.transfer.probing import Probing, answer
-from pdcluster_connector.transfer.receive import Connected, Failed, State
+from pdcluster_connector.transfer.receive import Failed, Signal, State
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class Connections:
         elif connection.broken is not None or connection.waiting is not None:
             connection.waiting = [*(connection.waiting or ()), job]
         else:
-            self._dispatch(job, Connected())
+            self._dispatch(job, Signal.CONNECTED)
 
     def gone(self, engine_id: str, failure: Failure) -> None:
         """Take in that a peer's incarnation has vanished, or does not answer any more.
@@ -304,7 +304,7 @@ class Connections:
             logger.warning("the connection to %s failed: %s", connection.engine_id, failure)
             self._peers.forget(connection.engine_id, failure)
         for job in connection.waiting or ():
-            self._dispatch(job, Connected() if failure is None else Failed(failure))
+            self._dispatch(job, Signal.CONNECTED if failure is None else Failed(failure))
 
     def _closed(self, connection: Connection) -> None:
         """Let those connect anew that waited for a broken connection to close."""

@@ -130,7 +130,7 @@ class Job:
 
     @property
     def due(self) -> float:
-        """When the next ``Tick`` of its machine is due, in seconds of the receiver's clock."""
+        """When the next ``TICK`` of its machine is due, in seconds of the receiver's clock."""
         connecting = self.machine.state is State.HANDSHAKE
         return self.machine.next_tick + (HANDSHAKE_GRACE_SECONDS if connecting else 0.0)
 

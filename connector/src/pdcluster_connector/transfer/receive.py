@@ -47,20 +47,20 @@ class Action(Enum):
     """What the executor has to do next."""
 
     CONNECT = "find the peer and prepare its descriptor lists"
-    POST = "post the transfers, each between an Opened and, at the end, one Posted"
+    POST = "post the transfers, each between an Opened and, at the end, one POSTED"
     FENCE = "post the reads of the lease words, in the same way"
     DESTROY_AGENT = "destroy the reading agent: nothing else stops what is still under way"
     REPORT = "report to the engine: DONE or FAILED, with failure"
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The engine handed the request over."""
+class Signal(Enum):
+    """The events that say nothing but that they happened."""
 
-
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """The peer is known and its descriptor lists are prepared."""
+    STARTED = "the engine handed the request over"
+    CONNECTED = "the peer is known and its descriptor lists are prepared"
+    POSTED = "no further transfer will be opened"
+    ABANDONED = "the engine gave the request up (abort)"
+    TICK = "time passed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,6 @@ class Opened:
     """
 
     transfer: int
-
-
-@dataclass(frozen=True, slots=True)
-class Posted:
-    """No further transfer will be opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +107,6 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Abandoned:
-    """The engine gave the request up (abort)."""
-
-
-@dataclass(frozen=True, slots=True)
 class AgentDestroyed:
     """The agent that ran this request's transfers is gone, and its DMA with it.
 
@@ -128,25 +118,7 @@ class AgentDestroyed:
     crashed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed."""
-
-
-Event = (
-    Started
-    | Connected
-    | Opened
-    | Posted
-    | Landed
-    | Broken
-    | Acknowledged
-    | Failed
-    | Abandoned
-    | AgentDestroyed
-    | Tick
-)
-
+Event = Signal | Opened | Landed | Broken | Acknowledged | Failed | AgentDestroyed
 
 MAX_CRASHES = 3
 ABANDONED = "given up by the engine before all data had landed"
@@ -201,13 +173,8 @@ class Receive:
         return self.state in (State.DONE, State.FAILED)
 
     @property
-    def may_post(self) -> bool:
-        """Whether a further transfer may be opened: not after anything went wrong."""
-        return self.posting
-
-    @property
     def next_tick(self) -> float:
-        """When a ``Tick`` is due; infinite when time changes nothing any more."""
+        """When a ``TICK`` is due; infinite when time changes nothing any more."""
         if self.finished:
             return inf
         if self.state is State.QUARANTINE:
@@ -253,18 +220,18 @@ class Receive:
     def _take(self, event: Event, now: float, actions: list[Action]) -> None:
         # An event that no case matches came late, or a second time. It changes nothing.
         match event:
-            case Started() if self.state is State.NEW:
+            case Signal.STARTED if self.state is State.NEW:
                 self.moved_at = now
                 self._enter(State.HANDSHAKE, now)
                 actions.append(Action.CONNECT)
-            case Connected() if self.state is State.HANDSHAKE:
+            case Signal.CONNECTED if self.state is State.HANDSHAKE:
                 self._enter(State.POSTED, now)
                 self.posting = True
                 actions.append(Action.POST)
             case Opened(transfer) if self.posting:
                 self.open.add(transfer)
                 self.moved_at = self.moved_at if self.is_repeated else now
-            case Posted() if self.posting:
+            case Signal.POSTED if self.posting:
                 self.posting = False
                 if self.posted_at is None:
                     self.posted_at = now
@@ -276,12 +243,12 @@ class Receive:
                 self._settle(now, actions)
             case Acknowledged(until):
                 self._acknowledge(until, now, actions)
-            case Broken() | Failed() | Abandoned() | AgentDestroyed():
+            case Broken() | Failed() | Signal.ABANDONED | AgentDestroyed():
                 self._take_failure(event, now, actions)
 
     def _take_failure(
         self,
-        event: Broken | Failed | Abandoned | AgentDestroyed,
+        event: Event,
         now: float,
         actions: list[Action],
     ) -> None:
@@ -291,7 +258,7 @@ class Receive:
                 self._fail(failure, now, actions)
             case Failed(failure):
                 self._fail(failure, now, actions)
-            case Abandoned():
+            case Signal.ABANDONED:
                 self.abandoned = True
                 self._fail(Failure(Reason.TRANSFER_STALLED, ABANDONED), now, actions)
             case AgentDestroyed(failure, crashed):

@@ -36,16 +36,12 @@ from pdcluster_connector.transfer.job import (
     plan_reads,
 )
 from pdcluster_connector.transfer.receive import (
-    Abandoned,
     Acknowledged,
     Action,
-    Connected,
     Event,
     Failed,
-    Posted,
     Receive,
-    Started,
-    Tick,
+    Signal,
 )
 from pdcluster_connector.transfer.transfers import Transfers
 
@@ -130,11 +126,11 @@ class Receives:
                 message = f"{self._options.max_requests} receives are under way already"
                 self._dispatch(job, Failed(Failure(Reason.BACKEND_ERROR, message)))
             else:
-                self._dispatch(job, Started())
+                self._dispatch(job, Signal.STARTED)
 
     def abandon(self, request_ids: Iterable[str]) -> None:
         """Give requests up."""
-        self._dispatch_each((request_id, Abandoned()) for request_id in request_ids)
+        self._dispatch_each((request_id, Signal.ABANDONED) for request_id in request_ids)
 
     def acknowledge(self, until: Mapping[str, float]) -> None:
         """Take in until when prefill has promised to hold the KV of requests."""
@@ -163,7 +159,7 @@ class Receives:
             return
         for job in list(self._jobs.values()):
             if job.due <= now:
-                self._dispatch(job, Tick())
+                self._dispatch(job, Signal.TICK)
         self.due = min((job.due for job in self._jobs.values()), default=inf)
 
     def turn(self) -> bool:
@@ -217,7 +213,7 @@ class Receives:
         job.begin()
         with guarded(job, self._dispatch):
             if job.request.start >= job.request.stop:
-                self._dispatch(job, Connected())
+                self._dispatch(job, Signal.CONNECTED)
                 return
             connection = self.connections.by_engine.get(job.request.ticket.engine_id)
             if connection is None or connection.broken is not None or self._draining:
@@ -226,7 +222,7 @@ class Receives:
                 self.connections.join(job, connection)
             else:
                 job.connection = connection
-                self._dispatch(job, Connected())
+                self._dispatch(job, Signal.CONNECTED)
 
     def _hold(self, job: Job) -> bool:
         """Keep a job for the next agent if this one is about to be destroyed."""
@@ -249,7 +245,7 @@ class Receives:
             elif job.reads:
                 self._transfers.add(job)
             else:
-                self._dispatch(job, Posted())
+                self._dispatch(job, Signal.POSTED)
 
     def _report(self, job: Job) -> None:
         self._jobs.pop(job.request.request_id, None)

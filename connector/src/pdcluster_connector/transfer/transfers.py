@@ -25,7 +25,7 @@ from pdcluster_connector.transfer.receive import (
     Failed,
     Landed,
     Opened,
-    Posted,
+    Signal,
     State,
 )
 
@@ -119,19 +119,19 @@ class Transfers:
         until = self._clock() + POST_SECONDS
         while self._posting:
             job = self._posting.popleft()
-            if not job.machine.may_post or job.connection is None:
+            if not job.machine.posting or job.connection is None:
                 self.drop_reads(job)  # it failed meanwhile: none of its other reads follows
                 continue
             if job.connection.broken is not None and job.machine.state is State.POSTED:
                 self._dispatch(job, Failed(job.connection.broken))
                 continue
             self._post(job, job.connection)
-            if not job.machine.may_post:
+            if not job.machine.posting:
                 continue
             if job.reads:
                 self._posting.append(job)
             else:
-                self._dispatch(job, Posted())
+                self._dispatch(job, Signal.POSTED)
             if self._clock() >= until:
                 break
         return True

@@ -26,6 +26,7 @@ from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome
 from pdcluster_connector.protocol.ticket import Ticket, passed_on, ticket_of
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
+from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_token, smallest_block
 from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.scheduler_side.decode_leases import DecodeLeases
@@ -42,18 +43,16 @@ class DecodeRole:
 
     Args:
         keys: gives the keys of which one must have signed a ticket.
-        audience: a ticket must be meant for it.
-        show_names: tell every client between which engines its KV moved.
-        key: a request with this key is told in any case; empty for no such request.
+        key: a request with this key learns in any case between which engines its KV moved; empty
+            for no such request.
         recomputes: whether vLLM computes the prompt here if its transfer fails. Else the request
             fails.
-        pace: of prompts that are computed here while other requests generate.
     """
 
     def __init__(
         self,
         engine_id: str,
-        lease_seconds: float,
+        options: ConnectorOptions,
         groups: Sequence[CacheGroup],
         leases: LeaseClient,
         stats: StatsCollector,
@@ -61,23 +60,21 @@ class DecodeRole:
         wall_clock: Callable[[], float] = time.time,
         *,
         keys: Callable[[], TicketKeys | None],
-        audience: str = "",
-        show_names: bool = False,
         key: str = "",
         recomputes: bool = False,
-        pace: PromptPace | None = None,
     ) -> None:
         self._engine_id = engine_id
         self._groups = groups
-        self._tickets = DecodeLeases(leases, lease_seconds, clock)
+        self._tickets = DecodeLeases(leases, options.lease_seconds, clock)
         self._stats = stats
         self._block = smallest_block(groups)  # a shorter rest of a prompt needs no prefill engine
-        self.local = LocalPrompts(pace or PromptPace(), self._block, stats, clock)
+        pace = PromptPace(options.local_tokens_per_step)
+        self.local = LocalPrompts(pace, self._block, stats, clock)
         self._wall_clock = wall_clock
         self._leaves_last_token = leaves_last_token(groups)
         self._is_data_rank = parse_engine_id(engine_id).data_rank is not None
-        self._keys, self._audience = keys, audience
-        self._show_names, self._key = show_names, key
+        self._keys, self._audience = keys, options.ticket_audience
+        self._show_names, self._key = options.show_internal_names, key
         self._recomputes = recomputes
         self._requests: dict[str, Incoming] = {}
         self._aborted: dict[str, Incoming] = {}  # finished while parked; blocks still held

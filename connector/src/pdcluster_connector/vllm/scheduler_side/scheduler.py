@@ -30,7 +30,6 @@ from pdcluster_connector.vllm.joined_shape import join_workers
 from pdcluster_connector.vllm.kv_caches.groups import cache_groups
 from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
 from pdcluster_connector.vllm.scheduler_side.decode import DecodeRole
-from pdcluster_connector.vllm.scheduler_side.local_prompts import PromptPace
 from pdcluster_connector.vllm.scheduler_side.prefill import PrefillRole
 from pdcluster_connector.vllm.step_messages import StepOrders, StepReport, WorkerHandshake
 
@@ -87,16 +86,13 @@ class SchedulerRole:
             self._lease_client.start()
             self.decode = DecodeRole(
                 engine_id,
-                options.lease_seconds,
+                options,
                 groups,
                 self._lease_client,
                 self._stats,
                 keys=keys,
-                audience=options.ticket_audience,
-                show_names=options.show_internal_names,
                 key=key_of(os.environ.get(TOKEN_VARIABLE, "")),
                 recomputes=transfer.kv_load_failure_policy == "recompute",
-                pace=PromptPace(options.local_tokens_per_step),
             )
 
     # At start.
