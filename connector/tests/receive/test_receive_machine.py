@@ -739,7 +739,8 @@ def test_a_lease_that_has_ended_is_not_begun_again() -> None:
 @pytest.mark.parametrize(
     "event",
     [Signal.STARTED, Signal.CONNECTED, Opened(0), Signal.POSTED, Landed(0), Broken(0, BROKEN),
-     Failed(FAILED), Signal.ABANDONED, AgentDestroyed(DESTROYED), Signal.TICK, Acknowledged(LEASE_END)],
+     Failed(FAILED), Signal.ABANDONED, AgentDestroyed(DESTROYED), Signal.TICK,
+     Acknowledged(LEASE_END)],
     ids=lambda event: type(event).__name__,
 )  # fmt: skip
 def test_whatever_comes_when_the_lease_has_ended_the_receive_is_reported_once(

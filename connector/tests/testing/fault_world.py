@@ -109,7 +109,7 @@ class World:
         """Whether a request has come to ``state`` on every rank."""
         for receiver in self.decodes[decode].receivers.values():
             receives = receiver._receives
-            job = receives._jobs.get(request_id)
+            job = receives.jobs.get(request_id)
             if job is None or job.machine.state is not state:
                 return False
         return True
@@ -180,7 +180,7 @@ class World:
             "handles": self.fabric.open_handles(),
             "loaded peers": sum(len(agent.peers) for agent in self.fabric.agents.values()),
             "connections": sum(len(r._connections.by_engine) for r in receivers),
-            "receives": sum(len(r._receives._jobs) for r in receivers),
+            "receives": sum(len(r._receives.jobs) for r in receivers),
             "known peers": sum(len(book._peers) for book in books),
             "outboxes": sum(len(d._leases._outboxes) for d in self.decodes.values()),
             "tickets in use": sum(len(d.tickets) for d in self.decodes.values()),

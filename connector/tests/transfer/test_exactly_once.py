@@ -130,7 +130,7 @@ class Engine:
             receives = rank.receiver._receives
 
             def note(receives=receives) -> None:
-                job = receives._jobs.get(request_id)
+                job = receives.jobs.get(request_id)
                 state = "ended" if job is None else job.machine.state
                 self.aborted_in[state] += 1
 
@@ -234,10 +234,10 @@ def test_every_rank_reports_every_receive_once(requests: int, parked: int) -> No
     assert not engine.waited_for
     for rank in engine.ranks:
         receives = rank.receiver._receives
-        assert receives._jobs == {}
-        assert not receives._rebuild.held
-        assert not receives._transfers
-        assert receives._transfers.unseen == 0
+        assert receives.jobs == {}
+        assert not receives._agent_rebuild.held
+        assert not receives.transfers
+        assert receives.transfers.unseen == 0
         assert rank.fatal == []
     assert engine.fabric.open_handles() == engine.fabric.open_dlists() == 0
     assert not [t for t in engine.fabric.flying if t.agent.startswith("decode")]

@@ -154,7 +154,7 @@ def test_without_renewals_it_fails_when_the_lease_ends(rig: Rig) -> None:
     receives._drain_seconds = 60.0  # nothing but the landing ends it
     rig.send(lease=3.0)
     eventually(lambda: rig.under_way == len(rig.prefill.caches))
-    eventually(lambda: [j.machine.state for j in receives._jobs.values()] == [State.QUARANTINE])
+    eventually(lambda: [j.machine.state for j in receives.jobs.values()] == [State.QUARANTINE])
     rig.fabric.land()
     assert rig.decode.wait("r").failed["r"].reason is Reason.TRANSFER_STALLED
 

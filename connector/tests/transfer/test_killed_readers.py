@@ -49,7 +49,7 @@ class Reader:
         request = self.decode.request(request_id, ticket, blocks, lease=LEASE_SECONDS)
         self.decode.receiver.receive([request])
         receives = self.decode.receiver._receives
-        eventually(lambda: bool(receives._transfers) or not receives._jobs)
+        eventually(lambda: bool(receives.transfers) or not receives.jobs)
 
     def end_of(self, request_id: str, seed: int, blocks: tuple[int, ...]) -> tuple[str, int]:
         """Wait for a request; returns (why it failed, tokens that are wrong if it did not)."""

@@ -54,7 +54,7 @@ class Rig:
     def abort(self, request_id: str) -> None:
         """Have it reported by every rank, and not before nothing can write any more."""
         for decode in self.decodes:
-            eventually(lambda decode=decode: bool(decode.receiver._receives._transfers))
+            eventually(lambda decode=decode: bool(decode.receiver._receives.transfers))
         time.sleep(0.5)
         for decode in self.decodes:
             decode.receiver.abandon([request_id])
@@ -63,7 +63,7 @@ class Rig:
             results = decode.wait(request_id, timeout=60)
             assert time.monotonic() - aborted_at >= DRAIN_SECONDS - 0.5
             assert results.abandoned == results.failed.keys() == {request_id}
-            assert not decode.receiver._receives._transfers
+            assert not decode.receiver._receives.transfers
             assert decode.receiver._connections.by_engine == {}, "the agent was not destroyed"
 
     def nothing_changes(self, seconds: float) -> None:

@@ -29,7 +29,7 @@ def bench() -> Bench:
 
 def second(bench: Bench) -> dict[str, Failure | None]:
     """Let a second pass, renew all leases; return what ended, and how."""
-    jobs = bench.receives._jobs.values()
+    jobs = bench.receives.jobs.values()
     bench.receives.acknowledge({job.request.request_id: bench.now + LEASE for job in list(jobs)})
     bench.pass_time(1.0)
     results = bench.take()
@@ -112,11 +112,11 @@ def test_many_that_stall_together_do_not_hold_up_the_thread() -> None:
     sent = [bench.send(cut) for _ in range(28)]
     transfers = len(bench.fabric.flying)
     assert transfers == 2 * len(sent)  # one for each layer
-    counted = bench.receives._transfers._under_way = Counted(bench.receives._transfers._under_way)
+    counted = bench.receives.transfers._under_way = Counted(bench.receives.transfers._under_way)
     bench.receives.acknowledge(dict.fromkeys(sent, bench.now + 2 * STALL))
     bench.now += STALL
     bench.receives.tick()
-    assert all(job.machine.failure is not None for job in bench.receives._jobs.values())
+    assert all(job.machine.failure is not None for job in bench.receives.jobs.values())
     assert counted.looked <= 4 * transfers
 
 
@@ -129,7 +129,7 @@ def test_each_receive_sees_its_own_deadline(bench: Bench) -> None:
     for at, open_receives in ((1.0, 2), (2.0, 1), (3.0, 0)):
         bench.now += LEASE
         bench.receives.tick()
-        going_on = [job.machine.failure is None for job in bench.receives._jobs.values()]
+        going_on = [job.machine.failure is None for job in bench.receives.jobs.values()]
         assert sum(going_on) == open_receives, at
     assert bench.receives.due == bench.now + DRAIN, "of the first one's quarantine"
     bench.receives.rebuild(Failure(Reason.BACKEND_ERROR, "the end"), final=True)
@@ -364,7 +364,7 @@ def test_a_connection_heals_when_the_peer_answers_again(bench: Bench, reason: Re
     bench.connections.gone("x/1", Failure(reason, "a hiccup"))
     bench.turns()
     assert bench.send(prefill) in bench.take().received
-    assert slow in bench.receives._jobs
+    assert slow in bench.receives.jobs
 
 
 def test_a_probe_that_fails_in_an_unforeseen_way_ends_with_its_agent(

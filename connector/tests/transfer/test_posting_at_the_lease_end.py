@@ -22,13 +22,12 @@ def test_the_slot_and_the_connection_are_given_back() -> None:
     job = Job(request=SimpleNamespace(request_id="r"), machine=machine)  # type: ignore[arg-type]
     job.connection = connection
     job.reads.append(Read(0, one, one, words.take()))
-    transfers = Transfers(
-        words,
+    receives: Any = SimpleNamespace(
+        connections=SimpleNamespace(fence_words=words, settle=lambda _: None),
         dispatch=lambda job, event: job.machine.on(event, 10.0) and None,
-        broken=lambda *_: None,
-        settle=lambda _: None,
         clock=lambda: 10.0,
     )
+    transfers = Transfers(receives)
     transfers.add(job)
     transfers.post_some()
     assert machine.state is State.FAILED

@@ -154,7 +154,7 @@ def test_requests_through_every_fault(requests: int) -> None:
     assert len(engine.free) == CACHE["num_blocks"] - 1
 
     executor = engine.decode.receiver._receives
-    assert executor._jobs == {}
+    assert executor.jobs == {}
     assert engine.fabric.open_handles() == 0
     assert engine.fabric.open_dlists() <= 4  # the live incarnation's link, and the agent's own
     words = engine.decode.receiver._connections.fence_words

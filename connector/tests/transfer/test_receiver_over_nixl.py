@@ -163,8 +163,8 @@ class OverTcp:
             [self.decode.request("r", ticket, self.BLOCKS, lease=LONG, claimed=False)]
         )
         receives = self.decode.receiver._receives
-        eventually(lambda: bool(receives._transfers))
-        [self.job] = receives._jobs.values()
+        eventually(lambda: bool(receives.transfers))
+        [self.job] = receives.jobs.values()
         self.decode.receiver.acknowledge({"r": time.monotonic() + lease})
 
     def restart(self, number: int) -> None:

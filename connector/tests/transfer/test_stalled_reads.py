@@ -63,7 +63,7 @@ def test_a_read_that_hangs_ends_although_its_lease_is_renewed(bench: Bench) -> N
     hung = bench.send(cut)
     renewed(bench, STALL - 1, hung)
     assert bench.send(well) in bench.take().received, "others go on meanwhile"
-    assert hung in bench.receives._jobs
+    assert hung in bench.receives.jobs
     renewed(bench, 1, hung)
     # It has failed. Its transfer may still write, so its blocks stay until the agent is destroyed.
     renewed(bench, DRAIN - 1, hung)

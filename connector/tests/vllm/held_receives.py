@@ -88,7 +88,7 @@ def _hold_handshakes(receiver: Any) -> None:
 
 def _hold_fences(receiver: Any) -> None:
     """Plan the reads of lease words, and post none: the connection stays for them."""
-    transfers, planned = receiver._receives._transfers, {}
+    transfers, planned = receiver._receives.transfers, {}
     add = transfers.add
 
     def keep(job: Any) -> None:
@@ -110,11 +110,11 @@ def _hold_fences(receiver: Any) -> None:
 def _hold_landings(receiver: Any) -> None:
     """See no transfer land while any receive is posted."""
     receives = receiver._receives
-    transfers = receives._transfers
+    transfers = receives.transfers
     poll = transfers.poll
 
     def poll_others() -> bool:
-        posted = (_is_in(job, State.POSTED.name) for job in receives._jobs.values())
+        posted = (_is_in(job, State.POSTED.name) for job in receives.jobs.values())
         return not any(posted) and poll()
 
     transfers.poll = poll_others
@@ -147,13 +147,13 @@ def stands(count: int, state: str) -> bool:
     """Whether so many receives have come to ``state``; NEW ones wait in a queue."""
     if state == State.NEW.name:
         return len(_queued) == count
-    jobs = list(_receiver()._receives._jobs.values())
+    jobs = list(_receiver()._receives.jobs.values())
     return sum(_is_in(job, state) for job in jobs) == count
 
 
 def claimed() -> int:
     """Receives under way whose leases prefill has acknowledged for this engine."""
-    return sum(job.machine.claimed for job in list(_receiver()._receives._jobs.values()))
+    return sum(job.machine.claimed for job in list(_receiver()._receives.jobs.values()))
 
 
 def ended() -> int:

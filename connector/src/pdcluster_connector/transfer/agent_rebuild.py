@@ -7,17 +7,19 @@ for a moment until their transfers land. What has not landed then is read again 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from math import inf
+from typing import TYPE_CHECKING
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import AgentSurvivedError, NixlError
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer.connections import Connections
 from pdcluster_connector.transfer.job import Job
-from pdcluster_connector.transfer.receive import AgentDestroyed, Event, Failed, State
-from pdcluster_connector.transfer.transfers import Transfers
+from pdcluster_connector.transfer.receive import AgentDestroyed, Failed, State
+
+if TYPE_CHECKING:
+    from pdcluster_connector.transfer.receives import Receives
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +31,6 @@ RETRY_SECONDS = 30.0  # between the first two attempts at a renewal
 class AgentRebuild:
     """Destroys the agent when it is due.
 
-    Args:
-        jobs: all receives under way, by request id.
-        dispatch: passes an event to the machine of a job.
-        connect: has a job connect anew.
-        fatal: called when the agent cannot be destroyed.
-        stall_seconds: how long a probe may hang before receives are cut that are under way.
-
     Attributes:
         by: when the agent is destroyed at the latest; None if it is not asked for.
         renew_by: when a renewal is put off: until then, the agent is destroyed as soon as nothing
@@ -44,33 +39,16 @@ class AgentRebuild:
         over: the failure of every further receive; None while there may be another agent.
     """
 
-    def __init__(
-        self,
-        connections: Connections,
-        transfers: Transfers,
-        jobs: Mapping[str, Job],
-        *,
-        dispatch: Callable[[Job, Event], None],
-        connect: Callable[[Job], None],
-        fatal: Callable[[str], None],
-        stall_seconds: float,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, receives: Receives) -> None:
         self.by: float | None = None
         self.renew_by: float | None = None
         self.held: list[Job] = []
         self.over: Failure | None = None
         self._retry_at = -inf
         self._pause = RETRY_SECONDS
-        self._connections = connections
-        self._transfers = transfers
-        self._jobs = jobs
-        self._dispatch = dispatch
-        self._connect = connect
-        self._fatal = fatal
-        self._clock = clock
-        self._stall_seconds = stall_seconds
-        self._patience = stall_seconds
+        self._receives = receives
+        self._stall_seconds = receives.options.transfer_stall_seconds
+        self._patience = self._stall_seconds  # before a hanging probe cuts receives under way
 
     def ask(self, job: Job) -> None:
         """Have the agent destroyed soon: a transfer of ``job`` hangs."""
@@ -82,7 +60,7 @@ class AgentRebuild:
             job.machine.failure,
         )
         if self.by is None:
-            self.by = self._clock() + HEALTHY_SECONDS
+            self.by = self._receives.clock() + HEALTHY_SECONDS
 
     def look_at_probes(self, seconds: float) -> None:
         """Renew the agent if a probe has hung for ``seconds``; no KV is at stake.
@@ -94,7 +72,7 @@ class AgentRebuild:
         hold them up. So each pause is twice as long as the one before, up to ``stall_seconds``,
         until nothing has hung for a whole pause.
         """
-        hanging, now = self._connections.hanging_since, self._clock()
+        hanging, now = self._receives.connections.hanging_since, self._receives.clock()
         if hanging is None:
             return
         if now >= hanging + seconds + self._patience and self.by is None:
@@ -107,10 +85,10 @@ class AgentRebuild:
 
     def carry_out_if_due(self) -> bool:
         """Destroy the agent if it is due; returns whether it was."""
-        if self._transfers.unseen and self.by is None:
-            self.by = self._clock() + RENEWAL_SECONDS
+        if self._receives.transfers.unseen and self.by is None:
+            self.by = self._receives.clock() + RENEWAL_SECONDS
         if not self._is_due():
-            if self.renew_by is not None and self._clock() >= self.renew_by:
+            if self.renew_by is not None and self._receives.clock() >= self.renew_by:
                 self._put_off_renewal()
             return False
         if self.by is None:
@@ -123,8 +101,8 @@ class AgentRebuild:
     def _is_due(self) -> bool:
         """Whether nothing healthy has to be waited for any more."""
         if self.by is not None:
-            return not self._transfers.healthy or self._clock() >= self.by
-        return not self._transfers
+            return not self._receives.transfers.healthy or self._receives.clock() >= self.by
+        return not self._receives.transfers
 
     def _put_off_renewal(self) -> None:
         """Let those connect that wait for a renewal: a transfer may be slow for minutes."""
@@ -134,13 +112,13 @@ class AgentRebuild:
         self._connect_waiting(held)
 
     def _pause_renewals(self) -> None:
-        self._retry_at = self._clock() + self._pause
+        self._retry_at = self._receives.clock() + self._pause
         self._pause = max(self._pause, min(2 * self._pause, self._stall_seconds))
 
     def _connect_waiting(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             if job.machine.state is State.HANDSHAKE:
-                self._connect(job)
+                self._receives.connect(job)
 
     def carry_out(self, failure: Failure, *, crashed: bool = False, final: bool = False) -> None:
         """Destroy the agent; healthy receives that ran on it begin again over a new one.
@@ -152,24 +130,24 @@ class AgentRebuild:
         if final:
             self.over = failure
         self.by, self.renew_by = None, None
-        jobs = self._jobs
+        jobs = self._receives.jobs
         writing = any(job.machine.open for job in jobs.values())
         try:
-            cut = self._connections.destroy_agent(failure, writing=writing, final=final)
+            cut = self._receives.connections.destroy_agent(failure, writing=writing, final=final)
         except AgentSurvivedError as error:
-            self._transfers.unseen = 0
-            self._fatal(str(error))
+            self._receives.transfers.unseen = 0
+            self._receives.options.fatal(str(error))
             return
         for job in jobs.values():  # what waited in a queue that moved has not waited in vain
-            job.machine.queue_moved(self._transfers.queue_moved_at(job))
-        self._transfers.clear()
+            job.machine.queue_moved(self._receives.transfers.queue_moved_at(job))
+        self._receives.transfers.clear()
         again = [job for connection in cut for job in connection.waiting or ()]
         again, self.held = again + self.held, []
         for job in list(jobs.values()):
             if final:
-                self._dispatch(job, Failed(failure))
-            self._dispatch(job, AgentDestroyed(failure, crashed))
+                self._receives.dispatch(job, Failed(failure))
+            self._receives.dispatch(job, AgentDestroyed(failure, crashed))
         self._connect_waiting(again)
         if not final:
             with suppress(NixlError):  # the next request tries again, and fails
-                _ = self._connections.agent
+                _ = self._receives.connections.agent

@@ -9,9 +9,10 @@ or for a broken connection to close. Everything here runs on the transfer thread
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -25,9 +26,12 @@ from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.transfer.job import Dispatch, FenceWords, Job, ReceiverOptions, guarded
+from pdcluster_connector.transfer.job import FenceWords, Job
 from pdcluster_connector.transfer.probing import Probing, answer
 from pdcluster_connector.transfer.receive import Failed, Signal, State
+
+if TYPE_CHECKING:
+    from pdcluster_connector.transfer.receives import Receives
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +49,10 @@ class Connections:
     """Owns the reading agent and the connections over it.
 
     Args:
+        receives: of the same worker.
         shard: this rank's KV.
         memory: what to register for reading into.
         peers: where handshakes come from.
-        jobs: all receives under way, by request id.
-        dispatch: passes an event to the machine of a job.
-        connect: has a job connect anew.
-        hold: keeps a job for the next agent if the present one is about to be destroyed; returns
-            whether it does.
         answer: passes a handshake's answer for one job to :meth:`answered`, on this thread.
 
     Attributes:
@@ -64,27 +64,18 @@ class Connections:
 
     def __init__(
         self,
+        receives: Receives,
         shard: Shard,
         memory: Sequence[MemoryRange],
         make_agent: Callable[[], AgentInterface],
         peers: PeerBook,
-        jobs: Mapping[str, Job],
-        options: ReceiverOptions,
-        *,
-        clock: Callable[[], float],
-        dispatch: Dispatch,
-        connect: Callable[[Job], None],
-        hold: Callable[[Job], bool],
         answer: Answer,
     ) -> None:
+        self._receives = receives
         self._shard = replace(shard, seams=seams(item.span for item in memory))
         self._memory = memory
         self._make_agent = make_agent
         self._peers = peers
-        self._jobs = jobs
-        self._dispatch = dispatch
-        self._connect = connect
-        self._hold = hold
         self._answer = answer
         self._agent: ReadingAgent | None = None
         self.by_engine: dict[str, Connection] = {}
@@ -93,9 +84,9 @@ class Connections:
             open_connection=self.open,
             settle=self.settle,
             failed=self._probe_failed,
-            clock=clock,
-            probe_seconds=options.probe_seconds,
-            check_seconds=options.check_seconds,
+            clock=receives.clock,
+            probe_seconds=receives.options.probe_seconds,
+            check_seconds=receives.options.check_seconds,
         )
         self.runs, self.probes = probing.runs, probing.waiting
         self.fence_words = FenceWords()
@@ -257,13 +248,13 @@ class Connections:
         if job.machine.state is not State.HANDSHAKE:
             return
         if isinstance(answer, Failure):
-            self._dispatch(job, Failed(answer))
+            self._receives.dispatch(job, Failed(answer))
             return
-        with guarded(job, self._dispatch):
+        with self._receives.guarded(job):
             if answer.engine_id != job.request.ticket.engine_id:
                 message = f"{answer.engine_id} answered for {job.request.ticket.engine_id}"
-                self._dispatch(job, Failed(Failure(Reason.PEER_RESTARTED, message)))
-            elif not self._hold(job):
+                self._receives.dispatch(job, Failed(Failure(Reason.PEER_RESTARTED, message)))
+            elif not self._receives.hold(job):
                 connection = self.by_engine.get(answer.engine_id)
                 if connection and connection.broken and connection.broken.reason in SILENT:
                     connection.broken = None
@@ -273,11 +264,11 @@ class Connections:
         """Go on over ``connection``, or wait for it."""
         job.connection = connection
         if connection.broken is not None and not connection.closing:
-            self._dispatch(job, Failed(connection.broken))
+            self._receives.dispatch(job, Failed(connection.broken))
         elif connection.broken is not None or connection.waiting is not None:
             connection.waiting = [*(connection.waiting or ()), job]
         else:
-            self._dispatch(job, Signal.CONNECTED)
+            self._receives.dispatch(job, Signal.CONNECTED)
 
     def gone(self, engine_id: str, failure: Failure) -> None:
         """Take in that a peer's incarnation has vanished, or does not answer any more.
@@ -289,9 +280,9 @@ class Connections:
         if connection is not None:
             self.break_off(connection, failure)
         dead = failure.reason is Reason.PEER_RESTARTED
-        for job in list(self._jobs.values()):
+        for job in list(self._receives.jobs.values()):
             if dead and job.request.ticket.engine_id == engine_id:
-                self._dispatch(job, Failed(failure))
+                self._receives.dispatch(job, Failed(failure))
 
     def broken(self, connection: Connection, failure: Failure) -> None:
         """Take in that a transfer found a connection broken; the next receive shakes hands."""
@@ -304,14 +295,14 @@ class Connections:
             logger.warning("the connection to %s failed: %s", connection.engine_id, failure)
             self._peers.forget(connection.engine_id, failure)
         for job in connection.waiting or ():
-            self._dispatch(job, Signal.CONNECTED if failure is None else Failed(failure))
+            self._receives.dispatch(job, Signal.CONNECTED if failure is None else Failed(failure))
 
     def _closed(self, connection: Connection) -> None:
         """Let those connect anew that waited for a broken connection to close."""
         waiting, connection.waiting = connection.waiting or (), None
         for job in waiting:
             if job.machine.state is State.HANDSHAKE:  # it may have ended meanwhile
-                self._connect(job)
+                self._receives.connect(job)
 
 
 def _replaced(engine_id: str, successor: str) -> Failure:

@@ -12,8 +12,7 @@ import mmap
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,13 +23,12 @@ from pdcluster_connector.nixl_io.interface import Indices, MemoryRange
 from pdcluster_connector.nixl_io.reading_agent import Connection
 from pdcluster_connector.nixl_io.serving_agent import WORD_BYTES
 from pdcluster_connector.plan.descriptors import Rows
-from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
 from pdcluster_connector.plan.request import plan_request
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.lease import CLEARED
 from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.transfer.receive import Event, Failed, Receive, State
+from pdcluster_connector.transfer.receive import Receive, State
 
 logger = logging.getLogger(__name__)
 
@@ -140,25 +138,6 @@ class Job:
         self.reads.clear()
         self.sources.clear()
         self.nbytes = 0
-
-
-Dispatch = Callable[[Job, Event], None]
-"""Passes an event to the machine of a job, and carries out its actions."""
-
-
-@contextmanager
-def guarded(job: Job, dispatch: Dispatch) -> Iterator[None]:
-    """Let any exception fail this job and nothing else."""
-    try:
-        yield
-    except BaseException as error:  # noqa: BLE001
-        if isinstance(error, PlanError):
-            failure = Failure(error.reason, error.message)
-        else:
-            failure = Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
-    else:
-        return
-    dispatch(job, Failed(failure))
 
 
 def plan_reads(job: Job, connection: Connection, limit: int) -> Failure | None:

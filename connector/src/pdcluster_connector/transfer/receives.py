@@ -3,8 +3,8 @@
 ``transfer/receive.py`` decides what comes next for a receive; this module carries it out.
 
 The way of one receive: :meth:`Receives.receive` starts its machine, which asks for a connection;
-``_connect`` finds one, or has :class:`Connections` make one; ``_prepare`` has the reads planned;
-:class:`Transfers` posts and polls them; ``_report`` hands the result over. ``_dispatch``
+``connect`` finds one, or has :class:`Connections` make one; ``_prepare`` has the reads planned;
+:class:`Transfers` posts and polls them; ``_report`` hands the result over. ``dispatch``
 passes events to the machine and carries out its actions.
 
 Everything here runs on the transfer thread. An error of one request fails that request. Any other
@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import AgentInterface, MemoryRange
 from pdcluster_connector.nixl_io.reading_agent import Connection
+from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.sidechannel.peers import PeerBook
@@ -31,7 +33,6 @@ from pdcluster_connector.transfer.job import (
     Job,
     ReceiveRequest,
     ReceiverOptions,
-    guarded,
     plan_fence,
     plan_reads,
 )
@@ -56,6 +57,7 @@ class Receives:
         ended: where ended jobs go; the engine step takes them from there.
 
     Attributes:
+        jobs: all receives under way, by request id.
         connections: to prefill engines, and the reading agent.
         due: when :meth:`tick` has something to do, at the earliest.
     """
@@ -72,61 +74,38 @@ class Receives:
         clock: Callable[[], float],
         answer: Answer,
     ) -> None:
-        self._jobs: dict[str, Job] = {}
-        self.connections = connections = Connections(
-            shard,
-            memory,
-            make_agent,
-            peers,
-            self._jobs,
-            options,
-            clock=clock,
-            dispatch=self._dispatch,
-            connect=self._connect,
-            hold=self._hold,
-            answer=answer,
-        )
-        self._transfers = Transfers(
-            connections.fence_words,
-            dispatch=self._dispatch,
-            broken=connections.broken,
-            settle=connections.settle,
-            clock=clock,
-        )
-        self._ended = ended
-        self._options = options
-        self._drain_seconds = options.drain_deadline_seconds
-        self._clock = clock
+        self.jobs: dict[str, Job] = {}
+        self.options = options
+        self.clock = clock
         self.due = inf
-        self._rebuild = AgentRebuild(
-            self.connections,
-            self._transfers,
-            self._jobs,
-            dispatch=self._dispatch,
-            connect=self._connect,
-            fatal=options.fatal,
-            stall_seconds=options.transfer_stall_seconds,
-            clock=clock,
-        )
+        self.connections = Connections(self, shard, memory, make_agent, peers, answer)
+        self.transfers = Transfers(self)
+        self._agent_rebuild = AgentRebuild(self)
+        self._ended = ended
 
     # Commands.
 
     def receive(self, requests: Iterable[ReceiveRequest]) -> None:
         """Take requests over from the engine step."""
         for request in requests:
-            if request.request_id in self._jobs:
+            if request.request_id in self.jobs:
                 logger.warning("request %s is being received already", request.request_id)
                 continue
-            limits = (self._drain_seconds, self._options.transfer_stall_seconds)
-            machine = Receive(request.request_id, request.deadline, *limits, request.claimed)
-            job = self._jobs[request.request_id] = Job(request, machine)
-            if self._rebuild.over is not None:
-                self._dispatch(job, Failed(self._rebuild.over))
-            elif len(self._jobs) > self._options.max_requests:
-                message = f"{self._options.max_requests} receives are under way already"
-                self._dispatch(job, Failed(Failure(Reason.BACKEND_ERROR, message)))
+            machine = Receive(
+                request.request_id,
+                request.deadline,
+                self.options.drain_deadline_seconds,
+                self.options.transfer_stall_seconds,
+                request.claimed,
+            )
+            job = self.jobs[request.request_id] = Job(request, machine)
+            if self._agent_rebuild.over is not None:
+                self.dispatch(job, Failed(self._agent_rebuild.over))
+            elif len(self.jobs) > self.options.max_requests:
+                message = f"{self.options.max_requests} receives are under way already"
+                self.dispatch(job, Failed(Failure(Reason.BACKEND_ERROR, message)))
             else:
-                self._dispatch(job, Signal.STARTED)
+                self.dispatch(job, Signal.STARTED)
 
     def abandon(self, request_ids: Iterable[str]) -> None:
         """Give requests up."""
@@ -142,41 +121,41 @@ class Receives:
 
     def rebuild(self, failure: Failure, *, final: bool = False) -> None:
         """Destroy the agent, because the thread failed; see :meth:`AgentRebuild.carry_out`."""
-        self._rebuild.carry_out(failure, crashed=True, final=final)
+        self._agent_rebuild.carry_out(failure, crashed=True, final=final)
 
     def _dispatch_each(self, events: Iterable[tuple[str, Event]]) -> None:
         """Pass events to machines by request id. Requests that have ended already are left out."""
         for request_id, event in events:
-            if (job := self._jobs.get(request_id)) is not None:
-                self._dispatch(job, event)
+            if (job := self.jobs.get(request_id)) is not None:
+                self.dispatch(job, event)
 
     # Turns of the transfer thread.
 
     def tick(self) -> None:
         """Let time pass for the receives whose deadlines have come."""
-        now = self._clock()
+        now = self.clock()
         if now < self.due:
             return
-        for job in list(self._jobs.values()):
+        for job in list(self.jobs.values()):
             if job.due <= now:
-                self._dispatch(job, Signal.TICK)
-        self.due = min((job.due for job in self._jobs.values()), default=inf)
+                self.dispatch(job, Signal.TICK)
+        self.due = min((job.due for job in self.jobs.values()), default=inf)
 
     def turn(self) -> bool:
         """Post and poll; returns whether anything moved."""
-        moved = self._transfers.post_some()
-        moved = self._transfers.poll() or moved
+        moved = self.transfers.post_some()
+        moved = self.transfers.poll() or moved
         if self._probing:
             moved = self.connections.step() or moved
-            self._rebuild.look_at_probes(self._drain_seconds)
+            self._agent_rebuild.look_at_probes(self.options.drain_deadline_seconds)
         if self._draining:
-            moved = self._rebuild.carry_out_if_due() or moved
+            moved = self._agent_rebuild.carry_out_if_due() or moved
         return moved
 
     @property
     def busy(self) -> bool:
         """Whether turns are needed before the next tick."""
-        return bool(self._transfers) or self._probing or self._draining
+        return bool(self.transfers) or self._probing or self._draining
 
     @property
     def _probing(self) -> bool:
@@ -185,35 +164,50 @@ class Receives:
     @property
     def _draining(self) -> bool:
         """Whether the agent is to be destroyed soon, so that nothing new begins on it."""
-        rebuild = self._rebuild
-        return rebuild.by is not None or rebuild.renew_by is not None or self._transfers.unseen > 0
+        rebuild = self._agent_rebuild
+        return rebuild.by is not None or rebuild.renew_by is not None or self.transfers.unseen > 0
 
     # One receive, in the order of its way.
 
-    def _dispatch(self, job: Job, event: Event) -> None:
+    def dispatch(self, job: Job, event: Event) -> None:
         """Pass an event to the machine of a job, and carry out its actions in order."""
-        now = self._clock()
+        now = self.clock()
         if now >= job.machine.next_tick and job.machine.open:
-            job.machine.queue_moved(self._transfers.queue_moved_at(job))
+            job.machine.queue_moved(self.transfers.queue_moved_at(job))
         for action in job.machine.on(event, now):
             match action:
                 case Action.CONNECT:
-                    self._connect(job)
+                    self.connect(job)
                 case Action.POST:
                     self._prepare(job)
                 case Action.FENCE:
                     self._fence(job)
                 case Action.DESTROY_AGENT:
-                    self._rebuild.ask(job)
+                    self._agent_rebuild.ask(job)
                 case Action.REPORT:
                     self._report(job)
         self.due = min(self.due, job.due)
 
-    def _connect(self, job: Job) -> None:
+    @contextmanager
+    def guarded(self, job: Job) -> Iterator[None]:
+        """Let any exception fail this job and nothing else."""
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001
+            if isinstance(error, PlanError):
+                failure = Failure(error.reason, error.message)
+            else:
+                failure = Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
+        else:
+            return
+        self.dispatch(job, Failed(failure))
+
+    def connect(self, job: Job) -> None:
+        """Find the job's connection, or have one made."""
         job.begin()
-        with guarded(job, self._dispatch):
+        with self.guarded(job):
             if job.request.start >= job.request.stop:
-                self._dispatch(job, Signal.CONNECTED)
+                self.dispatch(job, Signal.CONNECTED)
                 return
             connection = self.connections.by_engine.get(job.request.ticket.engine_id)
             if connection is None or connection.broken is not None or self._draining:
@@ -222,33 +216,33 @@ class Receives:
                 self.connections.join(job, connection)
             else:
                 job.connection = connection
-                self._dispatch(job, Signal.CONNECTED)
+                self.dispatch(job, Signal.CONNECTED)
 
-    def _hold(self, job: Job) -> bool:
+    def hold(self, job: Job) -> bool:
         """Keep a job for the next agent if this one is about to be destroyed."""
         if self._draining:
-            self._rebuild.held.append(job)
+            self._agent_rebuild.held.append(job)
         return self._draining
 
     def _prepare(self, job: Job) -> None:
-        self._read(job, partial(plan_reads, job, limit=self._options.descriptors_per_transfer))
+        self._read(job, partial(plan_reads, job, limit=self.options.descriptors_per_transfer))
 
     def _fence(self, job: Job) -> None:
         self._read(job, partial(plan_fence, job, words=self.connections.fence_words))
 
     def _read(self, job: Job, plan: Callable[[Connection], Failure | None]) -> None:
         """Plan reads and post them. Without a connection there is nothing to read."""
-        with guarded(job, self._dispatch):
+        with self.guarded(job):
             failure = None if job.connection is None else plan(job.connection)
             if failure is not None:
-                self._dispatch(job, Failed(failure))
+                self.dispatch(job, Failed(failure))
             elif job.reads:
-                self._transfers.add(job)
+                self.transfers.add(job)
             else:
-                self._dispatch(job, Signal.POSTED)
+                self.dispatch(job, Signal.POSTED)
 
     def _report(self, job: Job) -> None:
-        self._jobs.pop(job.request.request_id, None)
-        self._transfers.drop_reads(job)
+        self.jobs.pop(job.request.request_id, None)
+        self.transfers.drop_reads(job)
         job.connection = None
         self._ended.append(job)

@@ -10,15 +10,15 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import AgentInterface, Handle, NixlError
 from pdcluster_connector.nixl_io.reading_agent import Connection, Source
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer.job import FenceWords, Job
+from pdcluster_connector.transfer.job import Job
 from pdcluster_connector.transfer.receive import (
     Broken,
     Event,
@@ -28,6 +28,9 @@ from pdcluster_connector.transfer.receive import (
     Signal,
     State,
 )
+
+if TYPE_CHECKING:
+    from pdcluster_connector.transfer.receives import Receives
 
 logger = logging.getLogger(__name__)
 
@@ -46,31 +49,13 @@ class _UnderWay:
 class Transfers:
     """Posts and polls for all jobs.
 
-    Args:
-        words: the memory that lease words are read into.
-        dispatch: passes an event to the machine of a job.
-        broken: called when a connection cannot be used any more.
-        settle: called when a transfer over a broken connection has ended.
-
     Attributes:
         unseen: transfers that may still write and that nobody can observe.
     """
 
-    def __init__(
-        self,
-        words: FenceWords,
-        *,
-        dispatch: Callable[[Job, Event], None],
-        broken: Callable[[Connection, Failure], None],
-        settle: Callable[[Connection], None],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, receives: Receives) -> None:
         self.unseen = 0
-        self._words = words
-        self._dispatch = dispatch
-        self._broken = broken
-        self._settle = settle
-        self._clock = clock
+        self._receives = receives
         self._numbers = itertools.count()
         self._posting: deque[Job] = deque()
         self._under_way: dict[int, _UnderWay] = {}
@@ -116,14 +101,14 @@ class Transfers:
         """Post for a while, one read of each job in turn; returns whether there was any."""
         if not self._posting:
             return False
-        until = self._clock() + POST_SECONDS
+        until = self._receives.clock() + POST_SECONDS
         while self._posting:
             job = self._posting.popleft()
             if not job.machine.posting or job.connection is None:
                 self.drop_reads(job)  # it failed meanwhile: none of its other reads follows
                 continue
             if job.connection.broken is not None and job.machine.state is State.POSTED:
-                self._dispatch(job, Failed(job.connection.broken))
+                self._receives.dispatch(job, Failed(job.connection.broken))
                 continue
             self._post(job, job.connection)
             if not job.machine.posting:
@@ -131,8 +116,8 @@ class Transfers:
             if job.reads:
                 self._posting.append(job)
             else:
-                self._dispatch(job, Signal.POSTED)
-            if self._clock() >= until:
+                self._receives.dispatch(job, Signal.POSTED)
+            if self._receives.clock() >= until:
                 break
         return True
 
@@ -141,7 +126,7 @@ class Transfers:
         word = read.word
         number = next(self._numbers)
         # Before the call: whatever it does, the transfer counts as able to write.
-        self._dispatch(job, Opened(number))
+        self._receives.dispatch(job, Opened(number))
         if number not in job.machine.open:
             self._give_back(word)
             if word is not None:
@@ -188,10 +173,10 @@ class Transfers:
             else:
                 self._take_away(number)
                 release(source.agent, transfer.handle)
-                source.moved_at = self._clock()
+                source.moved_at = self._receives.clock()
                 if transfer.word is None:  # lease words are small and come first anyway
                     source.newest_landed = max(source.newest_landed, number)
-                self._dispatch(job, self._landed(number, transfer))
+                self._receives.dispatch(job, self._landed(number, transfer))
                 self._ended(connection)  # after its fence was planned
             moved = True
         return moved
@@ -206,7 +191,7 @@ class Transfers:
         """
         if transfer.word is None:
             return Landed(number)
-        word = self._words.read(transfer.word)
+        word = self._receives.connections.fence_words.read(transfer.word)
         self._give_back(transfer.word)
         ticket = transfer.job.request.ticket
         if word == ticket.token:
@@ -227,7 +212,7 @@ class Transfers:
 
     def _give_back(self, word: int | None) -> None:
         if word is not None:
-            self._words.give_back(word)
+            self._receives.connections.fence_words.give_back(word)
 
     def _failed(self, number: int, job: Job, connection: Connection, error: NixlError) -> None:
         if error.flying:
@@ -235,9 +220,9 @@ class Transfers:
             return
         failure = Failure(Reason.BACKEND_ERROR, f"reading {connection.engine_id}: {error}")
         if error.kind.of_peer:
-            self._broken(connection, failure)
+            self._receives.connections.broken(connection, failure)
         self._ended(connection)
-        self._dispatch(job, Broken(number, failure))
+        self._receives.dispatch(job, Broken(number, failure))
 
     def _lost(self, job: Job, message: str) -> None:
         self.unseen += 1
@@ -246,12 +231,12 @@ class Transfers:
             job.request.request_id,
             message,
         )
-        self._dispatch(job, Failed(Failure(Reason.BACKEND_ERROR, message)))
+        self._receives.dispatch(job, Failed(Failure(Reason.BACKEND_ERROR, message)))
 
     def _ended(self, connection: Connection) -> None:
         connection.transfers -= 1
         if connection.broken is not None:
-            self._settle(connection)
+            self._receives.connections.settle(connection)
 
 
 def release(agent: AgentInterface, handle: Handle) -> None:
