@@ -6,9 +6,11 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from math import inf
 
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.transfer.job import ReceiverOptions
 from pdcluster_connector.transfer.transfer_thread import LOOKS, TransferThread, Watchdog
 
 LIMIT = 0.2
@@ -89,6 +91,10 @@ class Idle:
 
     busy = False
     due = inf
+    options = ReceiverOptions(stall_seconds=60.0, fatal=lambda _: None)
+
+    def __init__(self) -> None:
+        self.clock = partial(next, itertools.count(1.0))
 
     def tick(self) -> None:
         pass
@@ -102,15 +108,7 @@ class Idle:
 
 def test_many_commands_are_not_one_long_piece_of_work() -> None:
     """A thousand requests that arrive at once may take longer together than one call may."""
-    ticks = itertools.count(1.0)
-    thread = TransferThread(
-        "worker",
-        Idle(),
-        prepare=lambda: None,
-        clock=lambda: next(ticks),
-        fatal=lambda _: None,
-        stall_seconds=60.0,
-    )
+    thread = TransferThread("worker", Idle(), prepare=lambda: None)  # type: ignore[arg-type]
     begun: list[float | None] = []
     for _ in range(5):
         thread.put(lambda: begun.append(thread._works_since))

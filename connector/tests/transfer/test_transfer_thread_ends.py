@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from math import inf
 
 import pytest
 
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.transfer.job import ReceiverOptions
 from pdcluster_connector.transfer.transfer_thread import TransferThread
 
 
@@ -27,6 +30,8 @@ class Executor:
         self.last = 0
         self.over = threading.Event()
         self._crashes = crashes
+        self.options = ReceiverOptions(stall_seconds=1e6, fatal=lambda _: None)
+        self.clock = partial(next, itertools.count(1.0))
 
     def tick(self) -> None:
         pass
@@ -47,16 +52,8 @@ class Executor:
             raise OSError("it does not go")
 
 
-def thread_of(executor: Executor, fatal: Callable[[str], None] = lambda _: None) -> TransferThread:
-    ticks = itertools.count(1.0)
-    return TransferThread(
-        "worker",
-        executor,
-        prepare=lambda: None,
-        clock=lambda: next(ticks),
-        fatal=fatal,
-        stall_seconds=1e6,
-    )
+def thread_of(executor: Executor) -> TransferThread:
+    return TransferThread("worker", executor, prepare=lambda: None)  # type: ignore[arg-type]
 
 
 def run(executor: Executor, turns: int) -> TransferThread:
@@ -94,7 +91,8 @@ def test_crashes_between_turns_that_go_well_end_no_thread() -> None:
 def test_an_agent_that_survives_the_thread_ends_the_worker() -> None:
     executor, said = Executor(), list[str]()
     executor.survives = True
-    thread = thread_of(executor, said.append)
+    executor.options = replace(executor.options, fatal=said.append)
+    thread = thread_of(executor)
     thread.start(30)
     assert thread.stop(30)
     assert said == ["the reading agent cannot be destroyed: it does not go"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from concurrent.futures import Future
 from functools import partial
 
@@ -13,7 +12,7 @@ from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
 from pdcluster_connector.testing.caches import LabelledCache
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
-from pdcluster_connector.transfer.job import Job, ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
 from pdcluster_connector.transfer.receiver import ReceiveResults
 from pdcluster_connector.transfer.receives import Receives
 
@@ -29,7 +28,6 @@ class Bench:
         self.now = 1000.0
         self.fabric = Fabric()
         self.peers = FakePeers()
-        self.ended: deque[Job] = deque()
         self.cache = LabelledCache(**CACHE)
         self.hanging: set[str] = set()
         self.fabric.behave = self._behave
@@ -38,7 +36,6 @@ class Bench:
             self.cache.memory,
             partial(self.fabric.agent, "decode"),
             self.peers,
-            self.ended,
             options or ReceiverOptions(drain_deadline_seconds=1e6),
             clock=lambda: self.now,
             answer=lambda job, answer: self.answers.append((job, answer)),
@@ -98,8 +95,8 @@ class Bench:
 
     def take(self) -> ReceiveResults:
         results = ReceiveResults()
-        while self.ended:
-            job = self.ended.popleft()
+        while self.receives.ended:
+            job = self.receives.ended.popleft()
             results.add(job.machine, job.nbytes)
         return results
 

@@ -158,7 +158,7 @@ def claimed() -> int:
 
 def ended() -> int:
     """Receives that have ended, and of which no step has heard."""
-    return len(_receiver()._ended)
+    return len(_receiver()._receives.ended)
 
 
 def _is_in(job: Any, state: str) -> bool:

@@ -7,7 +7,6 @@ and never raise. Everything else happens on the transfer thread.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -110,28 +109,19 @@ class Receiver:
         clock: Callable[[], float] = time.monotonic,
         prepare_thread: Callable[[], None] | None = None,
     ) -> None:
-        options = options or ReceiverOptions()
-        self._ended: deque[Job] = deque()  # thread-safe at both ends
         self._receives = Receives(
             shard,
             memory,
             make_agent,
             peers,
-            self._ended,
-            options,
+            options or ReceiverOptions(),
             clock=clock,
             answer=self._answered,
         )
         self._connections = self._receives.connections
         self._prepare_thread = prepare_thread
-        self._thread = TransferThread(
-            f"pdcluster-transfer-{shard.rank[0]}-{shard.rank[1]}",
-            self._receives,
-            prepare=self._prepare,
-            clock=clock,
-            fatal=options.fatal,
-            stall_seconds=options.stall_seconds,
-        )
+        name = f"pdcluster-transfer-{shard.rank[0]}-{shard.rank[1]}"
+        self._thread = TransferThread(name, self._receives, self._prepare)
         peers.on_gone = self._gone
 
     def start(self) -> None:
@@ -167,8 +157,8 @@ class Receiver:
         if self._thread.dead is not None:
             self._thread.drain()
         results = ReceiveResults()
-        while self._ended:
-            job = self._ended.popleft()
+        while self._receives.ended:
+            job = self._receives.ended.popleft()
             results.add(job.machine, job.nbytes)
         return results
 

@@ -54,11 +54,11 @@ class Receives:
 
     Args:
         shard, memory, make_agent, peers, answer: those of :class:`Connections`.
-        ended: where ended jobs go; the engine step takes them from there.
 
     Attributes:
         jobs: all receives under way, by request id.
         connections: to prefill engines, and the reading agent.
+        ended: jobs that the engine step takes from here.
         due: when :meth:`tick` has something to do, at the earliest.
     """
 
@@ -68,7 +68,6 @@ class Receives:
         memory: Sequence[MemoryRange],
         make_agent: Callable[[], AgentInterface],
         peers: PeerBook,
-        ended: deque[Job],
         options: ReceiverOptions,
         *,
         clock: Callable[[], float],
@@ -81,7 +80,7 @@ class Receives:
         self.connections = Connections(self, shard, memory, make_agent, peers, answer)
         self.transfers = Transfers(self)
         self._agent_rebuild = AgentRebuild(self)
-        self._ended = ended
+        self.ended: deque[Job] = deque()  # thread-safe at both ends
 
     # Commands.
 
@@ -212,11 +211,8 @@ class Receives:
             connection = self.connections.by_engine.get(job.request.ticket.engine_id)
             if connection is None or connection.broken is not None or self._draining:
                 self.connections.shake_hands(job)
-            elif connection.waiting is not None:
-                self.connections.join(job, connection)
             else:
-                job.connection = connection
-                self.dispatch(job, Signal.CONNECTED)
+                self.connections.join(job, connection)
 
     def hold(self, job: Job) -> bool:
         """Keep a job for the next agent if this one is about to be destroyed."""
@@ -245,4 +241,4 @@ class Receives:
         self.jobs.pop(job.request.request_id, None)
         self.transfers.drop_reads(job)
         job.connection = None
-        self._ended.append(job)
+        self.ended.append(job)

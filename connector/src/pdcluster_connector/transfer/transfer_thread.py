@@ -97,33 +97,26 @@ Command = Callable[[], None]
 
 
 class TransferThread:
-    """Runs an executor's turns until it is stopped, and survives what they raise.
+    """Runs the turns of a worker's receives until it is stopped, and survives what they raise.
+
+    It calls their ``options.fatal`` when nothing can stop the transfers of a thread that ends, and
+    when one command or one turn lasts longer than ``options.stall_seconds``.
 
     Args:
+        receives: used on the thread only.
         prepare: called first on the thread; what it raises, :meth:`start` raises.
-        executor: what the thread drives; used on the thread only.
-        fatal: called when nothing can stop the transfers of a thread that ends, or when one of
-            its calls does not return.
-        stall_seconds: how long one command or one turn may last.
     """
 
-    def __init__(
-        self,
-        name: str,
-        executor: Receives,
-        *,
-        prepare: Command,
-        clock: Callable[[], float],
-        fatal: Callable[[str], None],
-        stall_seconds: float,
-    ) -> None:
-        self._executor = executor
+    def __init__(self, name: str, receives: Receives, prepare: Command) -> None:
+        self._receives = receives
         self._prepare = prepare
-        self._clock = clock
-        self._fatal = fatal
         self._works_since: float | None = None
         self._watchdog = Watchdog(
-            name, stall_seconds, since=lambda: self._works_since, clock=clock, hangs=fatal
+            name,
+            receives.options.stall_seconds,
+            since=lambda: self._works_since,
+            clock=receives.clock,
+            hangs=receives.options.fatal,
         )
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._ready: Future[None] = Future()
@@ -170,14 +163,14 @@ class TransferThread:
     def _end(self, failure: Failure) -> None:
         self._watchdog.stop()
         try:
-            self._executor.rebuild(failure, final=True)
+            self._receives.rebuild(failure, final=True)
         except BaseException as error:  # noqa: BLE001
-            self._fatal(f"the reading agent cannot be destroyed: {error}")
+            self._receives.options.fatal(f"the reading agent cannot be destroyed: {error}")
         self.dead = failure
         self.drain()
 
     def drain(self) -> None:
-        """Run the commands that came after the thread's end. The executor refuses them."""
+        """Run the commands that came after the thread's end. They are refused."""
         with suppress(queue.Empty):
             while True:
                 command = self._inbox.get_nowait()
@@ -194,8 +187,8 @@ class TransferThread:
                 commanded = self._take(sleep)
                 if commanded is None:
                     return
-                self._executor.tick()
-                moved = self._executor.turn() or commanded
+                self._receives.tick()
+                moved = self._receives.turn() or commanded
                 crashes = 0
             except BaseException as error:
                 crashes += 1
@@ -203,27 +196,27 @@ class TransferThread:
                     raise
                 logger.exception("the transfer thread rebuilds its agent")
                 moved = True
-                self._executor.rebuild(
+                self._receives.rebuild(
                     Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
                 )
             sleep = SHORTEST_SLEEP if moved else min(sleep * 1.5, LONGEST_SLEEP)
 
     def _take(self, sleep: float) -> bool | None:
         """Wait at most until something is due and run commands; None means stop."""
-        until_due = self._executor.due - self._clock()
-        wait = min(until_due, sleep if self._executor.busy else LONGEST_BLOCK)
+        until_due = self._receives.due - self._receives.clock()
+        wait = min(until_due, sleep if self._receives.busy else LONGEST_BLOCK)
         commanded = False
         self._works_since = None
         try:
             command = self._inbox.get(timeout=wait) if wait > 0 else self._inbox.get_nowait()
-            self._works_since = self._clock()
+            self._works_since = self._receives.clock()
             while True:
                 if command is None:
                     return None
                 commanded = True
                 command()
-                self._works_since = self._clock()  # many commands are not one long call
+                self._works_since = self._receives.clock()  # many commands are not one long call
                 command = self._inbox.get_nowait()
         except queue.Empty:
-            self._works_since = self._clock()
+            self._works_since = self._receives.clock()
             return commanded

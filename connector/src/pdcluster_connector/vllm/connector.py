@@ -83,27 +83,18 @@ def engine_step(
                 return method(self, *args, **kwargs)
             except Exception as error:
                 logger.exception("PDClusterConnector.%s failed", method.__name__)
-                _aftermath(self, method.__name__, error, affected, args)
+                try:
+                    self.count_fault(method.__name__, error)
+                    if affected is not None:
+                        affected(self, error, *args)
+                except Exception:
+                    name = method.__name__
+                    logger.exception("PDClusterConnector.%s: failing its requests failed too", name)
                 return fallback()
 
         return cast("Method", safe)
 
     return wrap
-
-
-def _aftermath(
-    connector: Any,
-    name: str,
-    error: Exception,
-    affected: Callable[..., Any] | None,
-    args: tuple[Any, ...],
-) -> None:
-    try:
-        connector.count_fault(name, error)
-        if affected is not None:
-            affected(connector, error, *args)
-    except Exception:
-        logger.exception("PDClusterConnector.%s: failing its requests failed too", name)
 
 
 def _no_orders() -> KVConnectorMetadata:

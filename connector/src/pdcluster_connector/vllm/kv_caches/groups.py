@@ -18,13 +18,7 @@ from pdcluster_connector.plan.held_blocks import GroupBlocks, state_slot
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """One group that takes part in transfers. ``spec`` is the spec of its first layer.
-
-    Attributes:
-        block_size: tokens in a logical block.
-        window: sliding window in tokens; None without.
-        is_state: the group's blocks are Mamba states.
-    """
+    """One group that takes part in transfers. ``spec`` is the spec of its first layer."""
 
     spec: Any
 
@@ -35,7 +29,7 @@ class CacheGroup:
 
     @property
     def window(self) -> int | None:
-        """Return the sliding window in tokens."""
+        """Return the sliding window in tokens; None without one."""
         return self.spec.sliding_window if isinstance(self.spec, SlidingWindowSpec) else None
 
     @property
