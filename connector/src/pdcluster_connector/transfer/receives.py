@@ -211,8 +211,11 @@ class Receives:
             connection = self.connections.by_engine.get(job.request.ticket.engine_id)
             if connection is None or connection.broken is not None or self._draining:
                 self.connections.shake_hands(job)
-            else:
+            elif connection.waiting is not None:
                 self.connections.join(job, connection)
+            else:
+                job.connection = connection
+                self.dispatch(job, Signal.CONNECTED)
 
     def hold(self, job: Job) -> bool:
         """Keep a job for the next agent if this one is about to be destroyed."""
