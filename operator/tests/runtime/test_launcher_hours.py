@@ -129,18 +129,6 @@ def test_a_launcher_that_was_silent_is_told_its_peers_again() -> None:
     play(story)
 
 
-def test_a_launcher_that_refuses_to_hear_of_routers_is_asked_each_period() -> None:
-    async def story(launcher: Launcher, monitor: LauncherMonitor) -> None:
-        launcher.revision, launcher.keeps = "1", 30.0
-        launcher.fails["routed"] = "403 Forbidden"
-        monitor.follow(KEY, [D])
-        monitor.route(KEY, {D.engine})
-        await asyncio.sleep(20.0)
-        assert len(launcher.moments("routed")) >= 19
-
-    play(story)
-
-
 def test_the_log_tells_of_another_reason_of_silence(caplog: pytest.LogCaptureFixture) -> None:
     async def story(launcher: Launcher, monitor: LauncherMonitor) -> None:
         monitor.follow(KEY, [D])

@@ -14,7 +14,7 @@ import binascii
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pdcluster_connector.protocol.ticket_keys import KEY_BYTES
 from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION
@@ -34,12 +34,10 @@ SECRET_SECONDS = 240.0
 It is shorter than the resync period, so each resync reads the Secrets of each cluster.
 """
 
-T = TypeVar("T")
 
-
-class _Remembered(NamedTuple, Generic[T]):
+class _Remembered(NamedTuple):
     uid: str
-    content: T
+    content: Any
     since: float
 
 
@@ -49,8 +47,7 @@ class ClusterSecrets:
     def __init__(self, api: ApiServer, clock: Callable[[], float] = time.monotonic) -> None:
         self._api_server = api
         self._clock = clock
-        self._ticket_keys: dict[Key, _Remembered[TicketKey]] = {}
-        self._certificates: dict[Key, _Remembered[HeldCertificates]] = {}
+        self._known: dict[tuple[Key, type], _Remembered] = {}
         self._no_certificates: HeldCertificates | None = None
 
     async def ticket_key(self, key: Key, uid: str, *, new: bool = False) -> TicketKey | None:
@@ -62,16 +59,10 @@ class ClusterSecrets:
                 creates it, and the API server refuses that if there is one. The next plan sees
                 children, and then the Secret is read.
         """
-        known = self._ticket_keys.get(key)
-        if known and self._is_valid(known, uid):
-            return known.content
-        if new:
-            return None
-        content = await self._api_server.read_ticket_key(key, uid)
-        if content is None:
-            self._ticket_keys.pop(key, None)
-        else:
-            self._ticket_keys[key] = _Remembered(uid, content, self._clock())
+        content: TicketKey | None = self._recall(key, TicketKey, uid)
+        if content is None and not new:
+            content = await self._api_server.read_ticket_key(key, uid)
+            self._remember(key, TicketKey, uid, content)
         return content
 
     async def certificates(self, key: Key, uid: str, *, new: bool = False) -> HeldCertificates:
@@ -83,39 +74,42 @@ class ClusterSecrets:
             uid: of the PDCluster.
             new: the cluster has no children yet, so no engine has a certificate.
         """
-        known = self._certificates.get(key)
-        if known and self._is_valid(known, uid):
-            return known.content
-        held = self._no_certificates if new else None
+        held: HeldCertificates | None = self._recall(key, HeldCertificates, uid)
         if held is None:
-            held = await self._api_server.read_certificates(key, uid)
+            held = self._no_certificates if new else None
+            held = held or await self._api_server.read_certificates(key, uid)
+            self._remember(key, HeldCertificates, uid, held)
         if held.issue is None:
             self._no_certificates = held
-        self._certificates[key] = _Remembered(uid, held, self._clock())
         return held
 
     async def write_ticket_key(self, key: Key, step: WriteTicketKey) -> None:
         """Carry out a step; see ``ApiServer.write_ticket_key``."""
-        self._ticket_keys.pop(key, None)  # if the write fails, nobody knows what is there
+        self._known.pop((key, TicketKey), None)  # if the write fails, nobody knows what is there
         await self._api_server.write_ticket_key(step)
         uid = str(step.manifest["metadata"]["ownerReferences"][0]["uid"])
-        written = ticket_key_of(step.manifest)
-        self._ticket_keys[key] = _Remembered(uid, written, self._clock())
+        self._remember(key, TicketKey, uid, ticket_key_of(step.manifest))
 
     async def write_certificates(self, key: Key, step: WriteCertificates) -> None:
         """Carry out a step; see ``ApiServer.write_certificates``."""
-        known = self._certificates.pop(key, None)
+        known = self._known.pop((key, HeldCertificates), None)
         held = await self._api_server.write_certificates(step)
         if known is not None:
-            self._certificates[key] = _Remembered(known.uid, held, self._clock())
+            self._remember(key, HeldCertificates, known.uid, held)
 
     def forget(self, key: Key) -> None:
         """Forget the Secrets of a cluster that is gone, or that another operator may change."""
-        self._ticket_keys.pop(key, None)
-        self._certificates.pop(key, None)
+        self._known.pop((key, TicketKey), None)
+        self._known.pop((key, HeldCertificates), None)
 
-    def _is_valid(self, known: _Remembered[Any], uid: str) -> bool:
-        return known.uid == uid and self._clock() - known.since < SECRET_SECONDS
+    def _recall(self, key: Key, kind: type, uid: str) -> Any:
+        known = self._known.get((key, kind))
+        if known is None or known.uid != uid or self._clock() - known.since >= SECRET_SECONDS:
+            return None
+        return known.content
+
+    def _remember(self, key: Key, kind: type, uid: str, content: object) -> None:
+        self._known[key, kind] = _Remembered(uid, content, self._clock())
 
 
 def ticket_key_of(secret: Manifest) -> TicketKey:

@@ -53,7 +53,6 @@ class LauncherMonitor:
         self._period = period
         self._watches: dict[Key, dict[str, LauncherWatch]] = {}
         self._since: dict[Key, float] = {}  # when this process began to follow each cluster
-        self._unheard: dict[Key, set[str]] = {}  # engines of that moment, not heard yet
         self._releases: set[asyncio.Task[None]] = set()
 
     def follow(self, key: Key, targets: Iterable[Target]) -> None:
@@ -61,7 +60,6 @@ class LauncherMonitor:
         wanted = {target.engine: target for target in targets}
         if key not in self._watches:
             self._since[key] = time.monotonic()
-            self._unheard[key] = set(wanted)
         held = self._watches.setdefault(key, {})
         for engine in [name for name, watch in held.items() if wanted.get(name) != watch.target]:
             held.pop(engine).stop()
@@ -79,20 +77,12 @@ class LauncherMonitor:
         return now - self._since.get(key, now)
 
     def all_heard(self, key: Key) -> bool:
-        """Whether each engine that was there at the beginning has answered or missed its polls.
-
-        It stays true once it was true: engines that come later are not waited for. The cluster
-        is woken when it becomes true.
-        """
-        watches = self._watches.get(key, {})
-        unheard = self._unheard.get(key, set())
-        unheard -= {name for name in unheard if name not in watches or watches[name].heard}
-        return not unheard
+        """Whether each engine has answered, or has missed its polls. Then the cluster is woken."""
+        return all(watch.heard for watch in self._watches.get(key, {}).values())
 
     def forget(self, key: Key) -> None:
         """Stop watching the engines of a cluster."""
         self._since.pop(key, None)
-        self._unheard.pop(key, None)
         for watch in self._watches.pop(key, {}).values():
             watch.stop()
 
@@ -178,7 +168,6 @@ class LauncherWatch:
         self._changed = changed
         self._misses = 0
         self._logged = ""  # why it does not answer
-        self._refused = ""  # why it did not accept its routes
         self._sent: tuple[str, PeersDocument] | None = None  # engine id, and its peers
         self._revision = ""
         self._read_at = 0.0  # when its whole state was last read
@@ -226,13 +215,10 @@ class LauncherWatch:
             await self._stop_waiting()
 
     def _can_long_poll(self) -> bool:
-        """Whether it answers, accepts its routes, and its whole state was read lately."""
-        if self.report is None or self._misses or self._refused:
+        """Whether it answers, and its whole state was read lately."""
+        if self.report is None or self._misses:
             return False
         return time.monotonic() - self._read_at < CHECK_SECONDS - SLACK_SECONDS
-
-    def _has_other_routes(self, report: EngineReport) -> bool:
-        return self.routed is not None and report.routed not in (None, self.routed)
 
     def _has_other_peers(self) -> bool:
         if self.report is None or self.peers is None or self.target.role is not Role.DECODE:
@@ -310,26 +296,13 @@ class LauncherWatch:
             log.info("%s does not answer: %s", self.target.engine, problem)
 
     async def _send(self) -> None:
-        """Send routes and peers that differ. If it refuses routes, its engine stays as ready."""
+        """Send routes and peers that differ."""
         if self.report is None:
             return
-        if self._has_other_routes(self.report):
-            await self._send_routed(self.report, routed=self.routed is True)
+        if self.routed is not None and self.report.routed not in (None, self.routed):
+            await self._launchers.tell_routed(self.target, routed=self.routed)
+            self.report = replace(self.report, routed=self.routed)
         if self.peers is not None and self._has_other_peers():
             sent = self.peers.document  # others may be assigned before the launcher answers
             await self._launchers.put_peers(self.target, sent)
             self._sent = (self.report.engine_id, sent)
-
-    async def _send_routed(self, report: EngineReport, *, routed: bool) -> None:
-        try:
-            await self._launchers.tell_routed(self.target, routed=routed)
-            self.report = replace(report, routed=routed)
-            self._refused = ""
-        except LauncherError as error:
-            if str(error) != self._refused:
-                self._refused = str(error)
-                log.warning(
-                    "%s cannot be told whether routers send it requests: %s",
-                    self.target.engine,
-                    error,
-                )
