@@ -10,18 +10,8 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
+from pdcluster_operator.plan import types
 from pdcluster_operator.plan.objects.drift import rewrite_of, rewritten_event
-from pdcluster_operator.plan.types import (
-    Apply,
-    Event,
-    Rewrite,
-    Rewrites,
-    Step,
-    TryOut,
-    WriteCertificates,
-    WriteTicketKey,
-    stages,
-)
 from pdcluster_operator.runtime.cluster_secrets import ClusterSecrets
 from pdcluster_operator.runtime.interfaces import ApiServer, Key
 
@@ -58,7 +48,9 @@ class Executor:
         self._rewrites = rewrites
         self._may_write = may_write
 
-    async def perform(self, key: Key, steps: Iterable[Step], events: list[Event]) -> bool:
+    async def perform(
+        self, key: Key, steps: Iterable[types.Step], events: list[types.Event]
+    ) -> bool:
         """Perform the steps; return False if the Lease is not held, or was lost meanwhile.
 
         Events of the steps themselves are added to ``events``.
@@ -66,7 +58,7 @@ class Executor:
         Raises:
             ApiError: of the first step that failed. The other steps of its stage were tried.
         """
-        todo = stages(steps)
+        todo = types.stages(steps)
         if todo and not self._may_write(key):
             return False
         for stage in todo:
@@ -108,23 +100,23 @@ class Executor:
     async def _one(
         self,
         key: Key,
-        step: Step,
+        step: types.Step,
         bound: asyncio.Semaphore,
-        events: list[Event],
+        events: list[types.Event],
         done: list[str],
     ) -> None:
         async with bound:
             if not self._may_write(key):
                 raise _LeaseLostError
-            if isinstance(step, WriteTicketKey):
+            if isinstance(step, types.WriteTicketKey):
                 await self._secrets.write_ticket_key(key, step)
-            elif isinstance(step, WriteCertificates):
+            elif isinstance(step, types.WriteCertificates):
                 await self._secrets.write_certificates(key, step)
-            elif isinstance(step, Apply):
+            elif isinstance(step, types.Apply):
                 answer = await self._api_server.apply(step.manifest, step.uid)
                 if (event := self._rewrites.note(key, step.manifest, answer)) is not None:
                     events.append(event)
-            elif isinstance(step, TryOut):
+            elif isinstance(step, types.TryOut):
                 await self._api_server.try_out(step)
                 await self._api_server.apply(step.stored)
             else:
@@ -140,13 +132,13 @@ class RewriteNotes:
     """
 
     def __init__(self) -> None:
-        self._held: dict[Key, dict[tuple[str, str], Rewrite]] = {}
+        self._held: dict[Key, dict[tuple[str, str], types.Rewrite]] = {}
 
-    def of(self, key: Key) -> Rewrites:
+    def of(self, key: Key) -> types.Rewrites:
         """Return the rewrites of a cluster's children."""
         return dict(self._held.get(key, {}))
 
-    def note(self, key: Key, desired: Manifest, answer: Manifest) -> Event | None:
+    def note(self, key: Key, desired: Manifest, answer: Manifest) -> types.Event | None:
         """Compare an apply with its answer; return an event if other fields were rewritten."""
         held = self._held.setdefault(key, {})
         child = str(desired["kind"]), str(desired["metadata"]["name"])

@@ -12,18 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from pdcluster_connector.protocol.launcher_documents import ChangesReport, PeersDocument
+from pdcluster_operator.plan import types
 from pdcluster_operator.plan.launchers import Target
-from pdcluster_operator.plan.types import (
-    Delete,
-    Event,
-    HeldCertificates,
-    RestartPod,
-    ScalerStatus,
-    TicketKey,
-    TryOut,
-    WriteCertificates,
-    WriteTicketKey,
-)
 
 Manifest = Mapping[str, Any]
 
@@ -88,25 +78,25 @@ class ApiServer(Protocol):
         """Return the cluster's UID as the server has it now; None when it is gone."""
         ...
 
-    async def read_ticket_key(self, key: Key, uid: str) -> TicketKey | None:
+    async def read_ticket_key(self, key: Key, uid: str) -> types.TicketKey | None:
         """Return what the cluster's Secret says beside its keys; None when there is none.
 
         Raises NameConflict when an object that the cluster ``uid`` does not own has its name.
         """
         ...
 
-    async def write_ticket_key(self, step: WriteTicketKey) -> None:
+    async def write_ticket_key(self, step: types.WriteTicketKey) -> None:
         """Mint a key and write it. A Secret that came or changed meanwhile is a Conflict."""
         ...
 
-    async def read_certificates(self, key: Key, uid: str) -> HeldCertificates:
+    async def read_certificates(self, key: Key, uid: str) -> types.HeldCertificates:
         """Return what the Secret with the engines' certificates says beside their keys.
 
         Raises NameConflict when an object that the cluster ``uid`` does not own has its name.
         """
         ...
 
-    async def write_certificates(self, step: WriteCertificates) -> HeldCertificates:
+    async def write_certificates(self, step: types.WriteCertificates) -> types.HeldCertificates:
         """Sign the certificates and write them; return what the Secret says then."""
         ...
 
@@ -119,11 +109,11 @@ class ApiServer(Protocol):
         """
         ...
 
-    async def try_out(self, step: TryOut) -> None:
+    async def try_out(self, step: types.TryOut) -> None:
         """Let the server judge without writing. Raises TemplateRefused if it refuses."""
         ...
 
-    async def delete(self, step: Delete | RestartPod) -> None:
+    async def delete(self, step: types.Delete | types.RestartPod) -> None:
         """Delete with UID and resourceVersion preconditions; an absent object is no error."""
         ...
 
@@ -136,7 +126,7 @@ class ApiServer(Protocol):
         """
         ...
 
-    async def write_scaler_status(self, key: Key, scaler: ScalerStatus) -> None:
+    async def write_scaler_status(self, key: Key, scaler: types.ScalerStatus) -> None:
         """Replace the status of the PrefillScaler of this name, if it is still the one seen."""
         ...
 
@@ -173,7 +163,7 @@ class Launchers(Protocol):
 class EventSink(Protocol):
     """Kubernetes events, or lines in a terminal."""
 
-    async def publish(self, cluster: Manifest, events: Iterable[Event]) -> None:
+    async def publish(self, cluster: Manifest, events: Iterable[types.Event]) -> None:
         """Publish events. One that is lost is no error.
 
         Raises:

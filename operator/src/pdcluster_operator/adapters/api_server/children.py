@@ -29,30 +29,15 @@ from pdcluster_operator.adapters.engine_authority import (
     held_certificates,
     with_certificates,
 )
+from pdcluster_operator.api import object_names
 from pdcluster_operator.api.conditions import StatusReason
-from pdcluster_operator.api.object_names import (
-    FIELD_MANAGER,
-    STATUS_FIELD_MANAGER,
-    UNUSED_ANNOTATION,
-    certificates_name,
-    ticket_key_name,
-)
+from pdcluster_operator.plan import types
 from pdcluster_operator.plan.connectors import MOUNTING_KINDS, MarkConnector
 from pdcluster_operator.plan.name_conflicts import name_conflict, why_not_applied
 from pdcluster_operator.plan.objects.drift import repair, without_manager
 from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
 from pdcluster_operator.plan.objects.shared_parts import with_shared_parts
 from pdcluster_operator.plan.rollout.wanted_children import REFUSALS, refusal
-from pdcluster_operator.plan.types import (
-    Delete,
-    HeldCertificates,
-    RestartPod,
-    ScalerStatus,
-    TicketKey,
-    TryOut,
-    WriteCertificates,
-    WriteTicketKey,
-)
 from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict, Invalid, Key
 
@@ -60,9 +45,9 @@ Manifest = Mapping[str, Any]
 NO_OBJECT = "1"
 """A resourceVersion that no object has: the one of an empty etcd. An apply with it only creates."""
 ABSENT = {"resourceVersion": NO_OBJECT}
-REPAIR_MANAGER = f"{FIELD_MANAGER}-repair"
+REPAIR_MANAGER = f"{object_names.FIELD_MANAGER}-repair"
 CONFIG_MAP = BY_NAME["ConfigMap"]
-MARKER = f"{FIELD_MANAGER}-collector"
+MARKER = f"{object_names.FIELD_MANAGER}-collector"
 """A field manager that owns the mark alone, so that its applies leave out the content."""
 
 
@@ -92,17 +77,17 @@ class KubeApi:
             return None
         return str(live["metadata"]["uid"])
 
-    async def read_ticket_key(self, key: Key, uid: str) -> TicketKey | None:
+    async def read_ticket_key(self, key: Key, uid: str) -> types.TicketKey | None:
         """Return what the cluster's Secret says beside its keys; None when there is none."""
-        live = await self._own_secret(key.namespace, ticket_key_name(key.name), uid)
+        live = await self._own_secret(key.namespace, object_names.ticket_key_name(key.name), uid)
         return None if live is None else ticket_key_of(live)
 
-    async def read_certificates(self, key: Key, uid: str) -> HeldCertificates:
+    async def read_certificates(self, key: Key, uid: str) -> types.HeldCertificates:
         """Return what the Secret with the engines' certificates says beside their keys."""
-        live = await self._own_secret(key.namespace, certificates_name(key.name), uid)
+        live = await self._own_secret(key.namespace, object_names.certificates_name(key.name), uid)
         return held_certificates(live, self._authority)
 
-    async def write_certificates(self, step: WriteCertificates) -> HeldCertificates:
+    async def write_certificates(self, step: types.WriteCertificates) -> types.HeldCertificates:
         """Sign the certificates and apply the Secret; return what it says then."""
         secret = await asyncio.to_thread(with_certificates, step, self._authority)
         return held_certificates(await self.apply(secret, step.uid), self._authority)
@@ -115,12 +100,12 @@ class KubeApi:
             raise ApiError(refusal.reason, refusal.message)
         return live
 
-    async def write_ticket_key(self, step: WriteTicketKey) -> None:
+    async def write_ticket_key(self, step: types.WriteTicketKey) -> None:
         """Mint a key and write it. A Secret that came or changed meanwhile is a Conflict."""
         metadata = step.manifest["metadata"]
         if not step.rotate:
             path = SECRET.path(metadata["namespace"])
-            query = {"fieldManager": FIELD_MANAGER}
+            query = {"fieldManager": object_names.FIELD_MANAGER}
             await self._client.call("POST", path, query=query, body=with_a_new_key(step, None))
             return
         path = SECRET.path(metadata["namespace"], metadata["name"])
@@ -131,7 +116,7 @@ class KubeApi:
         version = {"resourceVersion": live["metadata"]["resourceVersion"]}
         body = with_a_new_key(step, live)
         body["metadata"] = {"annotations": metadata["annotations"], **version}
-        query = {"fieldManager": FIELD_MANAGER}
+        query = {"fieldManager": object_names.FIELD_MANAGER}
         await self._client.call("PATCH", path, query=query, body=body, content=MERGE)
 
     async def apply(self, manifest: Manifest, uid: str = "") -> dict[str, Any]:
@@ -152,13 +137,13 @@ class KubeApi:
         self._keep(kind, answer)
         return answer
 
-    async def try_out(self, step: TryOut) -> None:
+    async def try_out(self, step: types.TryOut) -> None:
         """Ask the API server whether it would take the objects; it writes nothing."""
         for manifest in step.manifests:
             kind, metadata = BY_NAME[manifest["kind"]], manifest["metadata"]
             try:
                 if kind is POD:  # no right to patch pods is needed, and the name is generated
-                    query = {"dryRun": "All", "fieldManager": FIELD_MANAGER}
+                    query = {"dryRun": "All", "fieldManager": object_names.FIELD_MANAGER}
                     path = kind.path(metadata["namespace"])
                     await self._client.call("POST", path, query=query, body=manifest)
                 else:
@@ -170,9 +155,9 @@ class KubeApi:
                 if error.reason not in REFUSALS:
                     raise
 
-    async def delete(self, step: Delete | RestartPod) -> None:
+    async def delete(self, step: types.Delete | types.RestartPod) -> None:
         """Delete the very object that was seen. An object that is gone already is no error."""
-        kind = BY_NAME[step.kind] if isinstance(step, Delete) else POD
+        kind = BY_NAME[step.kind] if isinstance(step, types.Delete) else POD
         body = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
@@ -202,7 +187,7 @@ class KubeApi:
         await self._status_of_live(PDCLUSTER, key, uid, status)
         return None
 
-    async def write_scaler_status(self, key: Key, scaler: ScalerStatus) -> None:
+    async def write_scaler_status(self, key: Key, scaler: types.ScalerStatus) -> None:
         """Apply the status of a PrefillScaler, if it is still the one that was seen."""
         await self._status_of_live(PREFILL_SCALER, key, scaler.uid, scaler.status)
 
@@ -224,7 +209,7 @@ class KubeApi:
         }
         path = kind.path(key.namespace, key.name) + "/status"
         try:
-            answer = await self._patch(path, body, manager=STATUS_FIELD_MANAGER)
+            answer = await self._patch(path, body, manager=object_names.STATUS_FIELD_MANAGER)
         except NotFound:
             return
         self._keep(kind, answer)
@@ -254,7 +239,7 @@ class KubeApi:
                 "namespace": step.namespace,
                 "uid": step.uid,
                 "resourceVersion": step.resource_version,
-                "annotations": {UNUSED_ANNOTATION: step.since},
+                "annotations": {object_names.UNUSED_ANNOTATION: step.since},
             },
         }
         path = CONFIG_MAP.path(step.namespace, step.name)
@@ -286,7 +271,12 @@ class KubeApi:
             return await self._disown(path, await self._patch(path, body))
 
     async def _patch(
-        self, path: str, body: Manifest, *, manager: str = FIELD_MANAGER, dry_run: bool = False
+        self,
+        path: str,
+        body: Manifest,
+        *,
+        manager: str = object_names.FIELD_MANAGER,
+        dry_run: bool = False,
     ) -> dict[str, Any]:
         """Send one apply, and take over the fields that another manager has."""
         query = {"fieldManager": manager, "force": "true"}

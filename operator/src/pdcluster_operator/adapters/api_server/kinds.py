@@ -6,15 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdcluster_operator.api.object_names import (
-    CLUSTER_LABEL,
-    FIELD_MANAGER,
-    GROUP,
-    PLURAL,
-    SCALER_KIND,
-    SCALER_PLURAL,
-    VERSION,
-)
+from pdcluster_operator.api import object_names
 from pdcluster_operator.api.object_names import KIND as CLUSTER_KIND
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.objects.contents import (
@@ -41,7 +33,7 @@ class Kind:
     version: str
     plural: str
     name: str
-    selector: str = CLUSTER_LABEL
+    selector: str = object_names.CLUSTER_LABEL
     namespaced: bool = True
     optional: bool = False
     page: int = 500
@@ -68,9 +60,18 @@ class Kind:
         return "/".join(parts)
 
 
-OURS = f"app.kubernetes.io/managed-by={FIELD_MANAGER}"
-PDCLUSTER = Kind(GROUP, VERSION, PLURAL, CLUSTER_KIND, selector="")
-PREFILL_SCALER = Kind(GROUP, VERSION, SCALER_PLURAL, SCALER_KIND, selector="", optional=True)
+OURS = f"app.kubernetes.io/managed-by={object_names.FIELD_MANAGER}"
+PDCLUSTER = Kind(
+    object_names.GROUP, object_names.VERSION, object_names.PLURAL, CLUSTER_KIND, selector=""
+)
+PREFILL_SCALER = Kind(
+    object_names.GROUP,
+    object_names.VERSION,
+    object_names.SCALER_PLURAL,
+    object_names.SCALER_KIND,
+    selector="",
+    optional=True,
+)
 POD = Kind("", "v1", "pods", "Pod")
 SECRET = Kind("", "v1", "secrets", "Secret")
 LEASE = Kind("coordination.k8s.io", "v1", "leases", "Lease")
@@ -93,7 +94,7 @@ WATCHED = (
         "v1",
         "controllerrevisions",
         REVISION_KIND,
-        selector=f"{CLUSTER_LABEL},app.kubernetes.io/component={REVISION_COMPONENT}",
+        selector=f"{object_names.CLUSTER_LABEL},app.kubernetes.io/component={REVISION_COMPONENT}",
     ),
     Kind("", "v1", "services", "Service"),
     # PDClusters share the connector's ConfigMap, so it has no PDCluster's label. It is large.

@@ -14,14 +14,7 @@ from typing import Any
 
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kinds import LEASE
-from pdcluster_operator.plan.namespace_lease import (
-    Holding,
-    Term,
-    holding_of,
-    lease_manifest,
-    may_hold,
-    term_of,
-)
+from pdcluster_operator.plan import namespace_lease
 from pdcluster_operator.runtime.interfaces import ApiError
 
 log = logging.getLogger(__name__)
@@ -101,10 +94,10 @@ class NamespaceLeases:
         if version != claim.version:
             claim.version, claim.seen = version, began
         if live is not None:
-            claim.held = holding_of(live)
+            claim.held = namespace_lease.holding_of(live)
         # If somebody deleted it, its last holder may still act until its term ends.
         held = claim.held
-        if not may_hold(held, self._me, began - claim.seen):
+        if not namespace_lease.may_hold(held, self._me, began - claim.seen):
             claim.until = 0.0
             if claim.other != held.holder:
                 claim.other = held.holder
@@ -118,7 +111,7 @@ class NamespaceLeases:
         # If only the answer of this write is lost, others may act after the new term.
         claim.until = min(claim.until, began + term.act_seconds)
         await self._write(claim, live, self._me, term)
-        claim.held = Holding(self._me, term.seconds)
+        claim.held = namespace_lease.Holding(self._me, term.seconds)
         had = self._clock() < claim.until  # a slow renewal may have come too late
         claim.until, claim.other = began + term.act_seconds, ""
         if not had:
@@ -129,16 +122,20 @@ class NamespaceLeases:
         claim.until = 0.0
         try:
             live = await self._client.read(LEASE.path(claim.namespace, self._name))
-            if holding_of(live).holder == self._me:
+            if namespace_lease.holding_of(live).holder == self._me:
                 await self._write(claim, live, "", self._term())
         except ApiError as error:
             log.warning("the Lease of namespace %s is not given back: %s", claim.namespace, error)
 
-    def _term(self) -> Term:
-        return term_of(len(self._claims))
+    def _term(self) -> namespace_lease.Term:
+        return namespace_lease.term_of(len(self._claims))
 
-    async def _write(self, claim: _Claim, live: Manifest | None, holder: str, term: Term) -> None:
-        lease = lease_manifest(live, claim.namespace, self._name, holder, time.time(), term)
+    async def _write(
+        self, claim: _Claim, live: Manifest | None, holder: str, term: namespace_lease.Term
+    ) -> None:
+        lease = namespace_lease.lease_manifest(
+            live, claim.namespace, self._name, holder, time.time(), term
+        )
         is_new = live is None  # else the API server compares the version that was read
         path = LEASE.path(claim.namespace, None if is_new else self._name)
         await self._client.call("POST" if is_new else "PUT", path, body=lease)
@@ -152,6 +149,6 @@ class _Claim:
         self.until = 0.0  # until when we may act
         self.version: str | None = None  # of the Lease as it was read last
         self.seen = 0.0  # when that version was first read
-        self.held = Holding()  # its holder then
+        self.held = namespace_lease.Holding()  # its holder then
         self.other = ""  # the holder that was named in the log
         self.task: asyncio.Task[None] | None = None
