@@ -97,7 +97,7 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Server,
             """Watch until the server has nothing left to answer."""
             loop: Any = known
             watch = Reflector(client, loop, kind, "ns", age, elsewhere=elsewhere)
-            running = asyncio.create_task(watch.run(asyncio.Event()))
+            running = asyncio.create_task(watch.run(lambda: None))
             ended = asyncio.create_task(known.ended.wait())
             async with asyncio.timeout(60):
                 await asyncio.wait((running, ended), return_when=asyncio.FIRST_COMPLETED)

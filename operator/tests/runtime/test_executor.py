@@ -20,7 +20,7 @@ from pdcluster_operator.plan.types import (
 )
 from pdcluster_operator.runtime import executor
 from pdcluster_operator.runtime.cluster_secrets import ClusterSecrets
-from pdcluster_operator.runtime.executor import SIDE_BY_SIDE, Executor, RewriteNotes
+from pdcluster_operator.runtime.executor import SIDE_BY_SIDE, Executor
 from pdcluster_operator.runtime.interfaces import ApiError, Key
 
 KEY = Key("ns", "tiny")
@@ -73,7 +73,7 @@ class Api:
 
 
 def executor_of(api: Api) -> Executor:
-    return Executor(api, ClusterSecrets(api), RewriteNotes(), lambda _: api.ours)
+    return Executor(api, ClusterSecrets(api), lambda _: api.ours)
 
 
 def apply(name: str, kind: str = "Service", uid: str = "") -> Apply:

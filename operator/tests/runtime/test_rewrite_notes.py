@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from pdcluster_operator.plan.objects.drift import stamped
-from pdcluster_operator.runtime.executor import RewriteNotes
+from pdcluster_operator.runtime.executor import Executor
 from pdcluster_operator.runtime.interfaces import Key
 
 KEY, OTHER = Key("ns", "llama"), Key("ns", "other")
@@ -18,11 +18,15 @@ def test_a_cluster_of_the_same_name_is_told_of_its_rewrites_again() -> None:
     )
     answer = copy.deepcopy(desired)
     answer["spec"]["type"] = "NodePort"
-    notes = RewriteNotes()
-    assert notes.note(KEY, desired, answer) is not None
-    assert notes.note(OTHER, desired, answer) is not None
-    assert notes.note(KEY, desired, answer) is None, "it is no news"
-    notes.forget(KEY)
-    notes.forget(KEY)
-    assert (len(notes.of(KEY)), len(notes.of(OTHER))) == (0, 1)
-    assert notes.note(KEY, desired, answer) is not None
+    unused: Any = object()
+    executor = Executor(unused, unused, lambda _: True)
+
+    def events(key: Key) -> int:
+        return len(list(executor._note(key, desired, answer)))
+
+    assert (events(KEY), events(OTHER)) == (1, 1)
+    assert events(KEY) == 0, "it is no news"
+    executor.forget(KEY)
+    executor.forget(KEY)
+    assert (len(executor.rewrites(KEY)), len(executor.rewrites(OTHER))) == (0, 1)
+    assert events(KEY) == 1

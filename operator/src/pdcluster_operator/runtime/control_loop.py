@@ -56,7 +56,7 @@ class ControlLoop:
         poll_seconds: float = 1.0,
         backoff: Backoff | None = None,
         place: Place | None = None,
-        worked: Worked | None = None,
+        worked: Worked = lambda *_: None,
         holds: Callable[[str], bool] = lambda _: True,
         store: Store | None = None,
     ) -> None:
@@ -182,8 +182,7 @@ class ControlLoop:
             again_after = await self._reconciler.reconcile(key)
             failed = False
         finally:
-            if self._worked is not None:
-                self._worked(time.monotonic() - started, failed)
+            self._worked(time.monotonic() - started, failed)
         return again_after
 
     async def _resync_forever(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any
 
 from pdcluster_operator.plan import types
@@ -40,13 +40,24 @@ class Executor:
         self,
         api: ApiServer,
         secrets: ClusterSecrets,
-        rewrites: RewriteNotes,
         may_write: Callable[[Key], bool],
     ) -> None:
         self._api_server = api
         self._secrets = secrets
-        self._rewrites = rewrites
         self._may_write = may_write
+        self._rewrites: dict[Key, dict[tuple[str, str], types.Rewrite]] = {}
+
+    def rewrites(self, key: Key) -> types.Rewrites:
+        """Return what something else, such as a webhook, changed in the children it applied.
+
+        They are remembered for as long as the process runs. A process that has just started applies
+        each such child once more, which changes nothing.
+        """
+        return dict(self._rewrites.get(key, {}))
+
+    def forget(self, key: Key) -> None:
+        """Forget the rewrites of a cluster that is gone."""
+        self._rewrites.pop(key, None)
 
     async def perform(
         self, key: Key, steps: Iterable[types.Step], events: list[types.Event]
@@ -114,8 +125,7 @@ class Executor:
                 await self._secrets.write_certificates(key, step)
             elif isinstance(step, types.Apply):
                 answer = await self._api_server.apply(step.manifest, step.uid)
-                if (event := self._rewrites.note(key, step.manifest, answer)) is not None:
-                    events.append(event)
+                events += self._note(key, step.manifest, answer)
             elif isinstance(step, types.TryOut):
                 await self._api_server.try_out(step)
                 await self._api_server.apply(step.stored)
@@ -123,35 +133,14 @@ class Executor:
                 await self._api_server.delete(step)
         done.append(f"{type(step).__name__}: {step.why}")
 
-
-class RewriteNotes:
-    """What something else, such as a webhook, changed in the children that the operator applied.
-
-    They are remembered by cluster and child, for as long as the process runs. A process that has
-    just started applies each such child once more, which changes nothing.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[Key, dict[tuple[str, str], types.Rewrite]] = {}
-
-    def of(self, key: Key) -> types.Rewrites:
-        """Return the rewrites of a cluster's children."""
-        return dict(self._held.get(key, {}))
-
-    def note(self, key: Key, desired: Manifest, answer: Manifest) -> types.Event | None:
-        """Compare an apply with its answer; return an event if other fields were rewritten."""
-        held = self._held.setdefault(key, {})
+    def _note(self, key: Key, desired: Manifest, answer: Manifest) -> Iterator[types.Event]:
+        """Compare an apply with its answer; yield an event if other fields were rewritten."""
+        held = self._rewrites.setdefault(key, {})
         child = str(desired["kind"]), str(desired["metadata"]["name"])
-        found = rewrite_of(answer, desired)
-        before = held.pop(child, None)
+        before, found = held.pop(child, None), rewrite_of(answer, desired)
         if found is None:
-            return None
+            return
         held[child] = found
-        is_known = before is not None and [path for path, _ in before.fields] == [
-            path for path, _ in found.fields
-        ]
-        return None if is_known else rewritten_event(desired, found)
-
-    def forget(self, key: Key) -> None:
-        """Forget the rewrites of a cluster that is gone."""
-        self._held.pop(key, None)
+        paths = [path for path, _ in found.fields]
+        if before is None or [path for path, _ in before.fields] != paths:
+            yield rewritten_event(desired, found)

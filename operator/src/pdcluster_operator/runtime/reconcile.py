@@ -26,7 +26,7 @@ from pdcluster_operator.plan.status.pace import wait_before_writing
 from pdcluster_operator.plan.status.progress import with_failure
 from pdcluster_operator.plan.types import ConnectorBundle, Observed, Plan, creates
 from pdcluster_operator.runtime.cluster_secrets import ClusterSecrets
-from pdcluster_operator.runtime.executor import Executor, RewriteNotes
+from pdcluster_operator.runtime.executor import Executor
 from pdcluster_operator.runtime.interfaces import (
     ApiError,
     ApiServer,
@@ -103,9 +103,8 @@ class Reconciler:
         self._place = place or Place()
         self._may_write = may_write
         self._queued = queued  # how many clusters wait to be reconciled
-        self._rewrites = RewriteNotes()
         self._secrets = ClusterSecrets(api)
-        self._executor = Executor(api, self._secrets, self._rewrites, may_write)
+        self._executor = Executor(api, self._secrets, may_write)
         self._ending: dict[tuple[Key, str], float] = {}  # see _goes_with_namespace
         self._memos: OrderedDict[Key, Memo] = OrderedDict()
         self._began: dict[Key, str] = {}  # UIDs of the clusters that got first children from us
@@ -193,7 +192,7 @@ class Reconciler:
         self._wrote.pop(key, None)
         self._waiting.discard(key)
         self._secrets.forget(key)
-        self._rewrites.forget(key)
+        self._executor.forget(key)
         self._monitor.forget(key)
 
     def _memo(self, key: Key) -> Memo:
@@ -293,7 +292,7 @@ class Reconciler:
             mounted_certificates=self._place.mounted_certificates,
             pod_groups=self._store.serves(POD_GROUP_KIND),
             one_node=self._place.one_node,
-            rewrites=self._rewrites.of(key),
+            rewrites=self._executor.rewrites(key),
             scaler=self._store.scaler(key),
             connectors=self._store.connectors(key.namespace),
         )

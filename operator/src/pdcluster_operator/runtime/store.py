@@ -21,7 +21,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, NamedTuple
 
 from pdcluster_operator.api.object_names import CLUSTER_LABEL, SCALER_KIND
 from pdcluster_operator.plan.connectors import is_shared_connector, shared_connectors_of
@@ -46,6 +46,11 @@ GONE_SECONDS = 60.0
 """How long a deletion is remembered: longer than the answer to a call may take."""
 
 
+class _Deletion(NamedTuple):
+    last: Manifest  # its UID and last version
+    moment: float
+
+
 class Store:
     """Objects by (kind, namespace, name). Not thread-safe."""
 
@@ -55,7 +60,7 @@ class Store:
         self._objects: dict[str, dict[Identity, Manifest]] = {}
         self._index: dict[Place, dict[Identity, Manifest]] = {}
         self._absent: set[str] = set()
-        self._gone = Deletions(clock)
+        self._gone: dict[str, _Deletion] = {}  # by UID, the oldest first
         self._listed: dict[tuple[str, str | None], str] = {}  # version of the last LIST of a watch
 
     def put(self, manifest: Manifest) -> Key | None:
@@ -69,7 +74,7 @@ class Store:
         """
         identity = identity_of(manifest)
         held = self._held(identity)
-        if is_older(manifest, held) or self._gone.include(manifest):
+        if is_older(manifest, held) or self._is_deleted(manifest):
             return key_of(manifest)
         self._report(identity)
         if held is not None and is_same_version(manifest, held):
@@ -100,8 +105,18 @@ class Store:
         held = self._held(identity)
         if held is not None and uid_of(held) in (uid_of(manifest), ""):
             self._remove(identity)
-        self._gone.add(manifest)
+        now, uid = self._clock(), uid_of(manifest)
+        while self._gone and next(iter(self._gone.values())).moment < now - GONE_SECONDS:
+            del self._gone[next(iter(self._gone))]
+        self._gone.pop(uid, None)
+        last = {"uid": uid, VERSION: version_of(manifest)}
+        self._gone[uid] = _Deletion({"metadata": last}, now)
         return key_of(manifest)
+
+    def _is_deleted(self, manifest: Manifest) -> bool:
+        """Whether the object was deleted a moment ago, after this version."""
+        gone = self._gone.get(uid_of(manifest))
+        return gone is not None and is_older(manifest, gone.last)
 
     def listed(
         self,
@@ -318,28 +333,3 @@ def says_the_same(manifest: Manifest, held: Manifest | None) -> bool:
 def _without_version(manifest: Manifest) -> dict[str, Any]:
     metadata = {key: value for key, value in manifest["metadata"].items() if key != VERSION}
     return {**manifest, "metadata": metadata}
-
-
-class Deletions:
-    """The objects that were deleted a moment ago, each with its last version."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._held: dict[str, tuple[Manifest, float]] = {}  # by UID, the oldest first
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def add(self, manifest: Manifest) -> None:
-        """Remember a deletion, and forget old ones."""
-        now = self._clock()
-        while self._held and next(iter(self._held.values()))[1] < now - GONE_SECONDS:
-            del self._held[next(iter(self._held))]
-        uid = uid_of(manifest)
-        self._held.pop(uid, None)
-        self._held[uid] = {"metadata": {"uid": uid, VERSION: version_of(manifest)}}, now
-
-    def include(self, manifest: Manifest) -> bool:
-        """Whether the object was deleted after this version."""
-        last, _ = self._held.get(uid_of(manifest), (None, 0.0))
-        return is_older(manifest, last)

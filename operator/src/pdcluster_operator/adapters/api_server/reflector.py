@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -123,11 +123,11 @@ class Reflector:
         spare = self.kind.optional and self.kind.group != GROUP
         return self._listed or (self._tried and spare)
 
-    async def run(self, changed: asyncio.Event) -> None:
+    async def run(self, changed: Callable[[], None]) -> None:
         """List and watch, whatever the server answers; never return.
 
         Args:
-            changed: is set when ``is_known`` or ``why_not`` may have changed.
+            changed: is called when ``is_known`` or ``why_not`` may have changed.
         """
         while True:
             pause = 0.0
@@ -147,7 +147,7 @@ class Reflector:
                 else:
                     self._say(str(error))
             self._tried = True
-            changed.set()
+            changed()
             await asyncio.sleep(pause)
 
     def see(self, event: str | None, manifest: Mapping[str, Any]) -> None:
@@ -280,7 +280,6 @@ class Reflectors:
             ]
             for place in (*namespaces, *(() if namespaces else (None,)))
         }
-        self._changed = asyncio.Event()
         self._ready = asyncio.Event()
         self._said: dict[Namespace, str] = {}
         loop.set_unlisted(set(namespaces))
@@ -288,7 +287,7 @@ class Reflectors:
     async def run(self) -> None:
         """List and watch; never return, but with the error of a reflector that has failed."""
         everyone = (one for reflectors in self._of.values() for one in reflectors)
-        await asyncio.gather(*(one.run(self._changed) for one in everyone), self._wake_namespaces())
+        await asyncio.gather(*(one.run(self._wake_namespaces) for one in everyone))
 
     async def ready(self) -> None:
         """Return when all objects of a namespace are known."""
@@ -313,17 +312,12 @@ class Reflectors:
             if one.kind.name == manifest["kind"]:
                 one.see(event, manifest)
 
-    async def _wake_namespaces(self) -> None:
+    def _wake_namespaces(self) -> None:
         """Let each namespace be worked in as soon as all of its objects are known."""
-        while True:
-            unlisted = {place for place in self._of if not self._is_listed(place)}
-            self._loop.set_unlisted({place for place in unlisted if place is not None})
-            if len(unlisted) < len(self._of):
-                self._ready.set()
-            if not unlisted:
-                return
-            self._changed.clear()
-            await self._changed.wait()
+        unlisted = {place for place in self._of if not self._is_listed(place)}
+        self._loop.set_unlisted({place for place in unlisted if place is not None})
+        if len(unlisted) < len(self._of):
+            self._ready.set()
 
     def _is_listed(self, place: Namespace) -> bool:
         """Whether all objects of a namespace are known. If not, log why, once for each reason."""
