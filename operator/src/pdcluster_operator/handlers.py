@@ -265,12 +265,12 @@ class _ShallowLines:
             yield FORGOTTEN
             return
         try:
-            async for line in shallow(self._content.iter_any()):
+            async for line in shallow(self._content):
                 if _LINE.decode(line).type == "ERROR":
                     await asyncio.sleep(PAUSE_SECONDS)
                     yield FORGOTTEN
                     return
-                yield line + b"\n"
+                yield line
                 heard = True
         except ValueError as error:
             await _broken_off(str(error))

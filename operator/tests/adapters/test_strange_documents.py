@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from pdcluster_operator.adapters.api_server.client import (
     LEVELS,
     KubeClient,
     document_of,
-    lines_of,
     without_depths,
 )
 from pdcluster_operator.adapters.api_server.kinds import POD
@@ -73,22 +71,6 @@ DOCUMENTS = st.recursive(
 def test_nothing_is_cut_off_that_is_not_too_deep(document: Any) -> None:
     for text in (json.dumps(document), json.dumps(document, ensure_ascii=False)):
         assert without_depths(text.encode()) == text.encode()
-
-
-@given(st.lists(st.binary()), st.data())
-async def test_lines_do_not_depend_on_the_pieces_in_which_they_come(
-    lines: list[bytes], data: st.DataObject
-) -> None:
-    sent = b"\n".join(line.replace(b"\n", b"") for line in lines)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)))))
-    pieces = [sent[a:b] for a, b in zip([0, *cuts], [*cuts, len(sent)], strict=True)]
-
-    async def come() -> AsyncIterator[bytes]:
-        for piece in pieces:
-            yield piece
-
-    found = [line async for line in lines_of(come())]
-    assert found == sent.removesuffix(b"\n").split(b"\n") if sent else not found
 
 
 @pytest.mark.parametrize("text", [b"<html>Sign in</html>", b"", b"[]", b'{"items": ['])
