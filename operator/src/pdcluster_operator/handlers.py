@@ -56,7 +56,7 @@ async def start(settings: kopf.OperatorSettings, memo: Any, **_: Any) -> None:
     """List everything, and begin to work. Wait for the API server and for the CRDs meanwhile."""
     _configure(settings)
     options = memo.get("options") or options_of_kopf_run(os.environ)
-    process = memo.process = OperatorProcess(options, is_kopf_watching=True)
+    process = memo.process = OperatorProcess(options)
     await process.start()
 
 

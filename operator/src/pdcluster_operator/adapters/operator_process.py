@@ -41,7 +41,6 @@ from pdcluster_operator.plan.namespace_lease import lease_name
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.interfaces import LauncherError
 from pdcluster_operator.runtime.reconcile import Place
-from pdcluster_operator.runtime.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -78,18 +77,14 @@ class OperatorOptions:
 
 
 class OperatorProcess:
-    """All parts of one operator process.
-
-    Args:
-        is_kopf_watching: whether PDClusters and PrefillScalers come through :meth:`see`.
+    """All parts of one operator process. PDClusters and PrefillScalers come through :meth:`see`.
 
     Attributes:
         error: of the first part that failed; None while none has.
     """
 
-    def __init__(self, options: OperatorOptions, *, is_kopf_watching: bool = False) -> None:
+    def __init__(self, options: OperatorOptions) -> None:
         self._options = options
-        self._elsewhere = (PDCLUSTER, PREFILL_SCALER) if is_kopf_watching else ()
         self._stack = AsyncExitStack()
         self._reflectors: Reflectors | None = None
         self.error: BaseException | None = None
@@ -115,7 +110,7 @@ class OperatorProcess:
     async def _start(self, stack: AsyncExitStack) -> None:
         _allow_many_connections()
         use_small_buffers()
-        options, metrics, store = self._options, Metrics(), Store()
+        options, metrics = self._options, Metrics()
 
         async def readiness() -> str | None:
             known = self._reflectors is not None and self._reflectors.is_ready
@@ -161,7 +156,6 @@ class OperatorProcess:
             acquired=lambda namespace: loop.wake(namespace),  # noqa: PLW0108
         )
         loop = ControlLoop(
-            store=store,
             api=api,
             launchers=engines,
             events=KubeEvents(client),
@@ -177,18 +171,15 @@ class OperatorProcess:
             worked=metrics.reconciled,
         )
         metrics.loop = loop
+        elsewhere = PDCLUSTER, PREFILL_SCALER
         reflectors = self._reflectors = Reflectors(
-            client, loop, options.namespaces, options.sweep_seconds, self._elsewhere
+            client, loop, options.namespaces, options.sweep_seconds, elsewhere
         )
         stack.push_async_callback(leases.stop)  # after the loop has stopped
         stack.push_async_callback(loop.stop)
         keep = options.keep_connector_seconds
-        collector = ConnectorCollector(
-            store,
-            api,
-            period=max(1.0, min(PERIOD_SECONDS, keep)),
-            keep=keep,
-        )
+        period = max(1.0, min(PERIOD_SECONDS, keep))
+        collector = ConnectorCollector(loop.store, api, period=period, keep=keep)
         self._go_on(stack, reflectors.run())
         if options.webhook is not None:
             keeper = CertificateKeeper(

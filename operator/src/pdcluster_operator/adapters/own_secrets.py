@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient, NotFound
+from pdcluster_operator.adapters.api_server.children import ABSENT
+from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient
 from pdcluster_operator.adapters.api_server.kinds import SECRET, WEBHOOK_CONFIGURATION
 from pdcluster_operator.adapters.engine_authority import AuthorityError, EngineAuthority
 from pdcluster_operator.adapters.webhook_certificate import (
@@ -98,35 +99,16 @@ class CertificateKeeper:
             log.info("making a new certificate for the webhook: %s", why)
             held = make_certificate(self._place.names, self._clock(), held.authorities)
             await self._trust(held.authorities)
-            await self._write(held)
+            parts = (held.certificate, held.key, held.authorities)
+            await _apply(self._client, self._place.secret, dict(zip(KEYS, parts, strict=True)))
         else:
             await self._trust(held.authorities)
         if (moment := expiry(held.certificate)) is not None:
             self._expires(moment)
 
     async def _read(self) -> Certificate:
-        try:
-            secret = await self._client.call("GET", SECRET.path(*self._place.secret))
-        except NotFound:
-            secret = {}
-        data = secret.get("data") or {}
-        return Certificate(*(_decoded(data, key) for key in KEYS))
-
-    async def _write(self, certificate: Certificate) -> None:
-        namespace, name = self._place.secret
-        values = (certificate.certificate, certificate.key, certificate.authorities)
-        body = {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "metadata": {"name": name, "namespace": namespace},
-            "data": {
-                key: base64.b64encode(value).decode()
-                for key, value in zip(KEYS, values, strict=True)
-            },
-        }
-        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
-        path = SECRET.path(namespace, name)
-        await self._client.call("PATCH", path, query=query, body=body, content=APPLY)
+        secret = await self._client.read(SECRET.path(*self._place.secret)) or {}
+        return Certificate(*(_decoded(secret.get("data") or {}, key) for key in KEYS))
 
     async def _trust(self, authorities: bytes) -> None:
         """Write the CAs into every webhook of the configuration that lacks them."""
@@ -167,28 +149,31 @@ async def find_authority(client: KubeClient, place: tuple[str, str]) -> EngineAu
 
 
 async def _find(client: KubeClient, place: tuple[str, str]) -> EngineAuthority:
-    namespace, name = place
-    query = {"fieldManager": FIELD_MANAGER}
-    try:
-        live = await client.call("GET", SECRET.path(namespace, name))
-    except NotFound:
-        authority, data = _new()
-        metadata = {"name": name, "namespace": namespace}
-        body = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data}
-        await client.call("POST", SECRET.path(namespace), query=query, body=body)
-        return authority
-    if held := live.get("data"):
+    live = await client.read(SECRET.path(*place))
+    if live is not None and (held := live.get("data")):
         return EngineAuthority(_decoded(held, CERTIFICATE), _decoded(held, KEY))
-    authority, data = _new()
+    authority, stored = EngineAuthority.new(time.time())
+    parts = {CERTIFICATE: stored.certificate, KEY: stored.key}
     # With the version, another operator that was faster makes this a conflict.
-    version = {"resourceVersion": live["metadata"]["resourceVersion"]}
-    body = {"metadata": version, "data": data}
-    path = SECRET.path(namespace, name)
-    await client.call("PATCH", path, query=query, body=body, content=MERGE)
+    version = ABSENT if live is None else {"resourceVersion": live["metadata"]["resourceVersion"]}
+    await _apply(client, place, parts, version)
     return authority
 
 
-def _new() -> tuple[EngineAuthority, dict[str, str]]:
-    authority, stored = EngineAuthority.new(time.time())
-    parts = {CERTIFICATE: stored.certificate, KEY: stored.key}
-    return authority, {name: base64.b64encode(part).decode() for name, part in parts.items()}
+async def _apply(
+    client: KubeClient,
+    place: tuple[str, str],
+    parts: Mapping[str, bytes],
+    version: Mapping[str, str] | None = None,
+) -> None:
+    """Apply a Secret, whose version is compared if one is given."""
+    namespace, name = place
+    body = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": name, "namespace": namespace, **(version or {})},
+        "data": {key: base64.b64encode(part).decode() for key, part in parts.items()},
+    }
+    query = {"fieldManager": FIELD_MANAGER, "force": "true"}
+    path = SECRET.path(namespace, name)
+    await client.call("PATCH", path, query=query, body=body, content=APPLY)

@@ -58,12 +58,11 @@ class ControlLoop:
         place: Place | None = None,
         worked: Worked = lambda *_: None,
         holds: Callable[[str], bool] = lambda _: True,
-        store: Store | None = None,
     ) -> None:
         self._place = place = place or Place()
         self._worked = worked
         self._holds = holds
-        self.store = store or Store()
+        self.store = Store()
         self.queue = KeyedQueue(self._work, is_urgent=self._is_urgent, backoff=backoff)
         self.monitor = LauncherMonitor(launchers, self.queue.add, period=poll_seconds)
         self._reconciler = Reconciler(
