@@ -23,6 +23,7 @@ from typing import Any
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -87,7 +88,7 @@ class EngineAuthority:
         """Return a new CA, and what to store of it."""
         key = Ed25519PrivateKey.generate()
         moment = datetime.fromtimestamp(now, UTC)
-        title = _name(f"pdcluster engine CA {moment:%Y-%m-%d %H:%M:%S}")
+        title = common_name(f"pdcluster engine CA {moment:%Y-%m-%d %H:%M:%S}")
         certificate = (
             x509.CertificateBuilder()
             .subject_name(title)
@@ -101,7 +102,7 @@ class EngineAuthority:
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
             .sign(key, None)
         )
-        stored = Signed(certificate.public_bytes(serialization.Encoding.PEM), _private_pem(key))
+        stored = Signed(certificate.public_bytes(serialization.Encoding.PEM), private_pem(key))
         return cls(stored.certificate, stored.key), stored
 
     @property
@@ -118,7 +119,7 @@ class EngineAuthority:
         public = self._private.public_key()
         certificate = (
             x509.CertificateBuilder()
-            .subject_name(_name(name[:64]))
+            .subject_name(common_name(name[:64]))
             .issuer_name(self._authority.subject)
             .public_key(key.public_key())
             .serial_number(int.from_bytes(hashlib.sha256(about).digest()[:16], "big") | 1)
@@ -131,7 +132,7 @@ class EngineAuthority:
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(public), False)
             .sign(self._private, None)
         )
-        return Signed(certificate.public_bytes(serialization.Encoding.PEM), _private_pem(key))
+        return Signed(certificate.public_bytes(serialization.Encoding.PEM), private_pem(key))
 
     def client_context(self, signed: Signed) -> ssl.SSLContext:
         """Return the TLS context of a client that shows ``signed`` and trusts this CA alone."""
@@ -148,11 +149,13 @@ class EngineAuthority:
         return context
 
 
-def _name(text: str) -> x509.Name:
+def common_name(text: str) -> x509.Name:
+    """Return a subject or an issuer."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
 
-def _private_pem(key: Ed25519PrivateKey) -> bytes:
+def private_pem(key: Ed25519PrivateKey | EllipticCurvePrivateKey) -> bytes:
+    """Return the PEM text of a private key."""
     return key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,

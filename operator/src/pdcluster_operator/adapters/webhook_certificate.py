@@ -16,9 +16,9 @@ from datetime import UTC, datetime, timedelta
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from pdcluster_operator.adapters.engine_authority import key_usage
+from pdcluster_operator.adapters.engine_authority import common_name, key_usage, private_pem
 
 LIFETIME = timedelta(days=365)
 RENEW_BEFORE = timedelta(days=120)
@@ -47,7 +47,7 @@ def make_certificate(names: Sequence[str], now: float, trusted: bytes = b"") -> 
     moment = datetime.fromtimestamp(now, UTC)
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     title = f"pdcluster webhook CA {moment:%Y-%m-%d %H:%M:%S}"
-    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, title)])
+    issuer = common_name(title)
     authority = (
         _builder(issuer, issuer, ca_key.public_key(), moment)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -55,7 +55,7 @@ def make_certificate(names: Sequence[str], now: float, trusted: bytes = b"") -> 
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(ca_key.public_key()), False)
         .sign(ca_key, hashes.SHA256())
     )
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
+    subject = common_name(names[0][:64])
     serving = (
         _builder(subject, issuer, key.public_key(), moment)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -67,13 +67,10 @@ def make_certificate(names: Sequence[str], now: float, trusted: bytes = b"") -> 
         )
         .sign(ca_key, hashes.SHA256())
     )
-    private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
     former = [one for one in read_certificates(trusted) if one.not_valid_after_utc > moment]
-    return Certificate(_pem([serving]), private, _pem([authority, *former[:TRUSTED_BEFORE]]))
+    return Certificate(
+        _pem([serving]), private_pem(key), _pem([authority, *former[:TRUSTED_BEFORE]])
+    )
 
 
 def why_renew(held: Certificate, names: Iterable[str], now: float) -> str | None:

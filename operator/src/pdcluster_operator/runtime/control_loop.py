@@ -32,16 +32,13 @@ from pdcluster_operator.runtime.store import CLUSTER_KIND, Manifest, Store
 RESYNC_SECONDS = 300.0
 
 
-Worked = Callable[[float, bool], None]
-"""Called after every reconcile with its seconds, and with whether it failed."""
-
-
 class ControlLoop:
     """The parts of one operator process, connected to each other.
 
     Args:
         connector: what is mounted into engine pods.
         clock: seconds since the epoch, for conditions.
+        worked: called after every reconcile with its seconds, and with whether it failed.
         holds: whether this process may work in a namespace now.
     """
 
@@ -56,7 +53,7 @@ class ControlLoop:
         poll_seconds: float = 1.0,
         backoff: Backoff | None = None,
         place: Place | None = None,
-        worked: Worked = lambda *_: None,
+        worked: Callable[[float, bool], None] = lambda *_: None,
         holds: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._place = place = place or Place()

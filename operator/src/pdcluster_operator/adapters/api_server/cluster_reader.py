@@ -35,10 +35,7 @@ def reader(client: KubeClient) -> KubeApi:
 
 async def read_cluster(client: KubeClient, key: Key) -> dict[str, Any] | None:
     """Return the PDCluster as the API server has it; None if there is none."""
-    try:
-        return await client.call("GET", PDCLUSTER.path(key.namespace, key.name))
-    except NotFound:
-        return None
+    return await client.read(PDCLUSTER.path(key.namespace, key.name))
 
 
 async def observe(
