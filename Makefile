@@ -112,6 +112,11 @@ bench-operator: ## many PDClusters on one operator, with simulated pods (as root
 		'ip link set lo up && ip address add 192.0.2.1/24 dev lo && \
 		ip route add default via 192.0.2.1 dev lo && exec $(PY) -m bench_operator --pdclusters $(PDCLUSTERS) $(BENCH_OPTIONS)'
 
+# With torch, msgspec, aiohttp and nixl of this machine's own Python: they fit its GPU.
+gpu: export PYTHONPATH := $(CURDIR)/connector/src:$(CURDIR)/e2e:$(CURDIR)/connector/tests/transfer
+gpu: ## what a GPU shows about the KV path, one page to paste: OPTIONS=--help
+	@$(PYTHON) -m gpu $(OPTIONS)
+
 charts: ## render and lint the chart with helm 3 and helm 4 (built with Go at their first use)
 	$(PY) -m pytest charts/tests
 
@@ -135,5 +140,5 @@ lock: ## resolve the pinned requirement files again
 	dev/lock.sh
 
 .PHONY: help env model demo check pure engines test e2e local-e2e cluster-e2e soak fast repeat \
-	charts cluster-programs cluster-images bench-operator image router-image cluster-demo cluster-up \
+	charts cluster-programs cluster-images bench-operator gpu image router-image cluster-demo cluster-up \
 	cluster-down newest-vllm format generate lock

@@ -30,7 +30,7 @@ def test_a_backend_carries_kv_or_it_is_said_why_not(backend: str, why: str | Non
             (0, 2**20 + 1, False, []),
             "a whole number from 1 to 1048576",
         ),
-        ("ucx_devices", ("m", "m" * 1024), ("", "m" * 1025, 1, None), "a text of 1 to 1024 "),
+        ("device_list", ("m", "m" * 1024), ("", "m" * 1025, 1, None), "a text of 1 to 1024 "),
     ],
 )
 def test_an_option_has_bounds(
@@ -47,6 +47,11 @@ def test_options_that_nixl_ignores_are_refused_with_those_it_has() -> None:
     why = wrong_option("UCX", "ucx_error_handling_mode", "none")
     assert why is not None
     assert why.startswith("is not an option of UCX; the options are device_list, engine_config, ")
+    why = wrong_option("UCX", "ucx_devices", "mlx5_0:1")  # a device that does not exist passes
+    assert why == (
+        "is not an option of UCX; the options are device_list, engine_config, num_workers,"
+        " split_batch_size"
+    )
     assert wrong_option("GDS", "num_workers", 1) == (
         "is not an option of GDS; the options are none"
     )

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.nixl
 
 LIMIT = "UCX_RCACHE_MAX_UNRELEASED"
 ALLOC = "UCX_POSIX_ALLOC"
+GET = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 LEAST_SHM = "UCX_POSIX_SHM_MIN_SIZE"
 # Five workers of UCX find room for none, for some and for all; UCX leaves 16 MiB alone.
 SHORT = """
@@ -41,7 +42,14 @@ for left in (2, 15, 16, 17, 20, 24, 28, 32, 36, 44):
 
 @pytest.mark.parametrize(
     ("variable", "set_by_user", "expected"),
-    [(LIMIT, None, "1024"), (LIMIT, "7", "7"), (ALLOC, None, "md"), (ALLOC, "mmap", "mmap")],
+    [
+        (LIMIT, None, "1024"),
+        (LIMIT, "7", "7"),
+        (ALLOC, None, "md"),
+        (ALLOC, "mmap", "mmap"),
+        (GET, None, "y"),
+        (GET, "n", "n"),
+    ],
 )
 def test_ucx_is_told_before_nixl_is_loaded(
     monkeypatch: pytest.MonkeyPatch, variable: str, set_by_user: str | None, expected: str
@@ -51,7 +59,7 @@ def test_ucx_is_told_before_nixl_is_loaded(
         monkeypatch.setenv(variable, set_by_user)
     found = []
 
-    def load() -> None:
+    def load(**_: bool) -> None:
         found.append(os.environ.get(variable))
         raise NixlError(NixlErrorKind.INVALID, "only looked at")
 
@@ -59,6 +67,41 @@ def test_ucx_is_told_before_nixl_is_loaded(
     with pytest.raises(NixlError):
         NixlAgent("a")
     assert found == [expected]
+
+
+@pytest.mark.parametrize(("rocm", "first"), [(False, "nixl"), (True, "nixl_rocm")])
+def test_the_wheel_of_the_platform_is_taken_first(
+    monkeypatch: pytest.MonkeyPatch, rocm: bool, first: str
+) -> None:
+    asked: list[str] = []
+
+    def load(name: str) -> object:
+        asked.append(name)
+        if len(asked) == 1:
+            raise ImportError("not here")
+        return name
+
+    monkeypatch.setattr(nixl_agent.importlib, "import_module", load)
+    nixl_agent._load_nixl(rocm=rocm)
+    assert asked[0] == f"{first}._api"
+    assert sorted(asked) == ["nixl._api", "nixl_rocm._api"]
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, "256"), ("1024", "1024")])
+def test_a_transfer_has_work_for_each_of_nixl_s_threads(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, expected: str
+) -> None:
+    api, seen = nixl_agent._load_nixl(), []
+    create = api.nixl_agent.create_backend
+
+    def note(agent: Any, backend: str, options: dict[str, str]) -> Any:
+        seen.append(options)
+        return create(agent, backend, options)
+
+    monkeypatch.setattr(api.nixl_agent, "create_backend", note)
+    options = [("UCX", "split_batch_size", asked)] if asked else []
+    NixlAgent("a", num_threads=4, backend_options=options).close()
+    assert [one["split_batch_size"] for one in seen] == [expected]
 
 
 def test_threads_and_options_reach_the_backend() -> None:

@@ -217,7 +217,7 @@ def test_a_probe_that_may_still_write_keeps_its_handle_and_its_place(bench: Benc
 
 def test_a_wrong_byte_is_told_with_what_was_read_and_what_should_have_been(bench: Bench) -> None:
     prefill = bench.prefill("p/1")
-    memory = prefill.agents[0]._probe
+    memory = prefill.agents[0]._probe.bytes
     right, wrong = int(memory[100]), int(memory[100]) ^ 1
     memory[100] = wrong
     failure = probe(bench, prefill.metadata).result(0).failure

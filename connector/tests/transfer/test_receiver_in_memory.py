@@ -516,13 +516,13 @@ def test_a_peer_without_the_needed_shard_fails_the_request(two: Rig) -> None:
 
 
 def test_wrong_probe_bytes_stop_the_peer_before_any_kv(rig: Rig) -> None:
-    rig.prefill.agents[0]._probe[100] ^= 1
+    rig.prefill.agents[0]._probe.bytes[100] ^= 1
     rig.send("r")
     failure = rig.decode.wait("r").failed["r"]
     assert failure.reason is Reason.PROBE_CORRUPTED
     assert "offset 100" in failure.message
     assert not rig.decode.cache.bytes.any()
-    rig.prefill.agents[0]._probe[100] ^= 1
+    rig.prefill.agents[0]._probe.bytes[100] ^= 1
     rig.works("next")
 
 
@@ -681,7 +681,7 @@ def test_a_probe_reads_every_shard_whole(two: Rig) -> None:
 
 
 def test_a_probe_finds_a_wrong_byte_at_the_end(two: Rig) -> None:
-    two.prefill.agents[1]._probe[-1] ^= 255
+    two.prefill.agents[1]._probe.bytes[-1] ^= 255
     result = two.decode.receiver.probe(two.prefill.metadata).result(timeout=60)
     assert result.failure is not None
     assert result.failure.reason is Reason.PROBE_CORRUPTED

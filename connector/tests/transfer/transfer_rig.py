@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind
+from pdcluster_connector.nixl_io.probe_memory import ProbeMemory
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
@@ -71,11 +72,14 @@ class Prefill:
         engine_id: str = "prefill/1",
         tensor: int = 1,
         pipeline: int = 1,
+        probe_memory: ProbeMemory | None = None,
+        make_cache: type = LabelledCache,
+        probe_bytes: int = PROBE_BYTES,
         **cache,
     ):
         self.engine_id = engine_id
         self.caches = [
-            LabelledCache(rank=rank, tensor=tensor, stage=stage, pipeline=pipeline, **cache)
+            make_cache(rank=rank, tensor=tensor, stage=stage, pipeline=pipeline, **cache)
             for stage in range(pipeline)
             for rank in range(tensor)
         ]
@@ -83,7 +87,8 @@ class Prefill:
             ServingAgent(
                 lambda rank=rank: fabric.agent(f"{engine_id}-{rank}"),
                 cache.memory,
-                probe_bytes=PROBE_BYTES,
+                probe_bytes=probe_bytes,
+                probe_memory=probe_memory,
             )
             for rank, cache in enumerate(self.caches)
         ]
@@ -145,17 +150,20 @@ class Decode:
         stage: int = 0,
         pipeline: int = 1,
         options: ReceiverOptions | None = None,
+        probe_memory: ProbeMemory | None = None,
+        make_cache: type = LabelledCache,
+        prepare_thread: Callable[[], None] | None = None,
         **cache,
     ) -> None:
-        self.cache = LabelledCache(
-            rank=rank, tensor=tensor, stage=stage, pipeline=pipeline, **cache
-        )
+        self.cache = make_cache(rank=rank, tensor=tensor, stage=stage, pipeline=pipeline, **cache)
         self.fatal: list[str] = []
         self.receiver = Receiver(
             shard=self.cache.shard,
             memory=self.cache.memory,
             make_agent=lambda: fabric.agent(f"decode-{stage}-{rank}"),
             peers=peers,
+            probe_memory=probe_memory,
+            prepare_thread=prepare_thread,
             options=options
             or ReceiverOptions(
                 drain_deadline_seconds=4.0,
@@ -212,6 +220,8 @@ class Decode:
             merged.failed |= results.failed
             merged.abandoned |= results.abandoned
             merged.received |= results.received
+            for phase, seconds in results.phase_seconds.items():
+                merged.phase_seconds.setdefault(phase, []).extend(seconds)
             time.sleep(0.002)
         return merged
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
 from transfer_rig import FakePeers, Prefill
 
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
+from pdcluster_connector.nixl_io.probe_memory import HostMemory, ProbeMemory
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
 from pdcluster_connector.testing.caches import LabelledCache
@@ -24,9 +26,14 @@ LEASE = 60.0
 class Bench:
     """The transfer thread's objects without the thread."""
 
-    def __init__(self, options: ReceiverOptions | None = None) -> None:
+    def __init__(
+        self,
+        options: ReceiverOptions | None = None,
+        device: Callable[[Fabric], ProbeMemory] | None = None,
+    ) -> None:
         self.now = 1000.0
         self.fabric = Fabric()
+        self._probe_memory = device(self.fabric) if device else HostMemory()
         self.peers = FakePeers()
         self.cache = LabelledCache(**CACHE)
         self.hanging: set[str] = set()
@@ -39,6 +46,7 @@ class Bench:
             options or ReceiverOptions(drain_deadline_seconds=1e6),
             clock=lambda: self.now,
             answer=lambda job, answer: self.answers.append((job, answer)),
+            probe_memory=self._probe_memory,
         )
         self.connections = self.receives.connections
         self.answers: list = []
@@ -51,7 +59,7 @@ class Bench:
         return Behaviour(hang=engine_id in self.hanging and not small)
 
     def prefill(self, engine_id: str) -> Prefill:
-        made = Prefill(self.fabric, engine_id, **CACHE)
+        made = Prefill(self.fabric, engine_id, probe_memory=self._probe_memory, **CACHE)
         self.peers.table[engine_id] = made.metadata
         return made
 

@@ -45,10 +45,10 @@ def test_every_option_is_taken() -> None:
             "show_internal_names": True,
             "ticket_key_file": "/run/key",
             "ticket_audience": "ns/c/k",
-            "backend_options": {"UCX": {"ucx_devices": "mlx5_0:1", "split_batch_size": 2048}},
+            "backend_options": {"UCX": {"device_list": "mlx5_0:1", "split_batch_size": 2048}},
         }
     )
-    nixl = (("UCX", "ucx_devices", "mlx5_0:1"), ("UCX", "split_batch_size", "2048"))
+    nixl = (("UCX", "device_list", "mlx5_0:1"), ("UCX", "split_batch_size", "2048"))
     assert options == ConnectorOptions(
         "10.0.0.7", 7000, 5.0, 2.5, 600.0, True, ("UCX",), 0, nixl, True, "/run/key", "ns/c/k",
         local_tokens_per_step=64,
@@ -133,8 +133,8 @@ def test_tokens_of_a_step_are_a_whole_number(tokens: object) -> None:
         ({"UCX": {"split_batch_size": 2**20 + 1}}, "which is not a whole number"),
         ({"UCX": {"num_workers": "2"}}, "which is not a whole number"),
         ({"UCX": {"num_workers": True}}, "which is not a whole number"),
-        ({"UCX": {"ucx_devices": ""}}, "which is not a text of 1 to 1024 characters"),
-        ({"UCX": {"ucx_devices": "x" * 1025}}, "which is not a text"),
+        ({"UCX": {"device_list": ""}}, "which is not a text of 1 to 1024 characters"),
+        ({"UCX": {"device_list": "x" * 1025}}, "which is not a text"),
         ({"UCX": []}, "does not map backends to options"),
         (["UCX"], "does not map backends to options"),
     ],
@@ -147,8 +147,8 @@ def test_backend_options_are_known_and_bounded(options: object, why: str) -> Non
 
 def test_backend_options_may_have_their_smallest_and_their_largest_value() -> None:
     for given in (
-        {"num_workers": 1, "split_batch_size": 1, "ucx_devices": "x"},
-        {"num_workers": 64, "split_batch_size": 2**20, "ucx_devices": "x" * 1024},
+        {"num_workers": 1, "split_batch_size": 1, "device_list": "x"},
+        {"num_workers": 64, "split_batch_size": 2**20, "device_list": "x" * 1024},
     ):
         options = parse_options({"backend_options": {"UCX": given}, **KEY})
         assert options.backend_options == tuple(("UCX", name, str(v)) for name, v in given.items())

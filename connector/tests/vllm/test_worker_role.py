@@ -235,6 +235,12 @@ def test_the_receivers_limits_are_the_users() -> None:
     assert {name: getattr(limits, name) for name in asked} == asked
 
 
+@pytest.mark.parametrize(("threads", "expected"), [(0, 1024), (4, 1024), (8, 2048)])
+def test_one_transfer_has_descriptors_for_all_threads(threads: int, expected: int) -> None:
+    options = parse_options({"ticket_key_file": KEY_FILE, "num_threads": threads})
+    assert receiver_options(options).descriptors_per_transfer == expected
+
+
 def test_bad_options_end_the_start() -> None:
     with pytest.raises(ConfigError, match="lease_secnds: unknown key; did you mean lease_seconds"):
         PDClusterConnector(vllm_config(lease_secnds=5), KVConnectorRole.WORKER, SimpleNamespace())

@@ -88,14 +88,14 @@ def why_not(backend: str) -> str | None:
 MAX_THREADS: Final = 64
 MAX_TEXT: Final = 1024
 # From NIXL 1.5 src/plugins/ucx. Name -> (least, most) of a number, or None for text. NIXL ignores
-# any other option, or it must not be changed: ucx_error_handling_mode makes a lost peer visible.
+# any other option, ucx_devices too, or it must not be changed: ucx_error_handling_mode makes a peer
+# that is lost visible.
 OPTIONS: Final[dict[str, dict[str, tuple[int, int] | None]]] = {
     "UCX": {
         "device_list": None,
         "engine_config": None,
         "num_workers": (1, 64),
         "split_batch_size": (1, 2**20),
-        "ucx_devices": None,
     }
 }
 

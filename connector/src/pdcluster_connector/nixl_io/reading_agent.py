@@ -19,6 +19,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import GroupShape, Memory
 from pdcluster_connector.nixl_io.interface import (
     AgentInterface,
+    AgentSurvivedError,
     Dlist,
     Handle,
     MemoryRange,
@@ -155,6 +156,7 @@ class ReadingAgent:
     Args:
         memory: what to register for reading into.
         fence_words: the descriptor list of the memory that lease words are read into.
+        synchronize: returns when nothing that was handed to the device still writes.
     """
 
     def __init__(
@@ -162,7 +164,9 @@ class ReadingAgent:
         make_agent: Callable[[], AgentInterface],
         memory: Sequence[MemoryRange],
         fence_words: Rows,
+        synchronize: Callable[[], None],
     ) -> None:
+        self._synchronize = synchronize
         self._nixl = make_agent()
         self._peers: dict[str, int] = {}  # agent name -> connections that use it
         try:
@@ -231,18 +235,17 @@ class ReadingAgent:
             with suppress(NixlError):
                 self._nixl.remove_peer(peer)
 
-    def probe_lists(self, source: Source, into: NDArray[np.uint8]) -> tuple[Dlist, Dlist]:
+    def probe_lists(self, source: Source, into: MemoryRange) -> tuple[Dlist, Dlist]:
         """Prepare a read of the first probe bytes, as many as ``into`` has; it is registered.
 
         Returns the local and the remote list; the caller releases them.
         """
         region = source.probe
-        row = _one_row(region.address, into.nbytes, region.device)
+        row = _one_row(region.address, into.length, region.device)
         remote = self._nixl.prepare(source.peer, row, region.memory)
         try:
-            local = self._nixl.prepare(
-                None, _one_row(into.ctypes.data, into.nbytes, 0), Memory.DRAM
-            )
+            row = _one_row(into.address, into.length, into.device)
+            local = self._nixl.prepare(None, row, into.memory)
         except NixlError:
             self.release_dlists([remote])
             raise
@@ -262,9 +265,15 @@ class ReadingAgent:
         """Destroy the agent: afterwards none of its transfers can write any more.
 
         Raises:
-            AgentSurvivedError: it could not be destroyed.
+            AgentSurvivedError: it could not be destroyed, or the device cannot say whether it
+                still writes.
         """
         self._nixl.close()
+        try:
+            self._synchronize()
+        except Exception as error:
+            message = f"the device cannot be synchronized: {type(error).__name__}: {error}"
+            raise AgentSurvivedError(NixlErrorKind.INTERNAL, message, flying=True) from error
 
 
 def _one_row(address: int, length: int, device: int) -> Rows:

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdcluster_connector.nixl_io.interface import AgentInterface, MemoryRange, NixlError
+from pdcluster_connector.nixl_io.probe_memory import HostMemory, ProbeMemory
 from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.plan.slices import seams
@@ -76,7 +77,8 @@ class ServingAgent:
     Args:
         make_agent: makes a NIXL agent.
         memory: what to register so that every region can be read.
-        probe_bytes: size of the probe buffer, in host memory.
+        probe_bytes: size of the probe buffer.
+        probe_memory: where it lies.
 
     Attributes:
         lease_words: which leases stand.
@@ -91,14 +93,14 @@ class ServingAgent:
         memory: Sequence[MemoryRange],
         *,
         probe_bytes: int = PROBE_BYTES,
+        probe_memory: ProbeMemory | None = None,
     ) -> None:
         self.lease_words = LeaseWordTable()
-        self._probe = np.zeros(probe_bytes, np.uint8)
+        self._probe = (probe_memory or HostMemory()).allocate(probe_bytes)
         self._seams = seams(item.span for item in memory)
         self._agent = make_agent()
         try:
-            probe = MemoryRange(self._probe.ctypes.data, self._probe.nbytes)
-            self._agent.register([*memory, probe, self.lease_words.memory])
+            self._agent.register([*memory, self._probe.memory, self.lease_words.memory])
         except NixlError:
             self._agent.close()
             raise
@@ -107,14 +109,20 @@ class ServingAgent:
         self, engine_id: str, rank: tuple[int, int], regions: Sequence[Region]
     ) -> ShardMetadata:
         """Fill the probe buffer for ``engine_id``. Return what peers need for reads from here."""
-        self._probe[:] = pattern(engine_id, rank, self._probe.nbytes)
+        probe = self._probe.memory
+        self._probe.write(pattern(engine_id, rank, probe.length))
         return ShardMetadata(
             engine_id=engine_id,
             rank=rank,
             agent_name=self._agent.name,
             agent_metadata=self._agent.metadata(),
             regions=tuple(regions),
-            probe=ProbeRegion(address=self._probe.ctypes.data, length=self._probe.nbytes),
+            probe=ProbeRegion(
+                address=probe.address,
+                length=probe.length,
+                device=probe.device,
+                memory=probe.memory,
+            ),
             lease_words=self.lease_words.place,
             seams=self._seams,
         )

@@ -258,6 +258,8 @@ class InMemoryAgent:
             if self.fabric.survive_close:
                 raise AgentSurvivedError(NixlErrorKind.INTERNAL, "survives, as asked", flying=True)
             self.closed = True
+            if self.fabric.on_a_device is not None:
+                self.fabric.on_a_device += [t for t in self.fabric.flying if t.agent == self.name]
             self.fabric.flying = [t for t in self.fabric.flying if t.agent != self.name]
             self.fabric.agents.pop(self.name, None)
             self.handles.clear()

@@ -26,6 +26,9 @@ class Fabric:
     """What connects the agents of one test. Thread-safe.
 
     ``behave`` decides what each transfer does; set it at any time.
+
+    A list in ``on_a_device`` makes transfers like those of cuda_ipc: the end of their agent does
+    not stop them. They go into the list, and :meth:`finish` makes their copies.
     """
 
     def __init__(self) -> None:
@@ -37,6 +40,7 @@ class Fabric:
         self.frozen: dict[str, threading.Event] = {}
         self.behave: Callable[[Transfer], Behaviour] = lambda _: Behaviour()
         self.survive_close = False
+        self.on_a_device: list[Transfer] | None = None
         self.posted = 0
         self._serial = itertools.count()
 
@@ -122,6 +126,14 @@ class Fabric:
                 if not item.copies:
                     self.flying.remove(item)
             return made
+
+    def finish(self) -> None:
+        """Make the copies that a device was still to make when their agents were closed."""
+        with self.lock:
+            transfers, self.on_a_device = self.on_a_device or [], []
+            self.flying.extend(transfers)
+            for transfer in transfers:
+                self.land(transfer)
 
     def open_handles(self) -> int:
         """Count handles that nobody released, over all agents."""

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import AgentInterface, AgentSurvivedError, MemoryRange
+from pdcluster_connector.nixl_io.probe_memory import ProbeMemory
 from pdcluster_connector.nixl_io.reading_agent import Connection, ProbeResult, ReadingAgent
 from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.plan.peer_plan import cost_notice, plan_peer
@@ -54,6 +55,7 @@ class Connections:
         memory: what to register for reading into.
         peers: where handshakes come from.
         answer: passes a handshake's answer for one job to :meth:`answered`, on this thread.
+        probe_memory: what probes are read into.
 
     Attributes:
         by_engine: every connection, whatever its state, by the peer's engine id.
@@ -70,6 +72,7 @@ class Connections:
         make_agent: Callable[[], AgentInterface],
         peers: PeerBook,
         answer: Answer,
+        probe_memory: ProbeMemory,
     ) -> None:
         self._receives = receives
         self._shard = replace(shard, seams=seams(item.span for item in memory))
@@ -87,7 +90,9 @@ class Connections:
             clock=receives.clock,
             probe_seconds=receives.options.probe_seconds,
             check_seconds=receives.options.check_seconds,
+            memory=probe_memory,
         )
+        self._synchronize = probe_memory.synchronize
         self.runs, self.probes = probing.runs, probing.waiting
         self.fence_words = FenceWords()
 
@@ -103,6 +108,7 @@ class Connections:
                     *(slots.memory for slots in self._probing.scratch.values()),
                 ],
                 self.fence_words.rows,
+                self._synchronize,
             )
         return self._agent
 

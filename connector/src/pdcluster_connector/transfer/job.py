@@ -8,18 +8,18 @@ earlier proves nothing. ``receives.py`` has the reads posted, and reports the jo
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import Indices, MemoryRange
+from pdcluster_connector.nixl_io.probe_memory import HostMemory, ProbeMemory
 from pdcluster_connector.nixl_io.reading_agent import Connection
 from pdcluster_connector.nixl_io.serving_agent import WORD_BYTES
 from pdcluster_connector.plan.descriptors import Rows
@@ -178,28 +178,26 @@ def plan_reads(job: Job, connection: Connection, limit: int) -> Failure | None:
 
 
 class Slots:
-    """Registered host memory that reads go into, in ``count`` slots of ``size`` bytes.
+    """Registered memory that reads go into, in ``count`` slots of ``size`` bytes.
 
     A slot is given back only when no transfer can write into it any more.
     """
 
-    def __init__(self, size: int, count: int) -> None:
-        # The kernel gives zeros, and only when they are used.
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        memory = np.frombuffer(mmap.mmap(-1, size * count, flags=private), np.uint8)
-        self._bytes = memory.reshape(count, size)
+    def __init__(self, size: int, count: int, memory: ProbeMemory) -> None:
+        self._size, self._count = size, count
+        self._buffer = memory.allocate(size * count)
         self.reset()
 
     @property
     def memory(self) -> MemoryRange:
         """Return the range to register."""
-        return MemoryRange(self._bytes.ctypes.data, self._bytes.nbytes)
+        return self._buffer.memory
 
     @property
     def rows(self) -> Rows:
         """Return the descriptor list of all slots; a slot is the index of its descriptor."""
-        count, size = self._bytes.shape
-        return np.array([[self._bytes.ctypes.data, size, 0, size, count]], np.uint64)
+        whole, size = self._buffer.memory, self._size
+        return np.array([[whole.address, size, whole.device, size, self._count]], np.uint64)
 
     @property
     def free(self) -> int:
@@ -208,7 +206,7 @@ class Slots:
 
     def reset(self) -> None:
         """Take all slots back: the agent that could write into them is destroyed."""
-        self._free = list(range(len(self._bytes)))
+        self._free = list(range(self._count))
 
     def take(self) -> int | None:
         """Return a free slot; None when all are taken."""
@@ -218,28 +216,34 @@ class Slots:
         """Return a slot."""
         self._free.append(slot)
 
-    def view(self, slot: int) -> NDArray[np.uint8]:
-        """Return the bytes of a slot."""
-        found: NDArray[np.uint8] = self._bytes[slot]
-        return found
+    def cleared(self, slot: int, length: int) -> MemoryRange:
+        """Write zeros to the first ``length`` bytes of a slot; return where they are."""
+        self._buffer.clear(slot * self._size, length)
+        whole = self._buffer.memory
+        return replace(whole, address=whole.address + slot * self._size, length=length)
+
+    def bytes_of(self, slot: int, length: int) -> NDArray[np.uint8]:
+        """Return ``length`` bytes from the start of a slot, in host memory."""
+        return self._buffer.read(slot * self._size, length)
 
 
 class FenceWords(Slots):
     """Registered host memory that lease words are read into, one in each slot."""
 
     def __init__(self) -> None:
-        super().__init__(WORD_BYTES, FENCE_WORDS)
+        super().__init__(WORD_BYTES, FENCE_WORDS, HostMemory())
+        self._words = self.bytes_of(0, self.memory.length).view(np.uint64)
 
     def take(self) -> int | None:
         """Return a free slot, which holds no lease word now; None when all are taken."""
         slot = super().take()
         if slot is not None:  # this job may have read its word into it before
-            self.view(slot).view(np.uint64)[:] = CLEARED
+            self._words[slot] = CLEARED
         return slot
 
     def read(self, slot: int) -> int:
         """Return the lease word that was read into a slot."""
-        return int(self.view(slot).view(np.uint64)[0])
+        return int(self._words[slot])
 
 
 def plan_fence(job: Job, connection: Connection, words: FenceWords) -> Failure | None:

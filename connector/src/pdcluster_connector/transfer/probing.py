@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import NixlError
+from pdcluster_connector.nixl_io.probe_memory import ProbeMemory
 from pdcluster_connector.nixl_io.reading_agent import (
     Connection,
     ProbeResult,
@@ -158,9 +159,7 @@ class ProbeRun:
 
     def _read(self, source: Source, length: int) -> Iterator[None]:
         assert self._slot is not None  # noqa: S101 - checked by _run
-        found = self._slots.view(self._slot)[:length]
-        found[:] = 0
-        lists = self._agent.probe_lists(source, found)
+        lists = self._agent.probe_lists(source, self._slots.cleared(self._slot, length))
         started = self._clock()
         handle, flying = None, True
         try:
@@ -177,6 +176,7 @@ class ProbeRun:
                 if handle is not None:
                     release(source.agent, handle)
                 self._agent.release_dlists(lists)
+        found = self._slots.bytes_of(self._slot, length)
         expected = pattern(self.connection.engine_id, source.rank, length)
         wrong = describe_difference(expected, found, source.rank)
         if wrong is None:
@@ -204,6 +204,7 @@ class Probing:
         settle: called when a run is over and its connection may have to close.
         failed: called when a connection has failed a probe or a check.
         probe_seconds, check_seconds: how long one may take.
+        memory: what the reads go into: where this engine's KV lives.
 
     Attributes:
         scratch: the memory that they read into, by the size of a slot.
@@ -221,6 +222,7 @@ class Probing:
         clock: Callable[[], float],
         probe_seconds: float,
         check_seconds: float,
+        memory: ProbeMemory,
     ) -> None:
         self._agent = agent
         self._open = open_connection
@@ -230,8 +232,8 @@ class Probing:
         self._probe_seconds = probe_seconds
         self._check_seconds = check_seconds
         self.scratch = {
-            WARM_UP_BYTES: Slots(WARM_UP_BYTES, WARM_UP_SLOTS),
-            PROBE_BYTES: Slots(PROBE_BYTES, PROBE_SLOTS),
+            WARM_UP_BYTES: Slots(WARM_UP_BYTES, WARM_UP_SLOTS, memory),
+            PROBE_BYTES: Slots(PROBE_BYTES, PROBE_SLOTS, memory),
         }
         self.runs: list[ProbeRun] = []
         self.waiting: dict[Future[ProbeResult], EngineMetadata] = {}

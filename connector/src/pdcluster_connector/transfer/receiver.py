@@ -14,6 +14,7 @@ from functools import partial
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import AgentInterface, MemoryRange
+from pdcluster_connector.nixl_io.probe_memory import HostMemory, ProbeMemory
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.protocol.failure import Failure
@@ -96,6 +97,7 @@ class Receiver:
         options: limits.
         clock: of the requests' deadlines.
         prepare_thread: called first on the transfer thread (CUDA: select the device).
+        probe_memory: what probes are read into: where this engine's KV lives.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Receiver:
         options: ReceiverOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
         prepare_thread: Callable[[], None] | None = None,
+        probe_memory: ProbeMemory | None = None,
     ) -> None:
         self._receives = Receives(
             shard,
@@ -117,6 +120,7 @@ class Receiver:
             options or ReceiverOptions(),
             clock=clock,
             answer=self._answered,
+            probe_memory=probe_memory or HostMemory(),
         )
         self._connections = self._receives.connections
         self._prepare_thread = prepare_thread

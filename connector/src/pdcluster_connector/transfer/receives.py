@@ -22,6 +22,7 @@ from math import inf
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import AgentInterface, MemoryRange
+from pdcluster_connector.nixl_io.probe_memory import ProbeMemory
 from pdcluster_connector.nixl_io.reading_agent import Connection
 from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.geometry import Shard
@@ -53,7 +54,7 @@ class Receives:
     """All receives of one worker.
 
     Args:
-        shard, memory, make_agent, peers, answer: those of :class:`Connections`.
+        shard, memory, make_agent, peers, answer, probe_memory: those of :class:`Connections`.
 
     Attributes:
         jobs: all receives under way, by request id.
@@ -72,12 +73,13 @@ class Receives:
         *,
         clock: Callable[[], float],
         answer: Answer,
+        probe_memory: ProbeMemory,
     ) -> None:
         self.jobs: dict[str, Job] = {}
         self.options = options
         self.clock = clock
         self.due = inf
-        self.connections = Connections(self, shard, memory, make_agent, peers, answer)
+        self.connections = Connections(self, shard, memory, make_agent, peers, answer, probe_memory)
         self.transfers = Transfers(self)
         self._agent_rebuild = AgentRebuild(self)
         self.ended: deque[Job] = deque()  # thread-safe at both ends

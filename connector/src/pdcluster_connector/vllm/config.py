@@ -206,7 +206,7 @@ def _whole(value: Any, *, most: int) -> int:
 def _backend_options(value: Any) -> tuple[tuple[str, str, str], ...]:
     if not isinstance(value, dict) or not all(isinstance(given, dict) for given in value.values()):
         raise ValueError(
-            'does not map backends to options, as {"UCX": {"ucx_devices": "mlx5_0"}} does'
+            'does not map backends to options, as {"UCX": {"device_list": "mlx5_0"}} does'
         )
     found = []
     for backend, given in value.items():

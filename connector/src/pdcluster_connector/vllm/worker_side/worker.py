@@ -24,7 +24,7 @@ from pdcluster_connector.certificate_files import tls_of
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.link_health import LauncherClient
-from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
+from pdcluster_connector.nixl_io.nixl_agent import SPLIT_BATCH_SIZE, NixlAgent
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.plan.held_blocks import EngineBlocks, groups_of, unfilled
@@ -43,6 +43,7 @@ from pdcluster_connector.vllm.step_messages import (
     StepReport,
     WorkerHandshake,
 )
+from pdcluster_connector.vllm.worker_side.device_memory import probe_memory_of
 from pdcluster_connector.vllm.worker_side.fingerprint import digest_of_engine
 
 logger = logging.getLogger(__name__)
@@ -182,10 +183,13 @@ class WorkerRole:
             self._kv_cache_config, kv_caches, registration.shard.regions
         )
         self._device = next((cache.device for cache in kv_caches.values()), None)
+        probe_memory = probe_memory_of(self._device)
         if self._produces:
             # It posts no transfers. Each thread would take doorbell pages of the network card,
             # of which DeepEP's kernels need some too.
-            self._serving = ServingAgent(lambda: self._new_agent(threads=0), registration.memory)
+            self._serving = ServingAgent(
+                lambda: self._new_agent(threads=0), registration.memory, probe_memory=probe_memory
+            )
         if not self._consumes:
             return
         tls = tls_of(self._options.tls, self._engine_id)
@@ -198,6 +202,7 @@ class WorkerRole:
             peers=self._peers,
             options=receiver_options(self._options),
             prepare_thread=self._select_device,
+            probe_memory=probe_memory,
         )
         self._peers.start()
         self._receiver.start()
@@ -231,6 +236,7 @@ class WorkerRole:
             backends=options.backends,
             num_threads=threads,
             backend_options=options.backend_options,
+            rocm=torch.version.hip is not None,
         )
 
     def _select_device(self) -> None:
@@ -357,4 +363,6 @@ def receiver_options(options: ConnectorOptions) -> ReceiverOptions:
     return ReceiverOptions(
         drain_deadline_seconds=options.drain_deadline_seconds,
         transfer_stall_seconds=options.transfer_stall_seconds,
+        # One transfer has enough descriptors for all of NIXL's threads.
+        descriptors_per_transfer=max(1024, options.num_threads * SPLIT_BATCH_SIZE),
     )

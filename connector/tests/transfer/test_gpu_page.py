@@ -1,0 +1,44 @@
+"""``make gpu`` on a machine without a GPU: the same page, with KV in host memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.nixl
+
+
+def page(*options: str) -> tuple[int, str]:
+    folders = ("connector/src", "e2e", "connector/tests/transfer")
+    environment = os.environ | {"PYTHONPATH": ":".join(str(ROOT / one) for one in folders)}
+    done = subprocess.run(
+        [sys.executable, "-m", "gpu", "--device", "cpu", "--small", *options],
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    print(done.stdout, done.stderr)
+    return done.returncode, done.stdout
+
+
+def test_the_page_holds_the_bytes_the_rates_and_what_was_refused() -> None:
+    code, text = page("--parts", "oracle,probe,fence,idle,speed", "--transport", "shared memory")
+    assert code == 0
+    for layout in ("LBHNC", "BHLNC"):
+        for sizes in ("1 → 1", "2 → 1"):
+            assert f"| {layout} | {sizes} | 7 | 0 | 0 |" in text
+    assert re.search(r"probe of 8 MiB: \d+\.\d\d GB/s .* prefill DRAM, decode DRAM", text)
+    assert "fence: 3 of 3 tickets of leases that had ended were refused" in text
+    assert text.count("| raw NIXL |") == text.count("| receiver |") == 4
+    assert text.rstrip().endswith("All parts were right.")
+
+
+def test_a_part_that_fails_fails_the_page_and_the_others_are_shown() -> None:
+    code, text = page("--parts", "unknown,idle", "--transport", "TCP")
+    assert code == 1
+    assert "(unknown: FAILED" in text
+    assert "(idle: right" in text

@@ -1,0 +1,6 @@
+"""``make gpu``: what a machine with a GPU shows about the KV path, on one page to paste.
+
+Stage 1 needs torch, numpy, msgspec, aiohttp and nixl, and no vLLM. Prefill and decode are two
+processes over real NIXL, with KV caches in the memory of one GPU. ``--device cpu`` runs the same in
+host memory, on any machine.
+"""
