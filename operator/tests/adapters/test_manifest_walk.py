@@ -158,7 +158,7 @@ async def walked() -> list[Call]:
         with Calls("manifest") as calls:
             assert review(MANIFEST, None, host_paths=True).errors == ()
             loop = ControlLoop(
-                api=api, launchers=launchers, events=others,
+                api_server=api, launchers=launchers, events=others,
                 connector=ConnectorBundle("ab" * 32, b"zip"), clock=lambda: NOW,
                 poll_seconds=0.01, backoff=Backoff(first=0.01),
             )  # fmt: skip

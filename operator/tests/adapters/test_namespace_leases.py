@@ -378,7 +378,9 @@ def test_the_lease_of_a_class_has_a_name_of_its_own() -> None:
 
 
 async def test_a_lease_is_needed_only_where_a_cluster_of_the_class_is() -> None:
-    parts: dict[str, Any] = dict.fromkeys(("api", "launchers", "events", "connector", "clock"))
+    parts: dict[str, Any] = dict.fromkeys(
+        ("api_server", "launchers", "events", "connector", "clock")
+    )
     loop = ControlLoop(**parts, place=Place(operator_class="blue"))
     for namespace, operator_class in (("ours", "blue"), ("theirs", "red")):
         metadata = {"namespace": namespace, "name": "c", "uid": namespace}

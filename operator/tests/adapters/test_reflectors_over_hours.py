@@ -72,7 +72,7 @@ class Running:
         self.server = Server()
         unused: Any = self.server
         self.loop = ControlLoop(
-            api=unused, launchers=unused, events=unused, connector=unused, clock=unused
+            api_server=unused, launchers=unused, events=unused, connector=unused, clock=unused
         )
         self.reflectors = Reflectors(unused, self.loop, namespaces, AGE, elsewhere)
         self.task: asyncio.Task[None] | None = None

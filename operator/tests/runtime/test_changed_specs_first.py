@@ -24,7 +24,9 @@ def done(loop: ControlLoop, key: Key) -> None:
 
 
 async def test_a_watch_puts_a_changed_spec_first() -> None:
-    parts: dict[str, Any] = dict.fromkeys(("api", "launchers", "events", "connector", "clock"))
+    parts: dict[str, Any] = dict.fromkeys(
+        ("api_server", "launchers", "events", "connector", "clock")
+    )
     loop = ControlLoop(**parts)
     for number in range(50):
         loop.see("ADDED", cluster(f"c-{number}", 1, None))
@@ -34,7 +36,9 @@ async def test_a_watch_puts_a_changed_spec_first() -> None:
 
 
 async def test_a_changed_spec_that_has_to_wait_is_first_again_when_it_comes_back() -> None:
-    parts: dict[str, Any] = dict.fromkeys(("api", "launchers", "events", "connector", "clock"))
+    parts: dict[str, Any] = dict.fromkeys(
+        ("api_server", "launchers", "events", "connector", "clock")
+    )
     loop = ControlLoop(**parts)
     loop.see("MODIFIED", cluster("changed", 2, 1))
     assert take(loop) == Key("ns", "changed")
@@ -48,7 +52,9 @@ async def test_a_changed_spec_that_has_to_wait_is_first_again_when_it_comes_back
 
 async def test_a_spec_that_the_answer_to_a_write_shows_first_is_looked_at() -> None:
     """A watch that has to list again tells nothing of it, because this version is known."""
-    parts: dict[str, Any] = dict.fromkeys(("api", "launchers", "events", "connector", "clock"))
+    parts: dict[str, Any] = dict.fromkeys(
+        ("api_server", "launchers", "events", "connector", "clock")
+    )
     loop = ControlLoop(**parts)
 
     def told(version: int, generation: int) -> dict[str, Any]:
@@ -71,7 +77,9 @@ async def test_a_spec_that_the_answer_to_a_write_shows_first_is_looked_at() -> N
 
 
 async def test_whoever_comes_back_without_a_change_is_not_first() -> None:
-    parts: dict[str, Any] = dict.fromkeys(("api", "launchers", "events", "connector", "clock"))
+    parts: dict[str, Any] = dict.fromkeys(
+        ("api_server", "launchers", "events", "connector", "clock")
+    )
     loop = ControlLoop(**parts)
     loop.see("ADDED", cluster("known", 1, 1))
     loop.see("MODIFIED", cluster("changed", 2, 1))

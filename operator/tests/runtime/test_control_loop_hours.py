@@ -22,7 +22,7 @@ class Looks:
         self.fails = False
         self.worked: list[tuple[float, bool]] = []
         self.loop = ControlLoop(
-            api=unused, launchers=unused, events=unused, connector=unused, clock=unused,
+            api_server=unused, launchers=unused, events=unused, connector=unused, clock=unused,
             worked=lambda seconds, failed: self.worked.append((seconds, failed)), **options,
         )  # fmt: skip
         self.loop._reconciler.reconcile = self._look  # type: ignore[method-assign]

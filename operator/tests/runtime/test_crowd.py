@@ -175,7 +175,7 @@ async def create_many(counts: Counter[str]) -> float:
     server, engines = Server(), Engines()
     port = BusyPort(server, counts)
     loop = ControlLoop(
-        api=port,  # type: ignore[arg-type]
+        api_server=port,  # type: ignore[arg-type]
         launchers=engines,
         events=port,
         connector=CONNECTOR,

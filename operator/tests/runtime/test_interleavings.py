@@ -133,7 +133,7 @@ async def story(seed: int) -> list[object]:
         "connector": CONNECTOR,
         "clock": now,
     }
-    loop = ControlLoop(api=port, **parts)  # type: ignore[arg-type]
+    loop = ControlLoop(api_server=port, **parts)  # type: ignore[arg-type]
     port.loop_of = lambda: loop
     loop.store._clock = loop._reconciler._secrets._clock = now
     watches = Watches(server, loop, random)

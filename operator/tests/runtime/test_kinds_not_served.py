@@ -14,7 +14,9 @@ from pdcluster_operator.runtime.interfaces import Key
 def test_every_cluster_is_looked_at_when_a_kind_comes_or_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    parts: dict[str, Any] = dict.fromkeys(("api", "launchers", "events", "connector", "clock"))
+    parts: dict[str, Any] = dict.fromkeys(
+        ("api_server", "launchers", "events", "connector", "clock")
+    )
     loop = ControlLoop(**parts)
     keys: list[Key] = []
     monkeypatch.setattr(loop.queue, "add", keys.append)

@@ -147,7 +147,7 @@ def test_the_loop_polls_as_often_as_it_was_told() -> None:
         launcher, unused = Launcher(), cast("Any", object())
         launcher.is_ready = False
         loop = ControlLoop(
-            api=unused, launchers=launcher, events=unused, connector=unused, clock=unused,
+            api_server=unused, launchers=launcher, events=unused, connector=unused, clock=unused,
             poll_seconds=5.0,
         )  # fmt: skip
         metadata = {"namespace": "ns", "name": "tiny", "uid": "c"}

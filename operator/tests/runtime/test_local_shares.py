@@ -14,7 +14,9 @@ from pdcluster_operator.runtime.reconcile import Place
 
 async def test_each_cluster_with_prompts_has_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     unused: Any = object()
-    loop = ControlLoop(api=unused, launchers=unused, events=unused, connector=unused, clock=unused)
+    loop = ControlLoop(
+        api_server=unused, launchers=unused, events=unused, connector=unused, clock=unused
+    )
     links = {
         Key("ns", "busy"): {
             "d0": LinksReport("d0", "", (), PromptsReport(30, 30, "NoTicket")),
@@ -34,7 +36,7 @@ async def test_each_cluster_with_prompts_has_a_share(monkeypatch: pytest.MonkeyP
 async def test_who_is_not_ready_has_a_reason() -> None:
     unused: Any = object()
     place = Place(operator_class="")
-    parts = dict.fromkeys(("api", "launchers", "events", "connector", "clock"), unused)
+    parts = dict.fromkeys(("api_server", "launchers", "events", "connector", "clock"), unused)
     loop = ControlLoop(**parts, place=place)
 
     def told(name: str, status: object, operator_class: str | None = None) -> None:

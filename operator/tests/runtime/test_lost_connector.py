@@ -26,7 +26,9 @@ CONNECTOR = {
 @pytest.fixture
 def woken(monkeypatch: pytest.MonkeyPatch) -> tuple[ControlLoop, list[Key]]:
     unused: Any = object()
-    loop = ControlLoop(api=unused, launchers=unused, events=unused, connector=unused, clock=unused)
+    loop = ControlLoop(
+        api_server=unused, launchers=unused, events=unused, connector=unused, clock=unused
+    )
     keys: list[Key] = []
     monkeypatch.setattr(loop.queue, "add", keys.append)
     for key in (Key("ns", "one"), Key("ns", "two"), Key("other", "three")):

@@ -223,7 +223,7 @@ class World:
         self.monitor = LauncherMonitor(launchers, lambda _: None, period=0.01)  # type: ignore[arg-type]
         self.reconciler = Reconciler(
             store=self.store,
-            api=self.port,
+            api_server=self.port,
             monitor=self.monitor,
             events=self.events,
             connector=BUNDLE,
@@ -414,7 +414,11 @@ async def test_the_ticket_key_is_minted_once_and_rotated_on_demand() -> None:
 async def test_what_another_operator_did_meanwhile_is_not_done_again(why: str) -> None:
     """A second rotation would end the key that requests under way still have."""
     world, leases = World(), SimpleNamespace(holds=lambda _: True)
-    parts: dict[str, Any] = {"api": world.port, "launchers": world.events, "events": world.events}
+    parts: dict[str, Any] = {
+        "api_server": world.port,
+        "launchers": world.events,
+        "events": world.events,
+    }
     one = ControlLoop(
         **parts,
         connector=BUNDLE,
@@ -1080,7 +1084,9 @@ async def test_who_changes_the_labels_of_a_pod_gets_no_request_without_tls(
 
     Authority("the user's CA").files(tmp_path, "operator", name=OPERATOR_NAME)
     stranger = await asyncio.start_server(take, "127.0.0.1", 0)
-    monkeypatch.setattr(launchers, "LAUNCHER_PORT", stranger.sockets[0].getsockname()[1])
+    monkeypatch.setattr(
+        launchers.object_names, "LAUNCHER_PORT", stranger.sockets[0].getsockname()[1]
+    )
     world = World(transfer={"tls": tls}, prefill=role, decode=role)
     await world.reconcile()
     for child in world.store.children(KEY):

@@ -156,7 +156,7 @@ class OperatorProcess:
             acquired=lambda namespace: loop.wake(namespace),  # noqa: PLW0108
         )
         loop = ControlLoop(
-            api=api,
+            api_server=api,
             launchers=engines,
             events=KubeEvents(client),
             connector=connector,

@@ -109,7 +109,7 @@ class LocalCluster:
         self.authority, _ = EngineAuthority.new(time.time())
         self._engines = EnginesHttp(self.authority)
         self.loop = ControlLoop(
-            api=_ApiPort(self.api, self.authority),
+            api_server=_ApiPort(self.api, self.authority),
             launchers=self._engines,
             events=_Events(),
             connector=connector,

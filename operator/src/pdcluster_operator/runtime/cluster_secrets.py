@@ -44,8 +44,8 @@ class _Remembered(NamedTuple):
 class ClusterSecrets:
     """Reads and writes the Secrets of all clusters, and remembers what they say."""
 
-    def __init__(self, api: ApiServer, clock: Callable[[], float] = time.monotonic) -> None:
-        self._api_server = api
+    def __init__(self, api_server: ApiServer, clock: Callable[[], float] = time.monotonic) -> None:
+        self._api_server = api_server
         self._clock = clock
         self._known: dict[tuple[Key, type], _Remembered] = {}
         self._no_certificates: HeldCertificates | None = None

@@ -45,7 +45,7 @@ class ControlLoop:
     def __init__(
         self,
         *,
-        api: ApiServer,
+        api_server: ApiServer,
         launchers: Launchers,
         events: EventSink,
         connector: ConnectorBundle,
@@ -64,7 +64,7 @@ class ControlLoop:
         self.monitor = LauncherMonitor(launchers, self.queue.add, period=poll_seconds)
         self._reconciler = Reconciler(
             store=self.store,
-            api=api,
+            api_server=api_server,
             monitor=self.monitor,
             events=events,
             connector=connector,

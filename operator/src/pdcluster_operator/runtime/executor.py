@@ -38,11 +38,11 @@ class Executor:
 
     def __init__(
         self,
-        api: ApiServer,
+        api_server: ApiServer,
         secrets: ClusterSecrets,
         may_write: Callable[[Key], bool],
     ) -> None:
-        self._api_server = api
+        self._api_server = api_server
         self._secrets = secrets
         self._may_write = may_write
         self._rewrites: dict[Key, dict[tuple[str, str], types.Rewrite]] = {}

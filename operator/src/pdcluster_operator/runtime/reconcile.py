@@ -85,7 +85,7 @@ class Reconciler:
         self,
         *,
         store: Store,
-        api: ApiServer,
+        api_server: ApiServer,
         monitor: LauncherMonitor,
         events: EventSink,
         connector: ConnectorBundle,
@@ -95,7 +95,7 @@ class Reconciler:
         queued: Callable[[], int] = lambda: 0,
     ) -> None:
         self._store = store
-        self._api_server = api
+        self._api_server = api_server
         self._monitor = monitor
         self._events = events
         self._connector = connector
@@ -103,8 +103,8 @@ class Reconciler:
         self._place = place or Place()
         self._may_write = may_write
         self._queued = queued  # how many clusters wait to be reconciled
-        self._secrets = ClusterSecrets(api)
-        self._executor = Executor(api, self._secrets, may_write)
+        self._secrets = ClusterSecrets(api_server)
+        self._executor = Executor(api_server, self._secrets, may_write)
         self._ending: dict[tuple[Key, str], float] = {}  # see _goes_with_namespace
         self._memos: OrderedDict[Key, Memo] = OrderedDict()
         self._began: dict[Key, str] = {}  # UIDs of the clusters that got first children from us
