@@ -16,6 +16,7 @@ import ssl
 import tempfile
 import threading
 import time
+import zlib
 from pathlib import Path
 from typing import Any, Self
 
@@ -202,22 +203,24 @@ def _launcher(name: EngineName, report: dict[str, Any]) -> type[http.server.Base
             return bool(report) and super().parse_request()
 
         def do_GET(self) -> None:
-            if self.path == "/readyz":
-                self._answer(report)
-            elif self.path == "/v1/links":
-                links = [
-                    {
-                        "prefill": peer["engine"],
-                        "prefill_engine_id": peer["engine_id"],
-                        "state": "Established",
-                        "shards": "1/1",
-                        "canary": {"state": "Passed", "bytes": 1},
-                    }
-                    for peer in peers
-                ]
-                self._answer({"engine": name.logical, "engine_id": me, "links": links})
-            else:
+            """Answer at once, also if nothing has changed since."""
+            if not self.path.startswith("/v1/changes?"):
                 self._answer({}, 404)
+                return
+            links = [
+                {
+                    "prefill": peer["engine"],
+                    "prefill_engine_id": peer["engine_id"],
+                    "state": "Established",
+                    "shards": "1/1",
+                    "canary": {"state": "Passed", "bytes": 1},
+                }
+                for peer in peers
+            ]
+            linked = {"engine": name.logical, "engine_id": me, "links": links}
+            state = {"readyz": report, "links": linked}
+            revision = str(zlib.crc32(json.dumps(state).encode()))
+            self._answer({"revision": revision, **state})
 
         def do_PUT(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
