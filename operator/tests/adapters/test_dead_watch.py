@@ -84,7 +84,7 @@ async def test_lists_do_the_work_of_a_watch_that_reports_nothing(real, namespace
                 60,
                 page,
             )
-        assert page() == (200, "ok\n")
+        assert await asyncio.to_thread(page) == (200, "ok\n")
 
 
 async def test_health_stays_good_when_a_kind_is_installed_later(real, namespace, monkeypatch):
