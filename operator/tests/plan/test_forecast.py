@@ -19,13 +19,16 @@ from pdcluster_operator.api.object_names import (
 from pdcluster_operator.plan.builders.secrets import entry_of
 from pdcluster_operator.plan.children import POD_REVISION_LABEL
 from pdcluster_operator.plan.forecast.course import Course, forecast, with_rewrites
-from pdcluster_operator.plan.forecast.user_view import (
+from pdcluster_operator.plan.forecast.world import (
+    GONE,
     LAST_APPLIED,
+    ROUTED,
+    VERIFIED,
+    World,
     merge_patch,
     reports_in,
     server_side_manager,
 )
-from pdcluster_operator.plan.forecast.world import GONE, ROUTED, VERIFIED, World
 from pdcluster_operator.plan.objects.ownership import identity
 from pdcluster_operator.plan.observed.pods import is_pod_ready
 from pdcluster_operator.plan.planner import make_plan

@@ -139,21 +139,6 @@ def service_account_name(cluster: str) -> str:
     return f"{cluster}-pods"
 
 
-def budget_name(cluster: str, component: str) -> str:
-    """Name of the PodDisruptionBudget of a role or of the routers."""
-    return f"{cluster}-{component}"
-
-
-def engines_policy_name(cluster: str) -> str:
-    """Name of the NetworkPolicy of a cluster's engines."""
-    return f"{cluster}-engines"
-
-
-def router_policy_name(cluster: str) -> str:
-    """Name of the NetworkPolicy of a cluster's routers."""
-    return f"{cluster}-router"
-
-
 GROUP = "pdcluster.dev"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"

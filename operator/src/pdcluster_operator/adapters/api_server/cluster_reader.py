@@ -17,7 +17,7 @@ from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.builders.protection import operator_namespace_in
-from pdcluster_operator.plan.forecast.user_view import merge_patch, reports_in, server_side_manager
+from pdcluster_operator.plan.forecast.world import merge_patch, reports_in, server_side_manager
 from pdcluster_operator.plan.secrets import certificates_as_due
 from pdcluster_operator.plan.types import ConnectorBundle, HeldCertificates, Observed, TicketKey
 from pdcluster_operator.runtime.interfaces import ApiError, Key

@@ -204,7 +204,7 @@ def _bare(field: FieldInfo) -> dict[str, Any]:
     builders: dict[Kind, Callable[[FieldInfo], dict[str, Any]]] = {
         "choice": lambda field: {"type": "string", "enum": [member.value for member in field.item]},
         "text": lambda field: _text(field.mark(Text)),
-        "whole": lambda field: _whole(field.mark(Whole)),
+        "whole": lambda field: whole(field.mark(Whole)),
         "flag": lambda _: {"type": "boolean"},
         "list": _list,
         "quantities": lambda _: _quantities(),
@@ -214,7 +214,8 @@ def _bare(field: FieldInfo) -> dict[str, Any]:
     return builders[field.kind](field)
 
 
-def _whole(bounds: Whole) -> dict[str, Any]:
+def whole(bounds: Whole) -> dict[str, Any]:
+    """Return the schema of a whole number."""
     return {
         "type": "integer",
         "format": "int32",

@@ -4,6 +4,7 @@ The API server shows a default status of a PDCluster until the operator writes o
 operator waits before it does, and an empty status would look like an operator that does not run.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, timestamp
@@ -79,16 +80,13 @@ def _transfer() -> dict[str, Any]:
         "type": "object",
         "description": "transfer says how the engines that run are protected.",
         "properties": {
-            "certificates": {
-                "type": "string",
-                "enum": [source.value for source in Certificates],
-                "description": (
-                    "certificates says whose certificates the engines' pods have. Operator: those "
-                    "that the operator signs. Mounted: files that the user's podTemplate mounts. "
-                    "None: they speak without TLS. Mixed: not all pods have the same. Unknown: "
-                    "what the pods were made from is gone. It is left out while there are no pods."
-                ),
-            },
+            "certificates": _choice(
+                "certificates says whose certificates the engines' pods have. Operator: those "
+                "that the operator signs. Mounted: files that the user's podTemplate mounts. "
+                "None: they speak without TLS. Mixed: not all pods have the same. Unknown: "
+                "what the pods were made from is gone. It is left out while there are no pods.",
+                [source.value for source in Certificates],
+            ),
             "notAfter": _time(
                 "notAfter is when the first certificate in use expires: one of an engine, or one "
                 "of an authority above it."
@@ -103,36 +101,48 @@ def _transfer() -> dict[str, Any]:
     }
 
 
-def _conditions() -> dict[str, Any]:
+def _list(
+    description: str, most: int, keys: list[str], item: str, required: list[str], **fields: Any
+) -> dict[str, Any]:
+    """Return the schema of a list of objects, which are told apart by the fields ``keys``."""
     return {
         "type": "array",
-        "description": "conditions say what is true of the cluster. Ready summarizes the others.",
-        "maxItems": 32,
+        "description": description,
+        "maxItems": most,
         "x-kubernetes-list-type": "map",
-        "x-kubernetes-list-map-keys": ["type"],
+        "x-kubernetes-list-map-keys": keys,
         "items": {
             "type": "object",
-            "description": "One condition.",
-            "required": ["type", "status", "reason", "message", "lastTransitionTime"],
-            "properties": {
-                "type": _text("type is the name of the condition.", 64),
-                "status": {
-                    "type": "string",
-                    "enum": ["True", "False", "Unknown"],
-                    "description": "status is True, False or Unknown.",
-                },
-                "reason": _text("reason says why, in one CamelCase word.", 256),
-                "message": _text("message says why, in sentences.", 32768),
-                "observedGeneration": {
-                    "type": "integer",
-                    "format": "int64",
-                    "minimum": 0,
-                    "description": "observedGeneration is the generation of the judged spec.",
-                },
-                "lastTransitionTime": _time("lastTransitionTime is when status last flipped."),
-            },
+            "description": item,
+            "required": required,
+            "properties": fields,
         },
     }
+
+
+def _choice(description: str, values: Iterable[str]) -> dict[str, Any]:
+    return {"type": "string", "enum": list(values), "description": description}
+
+
+def _conditions() -> dict[str, Any]:
+    return _list(
+        "conditions say what is true of the cluster. Ready summarizes the others.",
+        32,
+        ["type"],
+        "One condition.",
+        ["type", "status", "reason", "message", "lastTransitionTime"],
+        type=_text("type is the name of the condition.", 64),
+        status=_choice("status is True, False or Unknown.", ["True", "False", "Unknown"]),
+        reason=_text("reason says why, in one CamelCase word.", 256),
+        message=_text("message says why, in sentences.", 32768),
+        observedGeneration={
+            "type": "integer",
+            "format": "int64",
+            "minimum": 0,
+            "description": "observedGeneration is the generation of the judged spec.",
+        },
+        lastTransitionTime=_time("lastTransitionTime is when status last flipped."),
+    )
 
 
 def _time(description: str) -> dict[str, Any]:
@@ -140,53 +150,33 @@ def _time(description: str) -> dict[str, Any]:
 
 
 def _engines() -> dict[str, Any]:
-    return {
-        "type": "array",
-        "description": f"engines are the wanted engines, at most {MAX_ENGINES}.",
-        "maxItems": MAX_ENGINES,
-        "x-kubernetes-list-type": "map",
-        "x-kubernetes-list-map-keys": ["name"],
-        "items": {
-            "type": "object",
-            "description": "One engine.",
-            "required": ["name", "role", "state"],
-            "properties": {
-                "name": _text("name is the engine's StatefulSet.", 63),
-                "role": {
-                    "type": "string",
-                    "enum": ["prefill", "decode"],
-                    "description": "role says what the engine does.",
-                },
-                "state": _text("state is Ready, Unknown, or the reason why it is not ready.", 64),
-                "engineId": _text("engineId names the running incarnation.", 512),
-                "message": _text("message explains the state.", 1024),
-            },
-        },
-    }
+    return _list(
+        f"engines are the wanted engines, at most {MAX_ENGINES}.",
+        MAX_ENGINES,
+        ["name"],
+        "One engine.",
+        ["name", "role", "state"],
+        name=_text("name is the engine's StatefulSet.", 63),
+        role=_choice("role says what the engine does.", ["prefill", "decode"]),
+        state=_text("state is Ready, Unknown, or the reason why it is not ready.", 64),
+        engineId=_text("engineId names the running incarnation.", 512),
+        message=_text("message explains the state.", 1024),
+    )
 
 
 def _failed_links() -> dict[str, Any]:
-    return {
-        "type": "array",
-        "description": (
-            "failedLinks are links that failed, or whose canary moved no KV; "
-            f"at most {MAX_FAILED_LINKS}."
+    return _list(
+        "failedLinks are links that failed, or whose canary moved no KV; "
+        f"at most {MAX_FAILED_LINKS}.",
+        MAX_FAILED_LINKS,
+        ["prefill", "decode"],
+        "One failed link.",
+        ["prefill", "decode", "reason"],
+        prefill=_text("prefill is the prefill engine.", 63),
+        decode=_text("decode is the decode engine.", 63),
+        reason=_text("reason says why, in one CamelCase word.", 256),
+        message=_text("message says why, with the values of both engines.", 1024),
+        lastTransitionTime=_time(
+            "lastTransitionTime is when the link began to fail for this reason."
         ),
-        "maxItems": MAX_FAILED_LINKS,
-        "x-kubernetes-list-type": "map",
-        "x-kubernetes-list-map-keys": ["prefill", "decode"],
-        "items": {
-            "type": "object",
-            "description": "One failed link.",
-            "required": ["prefill", "decode", "reason"],
-            "properties": {
-                "prefill": _text("prefill is the prefill engine.", 63),
-                "decode": _text("decode is the decode engine.", 63),
-                "reason": _text("reason says why, in one CamelCase word.", 256),
-                "message": _text("message says why, with the values of both engines.", 1024),
-                "lastTransitionTime": _time(
-                    "lastTransitionTime is when the link began to fail for this reason."
-                ),
-            },
-        },
-    }
+    )

@@ -5,48 +5,38 @@ real ones. A value that the spec does not give is None.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from pdcluster_connector.compat.shape import EngineShape, Memory
 from pdcluster_connector.compat.supported import PLAIN, dtype_name, token_sliceable
 from pdcluster_operator.api.spec.arguments import Flag, merge_flags, parse_flags
 from pdcluster_operator.api.spec.engine_types import (
-    STARTUP_SECONDS,
     EngineOverride,
     EnvVar,
     Parallelism,
     SharedEngine,
 )
-from pdcluster_operator.api.spec.enums import ConnectorSource, Device, Role, Switch
+from pdcluster_operator.api.spec.enums import Device, Role, Switch
 from pdcluster_operator.api.spec.types import Cluster
 
 MODEL_FOLDER = "/models/model"
 CACHE_FOLDER = "/models/cache"
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine(SharedEngine):
     """The settings of one role's engines; None leaves the choice to vLLM.
 
     Attributes:
         model: what ``vllm serve`` is given: a repository or a folder in the container.
-        extra_args: merged words; ``flags`` are the same, grouped.
     """
 
     role: Role
     model: str
     model_revision: str | None
     image: str
-    block_size: int | None
-    prefix_caching: Switch
-    kv_cache_dtype: str | None
-    max_model_len: int | None
-    attention_backend: str | None
-    extra_args: tuple[str, ...]
-    env: tuple[EnvVar, ...]
-    connector: ConnectorSource
-    startup_timeout_seconds: int
     parallelism: Parallelism
+    startup_timeout_seconds: int
 
     @property
     def flags(self) -> tuple[Flag, ...]:
@@ -60,27 +50,15 @@ class Engine:
 
 def resolve_engine(cluster: Cluster, role: Role) -> Engine:
     """Merge ``spec.engine`` with the role's own; the role wins field by field."""
-    shared = cluster.spec.engine
-    spec = cluster.spec.role(role)
+    shared, spec = cluster.spec.engine, cluster.spec.role(role)
     own = spec.engine
+    names = [field.name for field in fields(SharedEngine)]
+    merged = {name: getattr(own, name) or getattr(shared, name) for name in names}
+    merged["extra_args"] = merge_flags(shared.extra_args, own.extra_args)
+    merged["env"] = _merge_env(shared, own)
     model, revision = _model(cluster)
     return Engine(
-        role=role,
-        model=model,
-        model_revision=revision,
-        image=own.image or shared.image or "",
-        block_size=own.block_size or shared.block_size,
-        prefix_caching=own.prefix_caching or shared.prefix_caching or Switch.ENABLED,
-        kv_cache_dtype=own.kv_cache_dtype or shared.kv_cache_dtype,
-        max_model_len=own.max_model_len or shared.max_model_len,
-        attention_backend=own.attention_backend or shared.attention_backend,
-        extra_args=merge_flags(shared.extra_args, own.extra_args),
-        env=_merge_env(shared, own),
-        connector=own.connector or shared.connector or ConnectorSource.BUNDLED,
-        startup_timeout_seconds=own.startup_timeout_seconds
-        or shared.startup_timeout_seconds
-        or STARTUP_SECONDS,
-        parallelism=spec.parallelism,
+        role=role, model=model, model_revision=revision, parallelism=spec.parallelism, **merged
     )
 
 

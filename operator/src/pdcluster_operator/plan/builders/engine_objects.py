@@ -25,7 +25,7 @@ from pdcluster_operator.api.spec.resources import added_limits
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan import connectors
 from pdcluster_operator.plan.builders import secrets
-from pdcluster_operator.plan.objects.ownership import child_metadata
+from pdcluster_operator.plan.objects.ownership import child_object
 
 
 def build_engine_statefulset(
@@ -47,23 +47,22 @@ def build_engine_statefulset(
     labels = object_names.engine_labels(name, pairing_key)
     if queue:
         labels[object_names.QUEUE_LABEL] = queue
+    spec = {
+        "serviceName": name.stateful_set,
+        "replicas": nodes,
+        "podManagementPolicy": "Parallel",
+        "updateStrategy": {"type": "OnDelete"},
+        "selector": {"matchLabels": _selector(name)},
+        "template": template,
+    }
+    return child_object(cluster, "apps/v1", "StatefulSet", name.stateful_set, labels, spec=spec)
+
+
+def _selector(name: EngineName) -> dict[str, str]:
+    """Return the labels that find an engine's pods. They can never be changed."""
     return {
-        "apiVersion": "apps/v1",
-        "kind": "StatefulSet",
-        "metadata": child_metadata(cluster, name.stateful_set, labels),
-        "spec": {
-            "serviceName": name.stateful_set,
-            "replicas": nodes,
-            "podManagementPolicy": "Parallel",
-            "updateStrategy": {"type": "OnDelete"},
-            "selector": {
-                "matchLabels": {
-                    object_names.CLUSTER_LABEL: name.cluster,
-                    object_names.ENGINE_LABEL: name.stateful_set,
-                }
-            },
-            "template": template,
-        },
+        object_names.CLUSTER_LABEL: name.cluster,
+        object_names.ENGINE_LABEL: name.stateful_set,
     }
 
 
@@ -76,27 +75,19 @@ def build_engine_service(cluster: Cluster, name: EngineName, pairing_key: str) -
         "metrics": object_names.ENGINE_METRICS_PORT,
         "side-channel": object_names.SIDE_CHANNEL_PORT,
     }
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": child_metadata(cluster, name.stateful_set, labels),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {
-                object_names.CLUSTER_LABEL: name.cluster,
-                object_names.ENGINE_LABEL: name.stateful_set,
-            },
-            "ports": [
-                {"name": port, "port": number, "targetPort": port, "protocol": "TCP"}
-                for port, number in ports.items()
-            ],
-        },
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": _selector(name),
+        "ports": [
+            {"name": port, "port": number, "targetPort": port, "protocol": "TCP"}
+            for port, number in ports.items()
+        ],
     }
+    return child_object(cluster, "v1", "Service", name.stateful_set, labels, spec=spec)
 
 
 POD_GROUP_KIND = "PodGroup"
-GANG_COMPONENT = "gang"
 
 
 def build_pod_group(cluster: Cluster, name: str, pods: int, priority: str) -> dict[str, Any]:
@@ -110,14 +101,10 @@ def build_pod_group(cluster: Cluster, name: str, pods: int, priority: str) -> di
     spec: dict[str, Any] = {"schedulingPolicy": {"gang": {"minCount": pods}}}
     if priority:
         spec["priorityClassName"] = priority
-    return {
-        "apiVersion": "scheduling.k8s.io/v1beta1",
-        "kind": POD_GROUP_KIND,
-        "metadata": child_metadata(
-            cluster, name, object_names.cluster_labels(cluster.name, GANG_COMPONENT)
-        ),
-        "spec": spec,
-    }
+    labels = object_names.cluster_labels(cluster.name, "gang")
+    return child_object(
+        cluster, "scheduling.k8s.io/v1beta1", POD_GROUP_KIND, name, labels, spec=spec
+    )
 
 
 SHARED_MEMORY = {Device.CUDA: "8Gi", Device.CPU: "2Gi"}

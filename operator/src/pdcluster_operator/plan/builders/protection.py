@@ -15,28 +15,22 @@ from pdcluster_operator.api.object_names import (
     ROLE_LABEL,
     ROUTER_METRICS_PORT,
     ROUTER_PORT,
-    budget_name,
     cluster_labels,
-    engines_policy_name,
-    router_policy_name,
     service_account_name,
 )
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.fields import as_manifest
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.router import ROUTER_COMPONENT, router_selector
-from pdcluster_operator.plan.objects.ownership import child_metadata
+from pdcluster_operator.plan.objects.ownership import child_object
 
 
 def build_service_account(cluster: Cluster) -> dict[str, Any]:
     """Return the ServiceAccount; nothing in the pods talks to the Kubernetes API."""
-    name = service_account_name(cluster.name)
-    return {
-        "apiVersion": "v1",
-        "kind": "ServiceAccount",
-        "metadata": child_metadata(cluster, name, cluster_labels(cluster.name, "identity")),
-        "automountServiceAccountToken": False,
-    }
+    name, labels = service_account_name(cluster.name), cluster_labels(cluster.name, "identity")
+    return child_object(
+        cluster, "v1", "ServiceAccount", name, labels, automountServiceAccountToken=False
+    )
 
 
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
@@ -64,8 +58,7 @@ def build_engines_policy(cluster: Cluster, operator_namespace: str | None) -> di
         _rule(clients, HTTP_PORT),
         *_scrapers(cluster, ENGINE_METRICS_PORT),
     ]
-    name = engines_policy_name(cluster.name)
-    return _policy(cluster, name, "engine", _engines(cluster), ingress)
+    return _policy(cluster, f"{cluster.name}-engines", "engine", _engines(cluster), ingress)
 
 
 def operator_namespace_in(policy: Mapping[str, Any]) -> str | None:
@@ -84,8 +77,8 @@ def build_router_policy(cluster: Cluster) -> dict[str, Any] | None:
     if cluster.spec.router.replicas == 0:
         return None
     ingress = [_rule(_clients(cluster), ROUTER_PORT), *_scrapers(cluster, ROUTER_METRICS_PORT)]
-    name = router_policy_name(cluster.name)
-    return _policy(cluster, name, ROUTER_COMPONENT, {"matchLabels": _router(cluster)}, ingress)
+    name, pods = f"{cluster.name}-router", {"matchLabels": _router(cluster)}
+    return _policy(cluster, name, ROUTER_COMPONENT, pods, ingress)
 
 
 def _clients(cluster: Cluster) -> list[dict[str, Any]]:
@@ -106,12 +99,9 @@ def _policy(
     pods: dict[str, Any],
     ingress: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": child_metadata(cluster, name, cluster_labels(cluster.name, component)),
-        "spec": {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": ingress},
-    }
+    labels = cluster_labels(cluster.name, component)
+    spec = {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": ingress}
+    return child_object(cluster, "networking.k8s.io/v1", "NetworkPolicy", name, labels, spec=spec)
 
 
 def _scrapers(cluster: Cluster, port: int) -> list[dict[str, Any]]:
@@ -162,14 +152,10 @@ def build_router_budget(cluster: Cluster, pairing_key: str) -> dict[str, Any] | 
 def _budget(
     cluster: Cluster, component: str, selector: Mapping[str, str], bound: Mapping[str, int]
 ) -> dict[str, Any]:
-    labels = cluster_labels(cluster.name, component)
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": child_metadata(cluster, budget_name(cluster.name, component), labels),
-        "spec": {
-            **bound,
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {"matchLabels": dict(selector)},
-        },
+    name, labels = f"{cluster.name}-{component}", cluster_labels(cluster.name, component)
+    spec = {
+        **bound,
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {"matchLabels": dict(selector)},
     }
+    return child_object(cluster, "policy/v1", "PodDisruptionBudget", name, labels, spec=spec)

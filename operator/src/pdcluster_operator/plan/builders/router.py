@@ -26,7 +26,7 @@ from pdcluster_operator.plan.connectors import (
     connector_mount,
     connector_volume,
 )
-from pdcluster_operator.plan.objects.ownership import child_metadata
+from pdcluster_operator.plan.objects.ownership import child_object
 
 ROUTER_COMPONENT = "router"
 POLICIES = {
@@ -113,20 +113,17 @@ def build_router_deployment(
     engines are being ended, and each of them ends only when it gets no more requests.
     """
     name = router_deployment_name(cluster.name, pairing_key)
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": child_metadata(cluster, name, router_labels(cluster, pairing_key)),
-        "spec": {
-            "replicas": cluster.spec.router.replicas,
-            "strategy": {
-                "type": "RollingUpdate",
-                "rollingUpdate": {"maxSurge": 1, "maxUnavailable": "100%" if stop else 0},
-            },
-            "selector": {"matchLabels": router_selector(cluster, pairing_key)},
-            "template": dict(template),
+    spec = {
+        "replicas": cluster.spec.router.replicas,
+        "strategy": {
+            "type": "RollingUpdate",
+            "rollingUpdate": {"maxSurge": 1, "maxUnavailable": "100%" if stop else 0},
         },
+        "selector": {"matchLabels": router_selector(cluster, pairing_key)},
+        "template": dict(template),
     }
+    labels = router_labels(cluster, pairing_key)
+    return child_object(cluster, "apps/v1", "Deployment", name, labels, spec=spec)
 
 
 def router_selector(cluster: Cluster, pairing_key: str) -> dict[str, str]:
@@ -230,23 +227,15 @@ def build_router_service(cluster: Cluster, pairing_key: str) -> dict[str, Any] |
     if cluster.spec.router.replicas == 0:
         return None
     labels = cluster_labels(cluster.name, ROUTER_COMPONENT)
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": child_metadata(cluster, router_name(cluster.name), labels),
-        "spec": {
-            "selector": router_selector(cluster, pairing_key),
-            "ports": [
-                {
-                    "name": "http",
-                    "port": ROUTER_PORT,
-                    "targetPort": "http",
-                    "protocol": "TCP",
-                    "appProtocol": "http",
-                }
-            ],
-        },
+    port = {
+        "name": "http",
+        "port": ROUTER_PORT,
+        "targetPort": "http",
+        "protocol": "TCP",
+        "appProtocol": "http",
     }
+    spec = {"selector": router_selector(cluster, pairing_key), "ports": [port]}
+    return child_object(cluster, "v1", "Service", router_name(cluster.name), labels, spec=spec)
 
 
 def endpoint(cluster: Cluster) -> str:

@@ -24,7 +24,7 @@ from pdcluster_operator.api.object_names import (
 from pdcluster_operator.api.spec.enums import Certificates, TlsMode
 from pdcluster_operator.api.spec.pod_templates import CERTIFICATE_FOLDER, ENGINE_CONTAINER
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.objects.ownership import child_metadata
+from pdcluster_operator.plan.objects.ownership import child_object
 from pdcluster_operator.plan.types import Manifest
 
 CERTIFICATE_VOLUME = "certificate"
@@ -56,9 +56,16 @@ def tls_labels(cluster: Cluster) -> dict[str, str]:
 
 def build_certificates_secret(cluster: Cluster, issue: str) -> dict[str, Any]:
     """Return the Secret without its data; ``issue`` is noted in an annotation."""
-    labels = cluster_labels(cluster.name, "certificates")
-    metadata = child_metadata(cluster, certificates_name(cluster.name), labels)
-    metadata["annotations"] = {CERTIFICATES_ANNOTATION: issue}
+    name, noted = certificates_name(cluster.name), {CERTIFICATES_ANNOTATION: issue}
+    return _secret(cluster, name, "certificates", noted)
+
+
+def _secret(
+    cluster: Cluster, name: str, component: str, annotations: dict[str, str]
+) -> dict[str, Any]:
+    labels = cluster_labels(cluster.name, component)
+    made = child_object(cluster, "v1", "Secret", name, labels)
+    metadata = {**made["metadata"], "annotations": annotations}
     return {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata}
 
 
@@ -138,10 +145,8 @@ TICKET_KEY_FILE = "ticket"
 
 def build_ticket_key_secret(cluster: Cluster, rotation: str) -> dict[str, Any]:
     """Return the Secret without its data; ``rotation`` is noted in an annotation."""
-    labels = cluster_labels(cluster.name, "ticket-key")
-    metadata = child_metadata(cluster, ticket_key_name(cluster.name), labels)
-    metadata["annotations"] = {ROTATE_TICKET_KEY_ANNOTATION: rotation}
-    return {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata}
+    name, noted = ticket_key_name(cluster.name), {ROTATE_TICKET_KEY_ANNOTATION: rotation}
+    return _secret(cluster, name, "ticket-key", noted)
 
 
 def ticket_key_volume(cluster: Cluster) -> dict[str, Any]:

@@ -2,12 +2,23 @@
 
 It plays the API server, Kubernetes' controllers, the kubelet and the launchers as far as the
 planner can see them. Pods that are deleted are gone, new pods run, new engines are verified.
+
+At the end is what ``pdcluster plan --against`` uses in place of what only the operator can see or
+do. Only the operator reaches the launchers: a user reads in the status what they said last. What
+``kubectl apply`` would send is sent as a dry run, so that the API server says what would come of
+it. An object that was applied on the server side is applied so again, by the same field manager.
+Any other object gets kubectl's merge patch: fields that were in the last applied manifest and are
+not in this one are removed, and fields of others, such as an autoscaler's replicas, stay.
 """
 
 import copy
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from pdcluster_connector.protocol.launcher_documents import (
     CanaryReport,
@@ -18,7 +29,7 @@ from pdcluster_connector.protocol.launcher_documents import (
     LinksReport,
     LinkState,
 )
-from pdcluster_operator.api.conditions import timestamp
+from pdcluster_operator.api.conditions import ConditionType, Status, find_condition, timestamp
 from pdcluster_operator.api.object_names import (
     CERTIFICATES_ANNOTATION,
     PAIRING_LABEL,
@@ -32,7 +43,8 @@ from pdcluster_operator.plan.children import POD_REVISION_LABEL
 from pdcluster_operator.plan.connectors import is_shared_connector
 from pdcluster_operator.plan.objects.drift import covers
 from pdcluster_operator.plan.objects.ownership import identity
-from pdcluster_operator.plan.observed.pods import accelerators
+from pdcluster_operator.plan.observed.engines import known_ids
+from pdcluster_operator.plan.observed.pods import accelerators, is_pod_ready
 from pdcluster_operator.plan.rollout.revisions import short_hash
 from pdcluster_operator.plan.types import (
     Apply,
@@ -177,7 +189,7 @@ class World:
         for name, child in self._sets():
             for node in range(int(child["spec"].get("replicas", 1))):
                 pod = self._pods.get(name.pod(node))
-                if pod is not None and is_ready(pod):
+                if pod is not None and is_pod_ready(pod):
                     continue
                 changed = True
                 self._made += 1
@@ -192,22 +204,10 @@ class World:
             name: one for name, one in self._engines.items() if one.ready
         }
         keys = {
-            name: child["metadata"]["labels"].get(PAIRING_LABEL) for name, child in sets.items()
+            name: str(child["metadata"]["labels"].get(PAIRING_LABEL))
+            for name, child in sets.items()
         }
-        prefill = [name for name in sets if name.role is Role.PREFILL]
-        self._links = {
-            decode.logical: LinksReport(
-                decode.logical,
-                self._engines[decode.logical].engine_id,
-                tuple(
-                    verified_link(one.logical, self._engines[one.logical].engine_id)
-                    for one in prefill
-                    if keys[one] == keys[decode]
-                ),
-            )
-            for decode in sets
-            if decode.role is Role.DECODE
-        }
+        self._links = _links(self._engines, keys, CanaryReport(CanaryState.PASSED, 1))
         return before != (self._engines, self._links)
 
     def _route(self) -> bool:
@@ -263,12 +263,6 @@ def running(address: str) -> dict[str, Any]:
     }
 
 
-def is_ready(pod: Manifest) -> bool:
-    """Return whether a pod's Ready condition is True."""
-    conditions = (pod.get("status") or {}).get("conditions") or ()
-    return any(one.get("type") == "Ready" and one.get("status") == "True" for one in conditions)
-
-
 def ready_engine(name: EngineName, incarnation: str = "forecast") -> EngineReport:
     """Return what the launcher of a ready engine reports."""
     return EngineReport(
@@ -284,3 +278,104 @@ def verified_link(prefill: str, engine_id: str, nbytes: int = 1) -> LinkReport:
     """Return what a decode launcher reports of a link whose canary moved ``nbytes`` bytes."""
     canary = CanaryReport(CanaryState.PASSED, nbytes)
     return LinkReport(prefill, engine_id, LinkState.ESTABLISHED, canary=canary)
+
+
+def _links(
+    engines: Mapping[str, EngineReport],
+    keys: Mapping[EngineName, str],
+    canary: CanaryReport,
+    failed: AbstractSet[tuple[Any, Any]] = frozenset(),
+) -> dict[str, LinksReport]:
+    """Return the report of each decode engine: a link to each prefill engine of its pairing key.
+
+    Args:
+        engines: the reports of the engines, by logical id.
+        keys: pairing key of each engine.
+        canary: the last one of each link.
+        failed: names of the StatefulSets of pairs that are left out.
+    """
+    return {
+        decode.logical: LinksReport(
+            decode.logical,
+            engines[decode.logical].engine_id,
+            tuple(
+                LinkReport(
+                    one.logical,
+                    engines[one.logical].engine_id,
+                    LinkState.ESTABLISHED,
+                    canary=canary,
+                )
+                for one in sorted(keys)
+                if one.role is Role.PREFILL
+                and keys[one] == keys[decode]
+                and (one.stateful_set, decode.stateful_set) not in failed
+            ),
+        )
+        for decode in keys
+        if decode.role is Role.DECODE
+    }
+
+
+def reports_in(
+    cluster: Manifest, children: Iterable[Manifest]
+) -> tuple[dict[str, EngineReport], dict[str, LinksReport]]:
+    """Return the reports of the engines that the status calls Ready, and of their links.
+
+    A link counts as verified if KVPathVerified is True, or if the cluster is Available and the
+    link is not among those that failed.
+    """
+    status = cluster.get("status") or {}
+    ready = {one.get("name") for one in status.get("engines") or () if one.get("state") == "Ready"}
+    ids = known_ids(cluster)
+    keys: dict[EngineName, str] = {}
+    for child in children:
+        name = engine_of(child) if child.get("kind") == "StatefulSet" else None
+        if name is not None and name.stateful_set in ready:
+            keys[name] = str(child["metadata"]["labels"].get(PAIRING_LABEL, ""))
+    engines = {
+        name.logical: structs.replace(ready_engine(name), engine_id=ids.get(name.stateful_set, ""))
+        for name in keys
+    }
+    failed = {(one.get("prefill"), one.get("decode")) for one in status.get("failedLinks") or ()}
+    moved = any(
+        find_condition(status, kind).get("status") == Status.TRUE
+        for kind in (ConditionType.KV_PATH_VERIFIED, ConditionType.AVAILABLE)
+    )
+    canary = CanaryReport(CanaryState.PASSED if moved else CanaryState.PENDING)
+    return engines, _links(engines, keys, canary, failed)
+
+
+LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+
+
+def server_side_manager(live: Manifest) -> str | None:
+    """Return who applied the object's spec on the server side; None if nobody did."""
+    for entry in live["metadata"].get("managedFields") or ():
+        if entry.get("operation") == "Apply" and "f:spec" in (entry.get("fieldsV1") or {}):
+            return str(entry.get("manager"))
+    return None
+
+
+def merge_patch(live: Manifest, document: Manifest) -> dict[str, Any]:
+    """Return the JSON merge patch of ``kubectl apply`` on the client side."""
+    annotations = live["metadata"].get("annotations") or {}
+    try:
+        last = json.loads(annotations.get(LAST_APPLIED, "{}"))
+    except ValueError:
+        last = {}
+    last = last if isinstance(last, Mapping) else {}
+    labelled = {"labels", "annotations"}
+    metadata = {k: v for k, v in (document.get("metadata") or {}).items() if k in labelled}
+    old = {k: v for k, v in (last.get("metadata") or {}).items() if k in labelled}
+    wanted = {"metadata": metadata, "spec": document.get("spec")}
+    return _with_removals({"metadata": old, "spec": last.get("spec")}, wanted)
+
+
+def _with_removals(last: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``wanted`` with a null for each field that only ``last`` has."""
+    last = last if isinstance(last, Mapping) else {}
+    patch: dict[str, Any] = dict.fromkeys(last)
+    for name, value in wanted.items():
+        whole = not isinstance(value, Mapping)
+        patch[name] = value if whole else _with_removals(last.get(name), value)
+    return patch

@@ -11,7 +11,7 @@ reported once in an event, and left as it is.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pdcluster_operator.api.conditions import StatusReason
@@ -75,23 +75,9 @@ def without_manager(live: Manifest, manager: str) -> dict[str, Any] | None:
     return {"metadata": {"resourceVersion": metadata["resourceVersion"], "managedFields": kept}}
 
 
-def covers(live: Any, desired: Any, key: str = "", *, quantities: bool = False) -> bool:
+def covers(live: Any, desired: Any) -> bool:
     """Whether ``live`` holds everything that ``desired`` says."""
-    if live == desired:
-        return True
-    if _is_empty(desired):
-        return _is_empty(live)
-    quantities = quantities or key in QUANTITY_FIELDS
-    if isinstance(desired, Mapping):
-        return isinstance(live, Mapping) and all(
-            covers(live.get(name), value, name, quantities=quantities)
-            for name, value in desired.items()
-        )
-    if is_list(desired):
-        return is_list(live) and _covers_items(live, desired, KEYED_LISTS.get(key))
-    if quantities:
-        return _same_quantity(live, desired)
-    return False
+    return next(differences(live, desired), None) is None
 
 
 def differences(
@@ -99,25 +85,25 @@ def differences(
 ) -> Iterator[tuple[str, Any]]:
     """Yield the path and the live value of each field that is not as ``desired`` says.
 
-    They are as few and as deep as possible; where ``live`` covers ``desired`` there are none.
+    They are as few and as deep as possible.
     """
-    if covers(live, desired, key, quantities=quantities):
+    if live == desired or (_is_empty(desired) and _is_empty(live)):
         return
     quantities = quantities or key in QUANTITY_FIELDS
-    if isinstance(live, Mapping) and isinstance(desired, Mapping) and not _is_empty(desired):
+    if isinstance(live, Mapping) and isinstance(desired, Mapping) and desired:
         for name, value in desired.items():
             below = f"{path}.{name}" if path else name
             yield from differences(live.get(name), value, name, below, quantities=quantities)
         return
     field = KEYED_LISTS.get(key)
     ours, theirs = _by_key(desired, field), _by_key(live, field)
-    if not ours or not theirs:
+    if ours and theirs:
+        for name, item in ours.items():
+            yield from differences(theirs.get(name), item, "", f"{path}[{name}]")
+        for name in theirs.keys() - ours.keys():
+            yield f"{path}[{name}]", theirs[name]
+    elif not (_covers_items(live, desired) or (quantities and _same_quantity(live, desired))):
         yield path, live
-        return
-    for name, item in ours.items():
-        yield from differences(theirs.get(name), item, "", f"{path}[{name}]")
-    for name in theirs.keys() - ours.keys():
-        yield f"{path}[{name}]", theirs[name]
 
 
 def _by_key(items: Any, field: str | None) -> Mapping[Any, Any]:
@@ -129,12 +115,9 @@ def _by_key(items: Any, field: str | None) -> Mapping[Any, Any]:
     return found if len(found) == len(items) else {}
 
 
-def _covers_items(live: Sequence[Any], desired: Sequence[Any], field: str | None) -> bool:
-    if len(live) != len(desired):
+def _covers_items(live: Any, desired: Any) -> bool:
+    if not (is_list(live) and is_list(desired)) or len(live) != len(desired):
         return False
-    if field and all(isinstance(item, Mapping) and field in item for item in (*live, *desired)):
-        places = {item[field]: item for item in live}
-        return all(covers(places.get(item[field]), item) for item in desired)
     return all(covers(ours, item) for ours, item in zip(live, desired, strict=True))
 
 

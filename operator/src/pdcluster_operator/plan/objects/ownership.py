@@ -81,20 +81,31 @@ def _created(manifest: Manifest) -> str:
     return str(manifest["metadata"].get("creationTimestamp") or "")
 
 
-def child_metadata(cluster: Cluster, name: str, labels: Mapping[str, str]) -> dict[str, Any]:
-    """Return metadata with the cluster as controlling owner, so that deletion cascades."""
-    return {
+def child_object(
+    cluster: Cluster,
+    api_version: str,
+    kind: str,
+    name: str,
+    labels: Mapping[str, str],
+    **parts: Any,
+) -> dict[str, Any]:
+    """Return an object with the cluster as controlling owner, so that deletion cascades.
+
+    Args:
+        parts: what follows the metadata, such as ``spec``.
+    """
+    owner = {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": cluster.name,
+        "uid": cluster.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+    metadata = {
         "name": name,
         "namespace": cluster.namespace,
         "labels": dict(labels),
-        "ownerReferences": [
-            {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "name": cluster.name,
-                "uid": cluster.uid,
-                "controller": True,
-                "blockOwnerDeletion": True,
-            }
-        ],
+        "ownerReferences": [owner],
     }
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **parts}

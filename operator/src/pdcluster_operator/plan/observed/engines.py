@@ -17,7 +17,6 @@ from pdcluster_operator.api.object_names import (
     EngineName,
     engine_of,
 )
-from pdcluster_operator.api.spec.engine_types import Parallelism
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.observed.pods import (
@@ -101,45 +100,26 @@ def observe_engines(
     sizes, without_pods = _sizes(observed.children)
 
     def view(name: EngineName) -> EngineView:
+        own = sorted(pods.get(name.stateful_set, ()), key=_name)
+        report = observed.engines.get(name.logical)
         asked = cluster.spec.role(name.role).parallelism
-        return _view(
+        nodes = sizes.get(name.stateful_set, asked.nodes)
+        ready, why = _judge(name, nodes, own, report)
+        if kept_back := HELD if name in held else without_pods.get(name.stateful_set):
+            ready, why = False, Trouble(StatusReason.UNSCHEDULABLE, kept_back)
+        addresses = {_name(pod): text_of(status_of(pod).get("podIP")) for pod in own}
+        return EngineView(
             name,
-            pods.get(name.stateful_set, ()),
-            observed.engines.get(name.logical),
-            asked=asked,
-            known_id=known.get(name.stateful_set, ""),
-            nodes=sizes.get(name.stateful_set, asked.nodes),
-            kept_back=HELD if name in held else without_pods.get(name.stateful_set, ""),
+            ready,
+            why.reason,
+            why.message,
+            (report.engine_id if report else "") or known.get(name.stateful_set, ""),
+            addresses.get(name.pod(), ""),
+            (report.data_parallel_size if report else None) or asked.data,
+            tuple(addresses.get(name.pod(node), "") for node in range(1, nodes)),
         )
 
     return {role: tuple(map(view, names[role])) for role in Role}
-
-
-def _view(
-    name: EngineName,
-    pods: Sequence[Manifest],
-    report: EngineReport | None,
-    *,
-    asked: Parallelism,
-    known_id: str,
-    nodes: int,
-    kept_back: str,
-) -> EngineView:
-    own = sorted(pods, key=_name)
-    addresses = {_name(pod): text_of(status_of(pod).get("podIP")) for pod in own}
-    ready, why = _judge(name, nodes, own, report)
-    if kept_back:
-        ready, why = False, Trouble(StatusReason.UNSCHEDULABLE, kept_back)
-    return EngineView(
-        name,
-        ready,
-        why.reason,
-        why.message,
-        (report.engine_id if report else "") or known_id,
-        addresses.get(name.pod(), ""),
-        (report.data_parallel_size if report else None) or asked.data,
-        tuple(addresses.get(name.pod(node), "") for node in range(1, nodes)),
-    )
 
 
 def _sizes(children: Iterable[Manifest]) -> tuple[dict[str, int], dict[str, str]]:

@@ -74,24 +74,24 @@ def observe_pairs(
     links: Mapping[str, LinksReport],
 ) -> tuple[PairView, ...]:
     """Return the pairs of one pairing key that have a link, in a stable order."""
-    return tuple(
-        pair
-        for one, peers in zip(decode, links_of(prefill, decode), strict=True)
-        for pair in _row(peers, one, links.get(one.name.logical))
-    )
+    pairs: list[PairView] = []
+    for one, peers in zip(decode, links_of(prefill, decode), strict=True):
+        report = links.get(one.name.logical)
+        reported = {link.prefill: link for link in report.links} if report else {}
+        pairs += [_pair(other, one, report, reported.get(other.name.logical)) for other in peers]
+    return tuple(pairs)
 
 
 def links_of(
     prefill: tuple[EngineView, ...], decode: tuple[EngineView, ...]
 ) -> list[tuple[EngineView, ...]]:
     """Return for each decode engine of one pairing key the prefill engines that it has links to."""
-    names, readers = _names(prefill), _names(decode)
-    sample = sample_pairs(names, readers)
-    place = {name: number for number, name in enumerate(names)}
+    readers = [engine.name.logical for engine in decode]
+    sample = sample_pairs(tuple(one.name.logical for one in prefill), tuple(readers))
     return [
         prefill
         if len(sample[reader]) == len(prefill)
-        else tuple(prefill[number] for number in sorted(map(place.__getitem__, sample[reader])))
+        else tuple(one for one in prefill if one.name.logical in sample[reader])
         for reader in readers
     ]
 
@@ -122,18 +122,6 @@ def linkable(group: Group, blocked: AbstractSet[EngineName] = frozenset()) -> Gr
         return group
     made = tuple(tuple(one for one in side if one.name not in blocked) for side in group)
     return (made[0], made[1]) if all(made) else group
-
-
-def _names(engines: tuple[EngineView, ...]) -> tuple[str, ...]:
-    return tuple(engine.name.logical for engine in engines)
-
-
-def _row(
-    prefill: tuple[EngineView, ...], decode: EngineView, report: LinksReport | None
-) -> tuple[PairView, ...]:
-    """Return the pairs of one decode engine."""
-    links = {link.prefill: link for link in report.links} if report else {}
-    return tuple(_pair(one, decode, report, links.get(one.name.logical)) for one in prefill)
 
 
 def _pair(

@@ -23,7 +23,7 @@ from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, as_mappi
 from pdcluster_operator.api.spec.resolve import MODEL_FLAGS, engine_shape, resolve_engine
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.secrets import renamed_volume
-from pdcluster_operator.plan.objects.ownership import child_metadata
+from pdcluster_operator.plan.objects.ownership import child_object
 from pdcluster_operator.plan.types import Manifest, Observed
 
 REVISION_KIND = "ControllerRevision"
@@ -79,19 +79,15 @@ def build_revision(cluster: Cluster, revision: Revision) -> dict[str, Any]:
         object_names.PAIRING_LABEL: revision.pairing_key,
     }
     name = object_names.revision_name(cluster.name, revision.role, revision.name)
-    return {
-        "apiVersion": "apps/v1",
-        "kind": REVISION_KIND,
-        "metadata": child_metadata(cluster, name, labels),
-        "revision": revision.number,
-        "data": {
-            "connector": revision.connector,
-            "nodes": revision.nodes,
-            "renew": revision.renew,
-            "spec": dict(revision.spec),
-            "template": dict(revision.template),
-        },
+    data = {
+        "connector": revision.connector,
+        "nodes": revision.nodes,
+        "renew": revision.renew,
+        "spec": dict(revision.spec),
+        "template": dict(revision.template),
     }
+    number = revision.number
+    return child_object(cluster, "apps/v1", REVISION_KIND, name, labels, revision=number, data=data)
 
 
 def nameless(namespace: str, cluster: str, role: Role) -> EngineName:
