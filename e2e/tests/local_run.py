@@ -28,7 +28,7 @@ from pdcluster_connector.protocol.engine_id import OPERATOR_NAME
 from pdcluster_operator.adapters.connector_bundle import build_connector
 from pdcluster_operator.api.object_names import HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT
 from pdcluster_operator.api.spec.parse import parse_cluster
-from pdcluster_operator.cli.snapshot import Snapshot, take_snapshot
+from pdcluster_operator.cli.view import Snapshot, take_snapshot
 from pdcluster_operator.local.cluster import LocalCluster
 from pdcluster_operator.plan.builders.secrets import has_certificates
 from waiting import until

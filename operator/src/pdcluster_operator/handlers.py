@@ -158,29 +158,13 @@ class _Endless:
         return itertools.chain((1.0, 3.0), itertools.repeat(10.0))
 
 
-class _NothingStored(kopf.DiffBaseStorage, kopf.ProgressStorage):
-    """kopf's records of what its handlers have done: there are none in users' objects.
-
-    kopf asks for them before each event, although no handler of ours needs them.
+class _NothingKept(kopf.StatusDiffBaseStorage):
+    """kopf's record of what its handlers have seen of an object. It would be a copy of each object,
+    and no handler of ours needs it. kopf stores it only for handlers of other kinds.
     """
 
     def build(self, **_: Any) -> Any:
         return {}
-
-    def fetch(self, **_: Any) -> Any:
-        return None
-
-    def store(self, **_: Any) -> None:
-        return
-
-    def purge(self, **_: Any) -> None:
-        return
-
-    def touch(self, **_: Any) -> None:
-        return
-
-    def clear(self, *, essence: Any) -> Any:
-        return essence
 
 
 class _Line(msgspec.Struct):
@@ -288,8 +272,8 @@ def _configure(settings: kopf.OperatorSettings) -> None:
     settings.networking.error_backoffs = _Endless()
     settings.watching.chunk_size = PDCLUSTER.page
     settings.persistence.finalizer = f"{GROUP}/none"
-    settings.persistence.diffbase_storage = _NothingStored()
-    settings.persistence.progress_storage = _NothingStored()
+    settings.persistence.diffbase_storage = _NothingKept()
+    settings.persistence.progress_storage = kopf.StatusProgressStorage()
     # One line for each event is too much. A handler that raises is logged.
     logging.getLogger("kopf.objects").setLevel(logging.ERROR)
 

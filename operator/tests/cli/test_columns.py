@@ -13,8 +13,14 @@ from pdcluster_connector.protocol.launcher_documents import (
     LinkReport,
     LinkState,
 )
-from pdcluster_operator.cli.snapshot import Condition, PodLine
-from pdcluster_operator.cli.view import Columns, conditions_table, links_table, pods_table
+from pdcluster_operator.cli.view import (
+    Columns,
+    Condition,
+    PodLine,
+    conditions_table,
+    links_table,
+    pods_table,
+)
 
 PODS = [
     PodLine("tiny-prefill-ddrn9-0-0", "prefill", "127.0.0.2", "LoadingWeights", "loading", None, 0),

@@ -124,7 +124,7 @@ def refuse(
     """Run it in this process, for what ends before the first engine: exit code and output."""
     sigint = signal.getsignal(signal.SIGINT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(up, "build_connector", fake_connector)
+    monkeypatch.setattr(up, "shipped_connector", fake_connector)
 
     def make(*arguments: str, change: Callable[[dict], None] | None = None) -> tuple[int, str]:
         manifest = tiny(tmp_path)
@@ -338,7 +338,7 @@ def test_everything_that_the_machine_lacks_is_said_at_once(start: Callable[..., 
         ({}, {"internalNames": "Shown"}),
         ({"transfer": {"device": "CPU"}}, {"internalNames": "Shown", "device": "CPU"}),
         ({"transfer": {"internalNames": "Hidden"}}, {"internalNames": "Hidden"}),
-        ({"transfer": "wrong"}, "wrong"),
+        ({"transfer": None}, {"internalNames": "Shown"}),
     ],
 )
 def test_local_mode_names_engines_unless_the_manifest_says_otherwise(
@@ -347,6 +347,9 @@ def test_local_mode_names_engines_unless_the_manifest_says_otherwise(
     assert with_names({"spec": spec})["spec"]["transfer"] == transfer
 
 
-@pytest.mark.parametrize("document", [None, [], {}, {"spec": None}])
-def test_what_is_no_cluster_is_left_to_lint(document: object) -> None:
-    assert with_names(document) == document
+@pytest.mark.parametrize("wrong", ["words", [1], 7])
+def test_what_is_no_cluster_is_refused(
+    refuse: Callable[..., tuple[int, str]], wrong: object
+) -> None:
+    assert refuse(change=lambda m: m["spec"].update(transfer=wrong))[0] == 1
+    assert refuse(change=lambda m: m.update(spec=wrong))[0] == 1

@@ -19,8 +19,15 @@ from pdcluster_connector.protocol.launcher_documents import EngineReport, LinkRe
 from pdcluster_operator.cli import once, view
 from pdcluster_operator.cli.exits import UserError
 from pdcluster_operator.cli.once import Answer, ask, describe_path
-from pdcluster_operator.cli.snapshot import Condition, PodLine, Snapshot, take_snapshot
-from pdcluster_operator.cli.view import View, short, waiting_for
+from pdcluster_operator.cli.view import (
+    Condition,
+    PodLine,
+    Snapshot,
+    View,
+    short,
+    take_snapshot,
+    waiting_for,
+)
 from pdcluster_operator.runtime.interfaces import Key
 
 PREFILL, DECODE = "ns.tiny.prefill.aaaaa.0", "ns.tiny.decode.bbbbb.1"

@@ -15,7 +15,7 @@ def run() -> int:
     from pdcluster_operator.cli.main import main
     from pdcluster_operator.local import cluster
 
-    up.build_connector = fake_connector  # type: ignore[misc, assignment]
+    up.shipped_connector = fake_connector  # type: ignore[misc, assignment]
     cluster.container_environment = lean_environment
     return main(["up", *sys.argv[1:]])
 

@@ -184,7 +184,7 @@ async def test_a_statefulset_gets_its_pods_and_only_the_planner_restarts_them() 
     assert fresh["spec"]["containers"][0]["image"] == "two"
     ready(api, "s-0")
     workloads.sync()
-    assert api.get("StatefulSet", "ns", "s")["status"]["readyReplicas"] == 1
+    assert api.get("StatefulSet", "ns", "s")["status"]["availableReplicas"] == 1
 
 
 async def test_a_statefulset_shrinks_from_the_top_and_takes_its_pods_along() -> None:

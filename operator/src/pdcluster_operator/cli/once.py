@@ -110,30 +110,25 @@ def _logical(path: Mapping[str, Any], role: str) -> str:
 async def _post(
     http: aiohttp.ClientSession, url: str, body: Mapping[str, Any], sent: Mapping[str, str]
 ) -> dict[str, Any]:
+    problem, data = "", bytearray()
     try:
         async with http.post(url, json=body, headers=sent) as answer:
-            text = (await answer.content.read(MAX_ANSWER)).decode(errors="replace")
-            while chunk := await answer.content.read(MAX_ANSWER):
-                text += chunk.decode(errors="replace")
-                if len(text) > MAX_ANSWER:
-                    raise UserError(
-                        f"{url} answers with more than {MAX_ANSWER >> 20} MiB", Exit.REQUEST_FAILED
-                    )
-            if answer.status != 200:
-                raise UserError(
-                    f"{url} answers {answer.status}: {text.strip()[:500]}", Exit.REQUEST_FAILED
-                )
-            document = json.loads(text)
-    except TimeoutError as error:
-        raise UserError(
-            f"{url} did not answer within {TIMEOUT_SECONDS:.0f} s: see the engines' logs",
-            Exit.REQUEST_FAILED,
-        ) from error
+            async for chunk in answer.content.iter_any():
+                data += chunk
+                if len(data) > MAX_ANSWER:
+                    problem = f" answers with more than {MAX_ANSWER >> 20} MiB"
+                    break
+        if not problem and answer.status != 200:
+            problem = f" answers {answer.status}: {data.decode(errors='replace').strip()[:500]}"
+        document = None if problem else json.loads(data)
+        if isinstance(document, dict):
+            return document
+        problem = problem or " did not answer with a JSON object"
+    except TimeoutError:
+        problem = f" did not answer within {TIMEOUT_SECONDS:.0f} s: see the engines' logs"
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise UserError(f"{url}: {error}", Exit.REQUEST_FAILED) from error
-    if not isinstance(document, dict):
-        raise UserError(f"{url} did not answer with a JSON object", Exit.REQUEST_FAILED)
-    return document
+        problem = f": {error}"
+    raise UserError(f"{url}{problem}", Exit.REQUEST_FAILED)
 
 
 async def _received(http: aiohttp.ClientSession, urls: Iterable[str]) -> float:

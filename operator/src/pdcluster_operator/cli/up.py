@@ -20,7 +20,6 @@ from rich.text import Text
 
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
-from pdcluster_operator.adapters.connector_bundle import BundleError, build_connector
 from pdcluster_operator.api.findings import Findings, under
 from pdcluster_operator.api.object_names import HTTP_PORT
 from pdcluster_operator.api.rules.validate import check_manifest
@@ -29,8 +28,15 @@ from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.lint import print_findings, read_cluster
 from pdcluster_operator.cli.once import ask, describe_path
-from pdcluster_operator.cli.snapshot import Snapshot, take_snapshot
-from pdcluster_operator.cli.view import View, conditions_table, links_table, waiting_for
+from pdcluster_operator.cli.plan import shipped_connector
+from pdcluster_operator.cli.view import (
+    Snapshot,
+    View,
+    conditions_table,
+    links_table,
+    take_snapshot,
+    waiting_for,
+)
 from pdcluster_operator.local.cluster import (
     NOT_SIMULATED,
     POD_PORTS,
@@ -63,7 +69,7 @@ def up(options: argparse.Namespace) -> Exit:
             Exit.MACHINE,
         )
     console = Console(highlight=False)
-    document = with_names(with_model(read_cluster(options.file), options.model_dir))
+    document = with_model(read_cluster(options.file), options.model_dir)
     cluster, findings = check_manifest(document, one_node=True)
     if not findings.ok:
         print_findings(console, options.file, findings)
@@ -73,10 +79,8 @@ def up(options: argparse.Namespace) -> Exit:
         replaced = options.model_dir is not None and under(warning.path, "spec.model.source")
         if not replaced:
             console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
-    try:
-        connector = build_connector()
-    except BundleError as error:
-        raise UserError(str(error), Exit.MACHINE) from error
+    connector = shipped_connector()
+    document = with_names(document)
     facts = gather(document, cluster, connector, container_environment(), POD_PORTS)
     lacks = judge(
         cluster, facts, once=options.once is not None, model_flag=options.model_dir is not None
@@ -119,13 +123,10 @@ def with_model(document: Any, folder: Path | None) -> Any:
     return {**document, "spec": {**spec, "model": {**model, "source": source}}}
 
 
-def with_names(document: Any) -> Any:
-    """Return the manifest with ``internalNames: Shown``, unless it sets the field."""
-    spec = document.get("spec") if isinstance(document, dict) else None
-    transfer = spec.get("transfer") if isinstance(spec, dict) else None
-    if not isinstance(spec, dict) or not isinstance(transfer, dict | None):
-        return document
-    shown = {"internalNames": Visibility.SHOWN.value, **(transfer or {})}
+def with_names(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a valid manifest with ``internalNames: Shown``, unless it sets the field."""
+    spec = document["spec"]
+    shown = {"internalNames": Visibility.SHOWN.value, **(spec.get("transfer") or {})}
     return {**document, "spec": {**spec, "transfer": shown}}
 
 

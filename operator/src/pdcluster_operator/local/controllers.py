@@ -82,16 +82,13 @@ class Workloads:
 
     def _write_status(self, owner: Manifest, pods: list[Manifest]) -> None:
         revision, metadata = _template_hash(owner), owner["metadata"]
-        ready = sum(is_ready(pod) for pod in pods)
-        status: dict[str, Any] = {
+        status = {
             "observedGeneration": metadata["generation"],
             "replicas": len(pods),
-            "readyReplicas": ready,
-            "availableReplicas": ready,
+            "availableReplicas": sum(map(is_ready, pods)),
             "updatedReplicas": sum(_label(pod, HASH_LABEL) == revision for pod in pods),
+            "updateRevision": revision,
         }
-        if owner["kind"] == "StatefulSet":
-            status["updateRevision"] = revision
         self._api.set_status(
             owner["kind"], metadata["namespace"], metadata["name"], status, metadata["uid"]
         )
