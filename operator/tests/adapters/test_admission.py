@@ -26,7 +26,7 @@ from conftest import may
 from loopback import free_ports
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
-from pdcluster_operator.adapters.own_secrets import CertificateKeeper, WebhookPlace
+from pdcluster_operator.adapters.own_secrets import WebhookPlace, renew_certificate
 from pdcluster_operator.adapters.webhook_certificate import LIFETIME, read_certificates
 
 pytestmark = pytest.mark.cluster
@@ -95,7 +95,7 @@ def keep(real, namespace, configuration):
     async def look(now: float) -> dict[str, bytes]:
         found = await find_configuration(str(real.folder / "operator.kubeconfig"))
         async with KubeClient(found) as client:
-            await CertificateKeeper(client, place, clock=lambda: now).keep()
+            await renew_certificate(client, place, now)
         return publish(real, namespace, folder)
 
     look.folder = folder

@@ -25,7 +25,6 @@ from pdcluster_operator import handlers
 from pdcluster_operator.adapters import (
     connector_bundle,
     operator_process,
-    status_pages,
 )
 from pdcluster_operator.adapters.api_server import kubeconfig
 from pdcluster_operator.adapters.api_server.kinds import (
@@ -34,7 +33,7 @@ from pdcluster_operator.adapters.api_server.kinds import (
     WATCHED,
     slim,
 )
-from pdcluster_operator.adapters.metrics import MOST_SHOWN, Metrics, resource_of
+from pdcluster_operator.adapters.metrics import MOST_SHOWN, Metrics, resource_of, serve_pages
 from pdcluster_operator.adapters.operator_process import (
     OperatorOptions,
     OperatorProcess,
@@ -296,7 +295,7 @@ async def test_the_page_of_readiness_says_what_is_wrong():
         return said[-1]
 
     async with AsyncExitStack() as stack, aiohttp.ClientSession() as http:
-        await status_pages.serve_pages(
+        await serve_pages(
             stack,
             host="127.0.0.1",
             health_port=health,

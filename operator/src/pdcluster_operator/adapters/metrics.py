@@ -1,10 +1,14 @@
-"""Prometheus metrics of the operator and of its webhook."""
+"""What the operator and its webhook show: metrics for Prometheus, and health for the kubelet."""
 
 from __future__ import annotations
 
 import re
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from heapq import nlargest, nsmallest
 
+from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from pdcluster_operator.runtime.control_loop import ControlLoop
@@ -139,3 +143,44 @@ def resource_of(path: str) -> str:
     """Return the plural of a URL path, with its subresource: a label with few values."""
     match = _RESOURCE.fullmatch(path)
     return f"{match[1]}{match[2] or ''}" if match else "other"
+
+
+async def serve_pages(
+    stack: AsyncExitStack,
+    *,
+    host: str,
+    health_port: int,
+    metrics_port: int,
+    readiness: Callable[[], Awaitable[str | None]],
+    metrics: Metrics,
+) -> None:
+    """Serve ``/healthz`` and ``/readyz`` on one port and ``/metrics`` on another.
+
+    Args:
+        stack: the servers end with it.
+        readiness: returns why the process is not ready; None when it is.
+    """
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(_: web.Request) -> web.Response:
+        wrong = await readiness()
+        return web.Response(status=200 if wrong is None else 503, text=f"{wrong or 'ok'}\n")
+
+    async def exposition(_: web.Request) -> web.Response:
+        return web.Response(
+            body=metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"}
+        )
+
+    health, numbers = web.Application(), web.Application()
+    health.router.add_get("/healthz", healthz)
+    health.router.add_get("/readyz", readyz)
+    numbers.router.add_get("/metrics", exposition)
+    for app, port in ((health, health_port), (numbers, metrics_port)):
+        # Cancelled while it opens a port, aiohttp would leave the port open.
+        listener = stack.enter_context(socket.create_server((host, port)))
+        runner = web.AppRunner(app, access_log=None, handle_signals=False)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.SockSite(runner, listener).start()

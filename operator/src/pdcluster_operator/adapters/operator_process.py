@@ -33,9 +33,8 @@ from pdcluster_operator.adapters.engines_http import (
     EnginesHttp,
     use_small_buffers,
 )
-from pdcluster_operator.adapters.metrics import Metrics
-from pdcluster_operator.adapters.own_secrets import CertificateKeeper, WebhookPlace, find_authority
-from pdcluster_operator.adapters.status_pages import serve_pages
+from pdcluster_operator.adapters.metrics import Metrics, serve_pages
+from pdcluster_operator.adapters.own_secrets import WebhookPlace, find_authority, keep_certificate
 from pdcluster_operator.plan.connectors import KEEP_SECONDS
 from pdcluster_operator.plan.namespace_lease import lease_name
 from pdcluster_operator.runtime.control_loop import ControlLoop
@@ -182,10 +181,8 @@ class OperatorProcess:
         collector = ConnectorCollector(loop.store, api, period=period, keep=keep)
         self._go_on(stack, reflectors.run())
         if options.webhook is not None:
-            keeper = CertificateKeeper(
-                client, options.webhook, expires=metrics.certificate_expiry.set
-            )
-            self._go_on(stack, keeper.run())
+            expires = metrics.certificate_expiry.set
+            self._go_on(stack, keep_certificate(client, options.webhook, expires))
         await reflectors.ready()
         loop.start()
         self._go_on(stack, collector.run())

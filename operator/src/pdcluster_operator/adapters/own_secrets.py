@@ -60,71 +60,57 @@ class WebhookPlace:
         return (host, f"{service}.{namespace}", f"{host}.cluster.local", "localhost", "127.0.0.1")
 
 
-class CertificateKeeper:
-    """Makes, renews and announces the certificate."""
+async def keep_certificate(
+    client: KubeClient, place: WebhookPlace, expires: Callable[[float], None]
+) -> None:
+    """Check the webhook's certificate every few minutes; never return. Try again after a failure.
 
-    def __init__(
-        self,
-        client: KubeClient,
-        place: WebhookPlace,
-        *,
-        clock: Callable[[], float] = time.time,
-        expires: Callable[[float], None] | None = None,
-    ) -> None:
-        self._client = client
-        self._place = place
-        self._clock = clock
-        self._expires = expires or (lambda _: None)
-
-    async def run(self) -> None:
-        """Check the certificate every few minutes. After a failure, log it and try again soon."""
-        while True:
-            try:
-                await self.keep()
-            except ApiError as error:
-                log.warning("the webhook's certificate: %s", error)
-                await asyncio.sleep(RETRY_SECONDS)
-            else:
-                await asyncio.sleep(CHECK_SECONDS)
-
-    async def keep(self) -> None:
-        """Make sure that the Secret holds a good certificate and that its CA is trusted.
-
-        A new CA is announced before its certificate is stored. So the API server trusts the CA
-        before a webhook pod uses the certificate.
-        """
-        held = await self._read()
-        why = why_renew(held, self._place.names, self._clock())
-        if why is not None:
-            log.info("making a new certificate for the webhook: %s", why)
-            held = make_certificate(self._place.names, self._clock(), held.authorities)
-            await self._trust(held.authorities)
-            parts = (held.certificate, held.key, held.authorities)
-            await _apply(self._client, self._place.secret, dict(zip(KEYS, parts, strict=True)))
+    Args:
+        expires: called with the moment at which the certificate expires, after each check.
+    """
+    while True:
+        try:
+            expires(await renew_certificate(client, place, time.time()))
+        except ApiError as error:
+            log.warning("the webhook's certificate: %s", error)
+            await asyncio.sleep(RETRY_SECONDS)
         else:
-            await self._trust(held.authorities)
-        if (moment := expiry(held.certificate)) is not None:
-            self._expires(moment)
+            await asyncio.sleep(CHECK_SECONDS)
 
-    async def _read(self) -> Certificate:
-        secret = await self._client.read(SECRET.path(*self._place.secret)) or {}
-        return Certificate(*(_decoded(secret.get("data") or {}, key) for key in KEYS))
 
-    async def _trust(self, authorities: bytes) -> None:
-        """Write the CAs into every webhook of the configuration that lacks them."""
-        path = WEBHOOK_CONFIGURATION.path(name=self._place.configuration)
-        live = await self._client.call("GET", path)
-        bundle = base64.b64encode(authorities).decode()
-        webhooks = [dict(webhook) for webhook in live.get("webhooks") or ()]
-        if all(hook["clientConfig"].get("caBundle") == bundle for hook in webhooks):
-            return
-        for hook in webhooks:
-            hook["clientConfig"] = {**hook["clientConfig"], "caBundle": bundle}
-        version = live["metadata"]["resourceVersion"]
-        body = {"metadata": {"resourceVersion": version}, "webhooks": webhooks}
-        await self._client.call(
-            "PATCH", path, query={"fieldManager": FIELD_MANAGER}, body=body, content=MERGE
-        )
+async def renew_certificate(client: KubeClient, place: WebhookPlace, now: float) -> float:
+    """Make sure that the Secret holds a good certificate and that its CA is trusted.
+
+    A new CA is announced before its certificate is stored. So the API server trusts the CA before a
+    webhook pod uses the certificate. Return when it expires, in seconds since the epoch.
+    """
+    secret = await client.read(SECRET.path(*place.secret)) or {}
+    held = Certificate(*(_decoded(secret.get("data") or {}, key) for key in KEYS))
+    if (why := why_renew(held, place.names, now)) is not None:
+        log.info("making a new certificate for the webhook: %s", why)
+        held = make_certificate(place.names, now, held.authorities)
+    await _trust(client, place.configuration, held.authorities)
+    if why is not None:
+        parts = (held.certificate, held.key, held.authorities)
+        await _apply(client, place.secret, dict(zip(KEYS, parts, strict=True)))
+    return expiry(held.certificate) or now
+
+
+async def _trust(client: KubeClient, configuration: str, authorities: bytes) -> None:
+    """Write the CAs into every webhook of the configuration that lacks them."""
+    path = WEBHOOK_CONFIGURATION.path(name=configuration)
+    live = await client.call("GET", path)
+    bundle = base64.b64encode(authorities).decode()
+    webhooks = [dict(webhook) for webhook in live.get("webhooks") or ()]
+    if all(hook["clientConfig"].get("caBundle") == bundle for hook in webhooks):
+        return
+    for hook in webhooks:
+        hook["clientConfig"] = {**hook["clientConfig"], "caBundle": bundle}
+    version = live["metadata"]["resourceVersion"]
+    body = {"metadata": {"resourceVersion": version}, "webhooks": webhooks}
+    await client.call(
+        "PATCH", path, query={"fieldManager": FIELD_MANAGER}, body=body, content=MERGE
+    )
 
 
 def _decoded(data: Mapping[str, Any], key: str) -> bytes:

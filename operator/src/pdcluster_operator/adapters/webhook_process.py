@@ -19,8 +19,7 @@ import aiohttp
 
 from pdcluster_connector.certificate_files import TlsError, TlsFiles, Watched, no_password
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER
-from pdcluster_operator.adapters.metrics import Metrics
-from pdcluster_operator.adapters.status_pages import serve_pages
+from pdcluster_operator.adapters.metrics import Metrics, serve_pages
 from pdcluster_operator.api.rules.validate import Review, review
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,8 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from pdcluster_operator.adapters.api_server.client import MERGE, KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.kinds import EVENT
@@ -27,10 +26,9 @@ LONGEST_NOTE = 1024
 CONTROLLER = f"{GROUP}/operator"
 
 
-@dataclass(frozen=True, slots=True)
-class _Posted:
+class _Posted(NamedTuple):
     name: str
-    count: int
+    times: int
     last: float
 
 
@@ -62,7 +60,7 @@ class KubeEvents:
         key = (str(metadata["uid"]), event.type, event.reason, event.message)
         known = self._posted.get(key)
         if known is not None and now - known.last < SERIES_SECONDS:
-            series = replace(known, count=known.count + 1, last=now)
+            series = known._replace(times=known.times + 1, last=now)
             if await self._count(metadata["namespace"], series):
                 self._remember(key, series)
                 return
@@ -73,7 +71,7 @@ class KubeEvents:
         self._remember(key, _Posted(name, 1, now))
 
     async def _count(self, namespace: str, series: _Posted) -> bool:
-        body = {"series": {"count": series.count, "lastObservedTime": _micro(series.last)}}
+        body = {"series": {"count": series.times, "lastObservedTime": _micro(series.last)}}
         path = EVENT.path(namespace, series.name)
         try:
             await self._client.call("PATCH", path, body=body, content=MERGE)

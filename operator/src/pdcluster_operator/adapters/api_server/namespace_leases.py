@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from pdcluster_operator.adapters.api_server.client import KubeClient
@@ -141,14 +142,14 @@ class NamespaceLeases:
         await self._client.call("POST" if is_new else "PUT", path, body=lease)
 
 
+@dataclass(slots=True)
 class _Claim:
     """The Lease of one namespace, as this process last read and wrote it."""
 
-    def __init__(self, namespace: str) -> None:
-        self.namespace = namespace
-        self.until = 0.0  # until when we may act
-        self.version: str | None = None  # of the Lease as it was read last
-        self.seen = 0.0  # when that version was first read
-        self.held = namespace_lease.Holding()  # its holder then
-        self.other = ""  # the holder that was named in the log
-        self.task: asyncio.Task[None] | None = None
+    namespace: str
+    until: float = 0.0  # until when we may act
+    version: str | None = None  # of the Lease as it was read last
+    seen: float = 0.0  # when that version was first read
+    held: namespace_lease.Holding = field(default_factory=namespace_lease.Holding)  # who had it
+    other: str = ""  # the holder that was named in the log
+    task: asyncio.Task[None] | None = None
