@@ -48,31 +48,31 @@ def get(client: KubeClient) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("status", "kind", "reason", "terminal", "passing"),
+    ("status", "kind", "reason", "passing"),
     [
-        (404, NotFound, "NotFound", False, False),
-        (409, Conflict, "Conflict", False, True),
-        (422, Invalid, "Invalid", True, False),
-        (400, ApiError, "Why", True, False),
-        (405, ApiError, "Why", True, False),
-        (406, ApiError, "Why", True, False),
-        (413, ApiError, "Why", True, False),
-        (415, ApiError, "Why", True, False),
-        (401, ApiError, "Why", False, False),
-        (403, ApiError, "Why", False, False),
-        (500, ApiError, "Why", False, False),
-        (503, ApiError, "Why", False, False),
-        (300, ApiError, "Why", False, False),
+        (404, NotFound, "NotFound", False),
+        (409, Conflict, "Conflict", True),
+        (422, Invalid, "Invalid", False),
+        (400, ApiError, "Why", False),
+        (405, ApiError, "Why", False),
+        (406, ApiError, "Why", False),
+        (413, ApiError, "Why", False),
+        (415, ApiError, "Why", False),
+        (401, ApiError, "Why", False),
+        (403, ApiError, "Why", False),
+        (500, ApiError, "Why", False),
+        (503, ApiError, "Why", False),
+        (300, ApiError, "Why", False),
     ],
 )
-def test_a_refusal_says_whether_to_try_again(
-    status: int, kind: type[ApiError], reason: str, terminal: bool, passing: bool
+def test_a_refusal_says_why_and_whether_it_passes(
+    status: int, kind: type[ApiError], reason: str, passing: bool
 ) -> None:
     document = {"reason": "Why", "message": "because"}
     error, _, seen = answered(web.json_response(document, status=status), get)
     assert type(error) is kind
     assert (error.reason, str(error)) == (reason, "because")
-    assert (error.terminal, error.passing) == (terminal, passing)
+    assert error.passing is passing
     assert [call[:3] for call in seen] == [("GET", "/api/v1/pods", status)]
     assert 0.0 <= seen[0][3] < 60.0
 
@@ -127,5 +127,4 @@ async def test_a_server_that_is_not_there_is_an_error_that_passes() -> None:
                 pass
     for raised in (gone, lost):
         assert raised.value.reason == "ApiServerUnreachable"
-        assert not raised.value.terminal
     assert [call[:3] for call in seen] == [("GET", "/version", 0)]

@@ -170,7 +170,6 @@ async def test_a_call_is_made_again_and_given_up_at_last(time: Time, refusals: i
                 with pytest.raises(ApiError) as refused:
                     await calls.call("GET", "/version")
                 assert refused.value.reason == "TooManyRequests"
-                assert not refused.value.terminal
             else:
                 assert await calls.call("GET", "/version") == {"kind": "Pod"}
     assert all(later - earlier >= 2 for earlier, later in itertools.pairwise(asked))

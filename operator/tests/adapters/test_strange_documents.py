@@ -85,7 +85,7 @@ async def test_an_answer_that_is_no_object_is_no_empty_list(text: bytes) -> None
     async with TestServer(app) as server, KubeClient(reaching(server)) as client:
         api = KubeApi(client, EngineAuthority.new(time.time())[0])
         with pytest.raises(ApiError, match="the answer is no JSON object"):
-            await api.list(POD, [None])
+            await api.list(POD, "ns")
 
 
 async def test_kopf_is_given_documents_that_its_parser_can_read() -> None:

@@ -75,10 +75,10 @@ def test_a_key_that_fails_is_tried_again_more_and_more_rarely_until_it_succeeds(
         shares = [pause / due for pause, due in zip(found, wanted, strict=True)]
         assert 0.8 <= min(shares) < 0.95
         assert 1.05 < max(shares) <= 1.2
-        assert worked.queue.failures(A) == len(worked.moments[A])
+        assert worked.queue._failures.get(A, 0) == len(worked.moments[A])
         worked.fails.clear()
         await asyncio.sleep(400.0)
-        assert worked.queue.failures(A) == 0
+        assert worked.queue._failures.get(A, 0) == 0
         done = len(worked.moments[A])
         await asyncio.sleep(4000.0)
         assert len(worked.moments[A]) == done, "nothing is left to do"

@@ -33,16 +33,12 @@ class ApiError(Exception):
 
     Attributes:
         reason: CamelCase, as it stands in a condition.
-        terminal: trying the same call again cannot help.
         passing: the next reconcile starts from the newer object; the status does not say it.
     """
 
-    def __init__(
-        self, reason: str, message: str, *, terminal: bool = False, passing: bool = False
-    ) -> None:
+    def __init__(self, reason: str, message: str, *, passing: bool = False) -> None:
         super().__init__(message)
         self.reason = reason
-        self.terminal = terminal
         self.passing = passing
 
 
@@ -57,7 +53,7 @@ class Invalid(ApiError):  # noqa: N818 - the API server's own name for it
     """The object can never be accepted as it is."""
 
     def __init__(self, message: str) -> None:
-        super().__init__("Invalid", message, terminal=True)
+        super().__init__("Invalid", message)
 
 
 class NamespaceTerminating(ApiError):  # noqa: N818 - the API server's own name for it

@@ -132,10 +132,6 @@ class KeyedQueue:
         for key in keys:
             self.add_after(key, self._uniform(0.0, within))
 
-    def failures(self, key: Key) -> int:
-        """Return the number of failures in a row of this key."""
-        return self._failures.get(key, 0)
-
     @property
     def depth(self) -> int:
         """Number of keys that wait for a worker, or for the end of their rest."""

@@ -214,12 +214,11 @@ class KubeApi:
             return
         self._keep(kind, answer)
 
-    async def list(self, kind: Kind, namespaces: Iterable[str | None]) -> list[dict[str, Any]]:
-        """Return all objects of a kind that concern us; ``None`` is every namespace."""
+    async def list(self, kind: Kind, namespace: str) -> list[dict[str, Any]]:
+        """Return all objects of a kind and namespace that concern us."""
         # Parts are shared now, because a list of all objects is large.
         return [
             with_shared_parts(slim(item, kind))
-            for namespace in namespaces
             async for page in self._client.pages(kind.path(namespace), kind.selection, kind.page)
             for item in page.get("items") or ()
         ]
@@ -227,7 +226,7 @@ class KubeApi:
     async def list_mounting(self, namespace: str) -> Iterable[Manifest]:
         """Return all workloads, stored revisions and pods of a namespace, whoever made them."""
         kinds = [replace(kind, selector="") for kind in WATCHED if kind.name in MOUNTING_KINDS]
-        return [one for kind in kinds for one in await self.list(kind, (namespace,))]
+        return [one for kind in kinds for one in await self.list(kind, namespace)]
 
     async def mark_connector(self, step: MarkConnector) -> None:
         """Mark a ConfigMap with a connector, if it is still the version that was seen."""

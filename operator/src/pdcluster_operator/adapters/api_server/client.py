@@ -57,7 +57,6 @@ MERGE = "application/merge-patch+json"
 NO_ANSWER = 0
 OK = 200
 NOT_FOUND, CONFLICT, INVALID, TOO_MANY = 404, 409, 422, 429
-TERMINAL = frozenset({400, 405, 406, 413, 415})
 TERMINATING = "NamespaceTerminating"
 LEVELS = 200
 """What is deeper is cut off, in a document that cannot be read otherwise.
@@ -316,7 +315,7 @@ class NotFound(ApiError):  # noqa: N818 - the API server's own name for it
 
 
 def classified(status: int, document: Mapping[str, Any]) -> ApiError:
-    """Return the error of an answer; it is ``terminal`` if trying again cannot help."""
+    """Return the error of an answer."""
     message = str(document.get("message") or f"the API server answers {status}")
     if status == NOT_FOUND:
         return NotFound(message)
@@ -326,8 +325,7 @@ def classified(status: int, document: Mapping[str, Any]) -> ApiError:
         return Invalid(message)
     if TERMINATING in _causes(document):
         return NamespaceTerminating(message)
-    reason = str(document.get("reason") or f"Http{status}")
-    return ApiError(reason, message, terminal=status in TERMINAL)
+    return ApiError(str(document.get("reason") or f"Http{status}"), message)
 
 
 def _causes(document: Mapping[str, Any]) -> list[object]:

@@ -52,7 +52,7 @@ async def observe(
     api, store = reader(client), Store()
     for kind in WATCHED:
         try:
-            listed = await api.list(kind, (key.namespace,))
+            listed = await api.list(kind, key.namespace)
         except NotFound:
             if not kind.optional:
                 raise

@@ -24,7 +24,6 @@ class Kind:
     Attributes:
         group: API group; empty for the core group.
         selector: label selector of the objects that concern us; empty for all of them.
-        namespaced: whether its objects live in namespaces.
         optional: whether the API server may not have the kind.
         page: how many objects of a LIST are asked for at once: a page is in memory as a whole.
     """
@@ -34,7 +33,6 @@ class Kind:
     plural: str
     name: str
     selector: str = object_names.CLUSTER_LABEL
-    namespaced: bool = True
     optional: bool = False
     page: int = 500
 
@@ -52,7 +50,7 @@ class Kind:
         """Return the URL path of one object, or of all of a namespace or of the cluster."""
         parts = ["", "apis", self.group] if self.group else ["", "api"]
         parts.append(self.version)
-        if namespace is not None and self.namespaced:
+        if namespace is not None:
             parts += ["namespaces", namespace]
         parts.append(self.plural)
         if name is not None:
@@ -81,7 +79,6 @@ WEBHOOK_CONFIGURATION = Kind(
     "v1",
     "validatingwebhookconfigurations",
     "ValidatingWebhookConfiguration",
-    namespaced=False,
 )
 WATCHED = (
     PDCLUSTER,
