@@ -243,9 +243,8 @@ class Tls:
         Raises:
             ValueError: no certificate can name this engine.
         """
-        return self._name(engine_id) if self.named else None
-
-    def _name(self, engine_id: str) -> str:
+        if not self.named:
+            return None
         return role_name(engine_id) if self._by_role else engine_name(engine_id)
 
     def _move_to(self, choose: Callable[[_Contexts], ssl.SSLContext]) -> _SniCallback:
