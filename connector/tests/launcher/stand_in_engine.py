@@ -20,7 +20,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from pdcluster_connector.launcher.inside_vllm import tell_deaths
+from pdcluster_connector.launcher.inside_vllm import report_deaths
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -111,7 +111,7 @@ def hungry(_: str = "") -> None:
 def wait_for_core(doing: str) -> None:
     import multiprocessing  # late: few tests need it
 
-    tell_deaths()
+    report_deaths()
     work = hungry if doing == "hungry" else idle
     core = multiprocessing.get_context("spawn").Process(target=work, name="EngineCore")
     core.start()

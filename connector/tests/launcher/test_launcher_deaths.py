@@ -7,23 +7,25 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from multiprocessing.popen_fork import Popen
 from pathlib import Path
 
 import pytest
 
+from pdcluster_connector.launcher import inside_vllm
 from pdcluster_connector.launcher.engine.last_words import choose
-from pdcluster_connector.launcher.inside_vllm import tell_deaths
 
 pytestmark = pytest.mark.process
 
 
 @pytest.fixture
-def told() -> Iterator[list[str]]:
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    back = tell_deaths(lines.append)
-    yield lines
-    back()
+    monkeypatch.setattr(Popen, "poll", Popen.poll)  # it is put back after the test
+    monkeypatch.setattr(os, "kill", os.kill)
+    monkeypatch.setattr(inside_vllm, "say", lines.append)
+    inside_vllm.report_deaths()
+    return lines
 
 
 def end_by(number: int) -> None:

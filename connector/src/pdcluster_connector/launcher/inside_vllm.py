@@ -124,8 +124,8 @@ def plain(request_id: bytes) -> bytes:
 _PF_EXITING: Final = 4
 
 
-def tell_deaths(tell: Callable[[str], None] = say) -> Callable[[], None]:
-    """Report each child of this process that a signal ends; returns a function that stops this.
+def report_deaths() -> None:
+    """Report each child of this process that a signal ends, from now on.
 
     It hooks into Python's own ``multiprocessing``, for all of its start methods.
     """
@@ -137,7 +137,7 @@ def tell_deaths(tell: Callable[[str], None] = say) -> Callable[[], None]:
         code = poll(self, flag)
         if before is None and code is not None and code < 0 and (self.pid, -code) not in sent:
             with contextlib.suppress(Exception):  # an engine never fails for its obituary
-                tell(obituary(_name(self), self.pid, -code))
+                say(obituary(_name(self), self.pid, -code))
         return code
 
     def noting_kill(pid: int, number: int) -> None:
@@ -146,11 +146,7 @@ def tell_deaths(tell: Callable[[str], None] = say) -> Callable[[], None]:
             sent.add((pid, int(number)))
         kill(pid, number)
 
-    def back() -> None:
-        Popen.poll, os.kill = poll, kill  # type: ignore[method-assign]
-
     Popen.poll, os.kill = telling_poll, noting_kill  # type: ignore[method-assign]
-    return back
 
 
 def _is_ending(pid: int) -> bool:

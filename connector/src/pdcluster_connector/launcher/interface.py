@@ -34,7 +34,7 @@ from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, names_in
 from pdcluster_connector.protocol.messages import Malformed
 
 MAX_WAIT_SECONDS: Final = 30.0
-LOOK_SECONDS: Final = 0.25  # how often somebody who waits for news has it looked for
+LOOK_SECONDS: Final = 0.25  # between two looks for a change that a client waits for
 
 _Document = TypeVar("_Document")
 _Decode = Callable[[bytes], _Document | Malformed]
@@ -45,8 +45,8 @@ class LauncherServer:
     """Serves one engine's readiness, peers, links and drain.
 
     Args:
-        readiness: what ``/readyz`` tells.
-        links: what ``/v1/links`` tells; peers and reports go into it.
+        readiness: what ``/readyz`` reports.
+        links: what ``/v1/links`` reports; peers and reports go into it.
         token: this engine's workers send it with their reports.
         drain: called once for every ``POST /v1/drain``; must not block.
         followers: the followers of a multi-node engine's leader. Without them, the server has no

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 
-from pdcluster_connector.launcher.inside_vllm import tell_deaths
+from pdcluster_connector.launcher.inside_vllm import report_deaths
 
 REST_SECONDS = 0.0002
 
@@ -65,7 +65,7 @@ def rest_where_cores_are_shared() -> bool:
     return on_cpu
 
 
-tell_deaths()
+report_deaths()
 answer_for_vllm()
 rest_where_cores_are_shared()
 

@@ -1,1 +1,1 @@
-"""What engines tell each other: handshakes, tickets, leases. And the states of a receive."""
+"""What engines, launchers and the operator send each other, and the rules of reading it."""

@@ -1,7 +1,7 @@
 """How many of its latest prompts a decode engine computed by itself. Pure.
 
 The engine counts all prompts since its start, each data-parallel rank by itself. The window keeps
-these sums for a few minutes and tells what was added meanwhile. Which prompts are faults is said
+these sums for a few minutes and reports what was added meanwhile. Which prompts are faults is said
 in protocol.prompt_outcomes. Time comes in as an argument, in seconds of any monotonic clock.
 """
 
