@@ -21,7 +21,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
@@ -51,6 +51,11 @@ class TlsFiles:
     named: bool = True
     by_role: bool = False
 
+    @property
+    def paths(self) -> tuple[Path, Path, Path]:
+        """All of them."""
+        return self.ca, self.certificate, self.key
+
 
 def tls_files(value: object) -> TlsFiles:
     """Return the files that the option ``tls`` names; raises ValueError with what is wrong."""
@@ -77,30 +82,32 @@ class TlsError(Exception):
 
 
 class Watched(Generic[Made]):
-    """What was made from certificate files, and is made again when they change. Thread-safe.
+    """What was made from files, and is made again when they change. Thread-safe.
+
+    If the new files cannot be used, what was made before stays in use, and the log says why.
 
     Args:
-        make: makes it from the files. May raise TlsError.
+        make: makes it from the files. May raise TlsError or ValueError, here and later.
         clock: seconds; says when to look at the files again.
-
-    Raises:
-        TlsError: the files cannot be used.
+        what: the files' name in the log.
     """
 
     def __init__(
         self,
-        files: TlsFiles,
-        make: Callable[[TlsFiles], Made],
+        files: Sequence[Path],
+        make: Callable[[], Made],
         clock: Callable[[], float] = time.monotonic,
+        what: str = "TLS files",
     ) -> None:
         self._files = files
         self._make = make
         self._clock = clock
+        self._what = what
         self._lock = threading.RLock()
         self._used = _stamps(files)
         self._refused = self._used
         self._looked = clock()
-        self._made = make(files)
+        self._made = make()
 
     def present(self) -> Made:
         """Return what was made from the present files, as far as they can be used.
@@ -119,16 +126,15 @@ class Watched(Generic[Made]):
         if stamps == self._used:
             return
         try:
-            self._made = self._make(self._files)
-        except TlsError as error:
+            self._made = self._make()
+        except (TlsError, ValueError) as error:
             if stamps != self._refused:  # once for each change; a certificate may become valid
                 self._refused = stamps
-                logger.warning(
-                    "the new TLS files cannot be used: %s. The old ones stay in use", error
-                )
+                why = "the new %s cannot be used: %s. The old ones stay in use"
+                logger.warning(why, self._what, error)
             return
         self._used = self._refused = stamps
-        logger.info("TLS files read again: %s", self._files.certificate)
+        logger.info("%s read again: %s", self._what, ", ".join(map(str, self._files)))
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
@@ -159,7 +165,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 def load(context: ssl.SSLContext, files: TlsFiles) -> None:
     """Load the files into a context, which speaks TLS 1.3 alone; raises TlsError."""
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    for path in (files.ca, files.certificate, files.key):
+    for path in files.paths:
         if not os.path.isfile(path):  # Path.is_file raises where it may not look
             raise TlsError(f"{path} is not a file; give the path of a PEM file")
     try:
@@ -179,10 +185,10 @@ def no_password() -> str:
     raise ValueError("the key has a password; give a key without one")
 
 
-def _stamps(files: TlsFiles) -> tuple[tuple[int, int], ...]:
+def _stamps(files: Sequence[Path]) -> tuple[tuple[int, int], ...]:
     """Return what changes with each file: its time, and its inode where a link points elsewhere."""
     stamps = []
-    for path in (files.ca, files.certificate, files.key):
+    for path in files:
         try:
             found = path.stat()
         except OSError:
@@ -219,7 +225,7 @@ class Tls:
         self.engine_id = engine_id
         self._by_role = files.by_role
         self.expires: int | None = None
-        self._contexts = Watched(files, self._load_and_try, clock)
+        self._contexts = Watched(files.paths, lambda: self._load_and_try(files), clock)
         # A server keeps the context that it was given; each connection moves on to the present one.
         self._given = self._contexts.present()
         self._given.server.sni_callback = self._move_to(lambda present: present.server)

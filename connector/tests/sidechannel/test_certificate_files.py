@@ -30,12 +30,13 @@ class Files:
         self.now = 0.0
         self.fault = ""
         self.made = 0
-        self.watched = Watched(self.write(), self.make, lambda: self.now)
+        self.watched = Watched(self.write().paths, self.make, lambda: self.now)
 
     def write(self) -> TlsFiles:
         return self.authority.files(self.folder, WHO)
 
-    def make(self, files: TlsFiles) -> ssl.SSLContext:
+    def make(self) -> ssl.SSLContext:
+        files = TlsFiles(*(self.folder / name for name in ("ca.crt", "tls.crt", "tls.key")))
         self.made += 1
         if self.fault:
             raise TlsError(self.fault)

@@ -17,10 +17,10 @@ pytest.importorskip("vllm")
 from engine_pair import Pair, connector_config, prompt
 
 from models.tiny import model_path
+from pdcluster_connector.certificate_files import LOOK_SECONDS
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.ticket import Ticket, decode, encode
 from pdcluster_connector.protocol.ticket_keys import ROTATION_SECONDS, parse_keys
-from pdcluster_connector.sidechannel.ticket_key_file import LOOK_AGAIN_SECONDS
 from ticket_key import KEYS
 
 pytestmark = pytest.mark.engine
@@ -134,13 +134,13 @@ def test_keys_are_replaced_while_engines_run(
     assert hand_off("both have both") == old.encode()
     for role in files:
         write(role, new, old, age=ROTATION_SECONDS)
-    time.sleep(LOOK_AGAIN_SECONDS + 0.1)
+    time.sleep(LOOK_SECONDS + 0.1)
     assert hand_off("the new key signs") == new.encode()
     answer = decoder.generate(MINE, TOKENS, before, "kept")
     assert answer.path["outcome"] == "transferred", "a ticket of before is still good"
     write("d", new, age=ROTATION_SECONDS)
     write("p", old)
-    time.sleep(LOOK_AGAIN_SECONDS + 0.1)
+    time.sleep(LOOK_SECONDS + 0.1)
     answer = decoder.generate(MINE, TOKENS, pair.ticket(MINE, "gone"), "gone")
     assert answer.tokens == expected["mine"]
     assert (answer.path["outcome"], answer.path["reason"]) == ("local", Reason.FORGED)

@@ -5,23 +5,13 @@ used, the keys that were read last stay valid, and the log says what is wrong.
 ``protocol/ticket_keys.py`` says which of the keys signs.
 """
 
-import logging
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
-from pdcluster_connector.protocol.ticket_keys import (
-    MAKE_A_KEY_FILE,
-    MAX_FILE_BYTES,
-    TicketKeys,
-    parse_keys,
-)
-
-logger = logging.getLogger(__name__)
-
-LOOK_AGAIN_SECONDS: Final = 1.0
+from pdcluster_connector.certificate_files import Watched
+from pdcluster_connector.protocol import ticket_keys
 
 
 class TicketKeyError(ValueError):
@@ -29,7 +19,7 @@ class TicketKeyError(ValueError):
 
 
 class TicketKeyFile:
-    """The keys of one file. Not thread-safe.
+    """The keys of one file.
 
     Args:
         path: the file, one or two keys (see :func:`parse_keys`).
@@ -47,47 +37,31 @@ class TicketKeyFile:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._path = Path(path)
-        self._clock = clock
         self._wall_clock = wall_clock
-        self._problem = ""
-        self._keys = self._read()
-        self._look_at = clock() + LOOK_AGAIN_SECONDS
+        self._content = Watched([self._path], self._read, clock, "ticket keys")
 
-    def __call__(self) -> TicketKeys:
-        """Return the keys that are valid now. Looks at the file at most once a second."""
-        now = self._clock()
-        if now >= self._look_at:
-            self._look_at = now + LOOK_AGAIN_SECONDS
-            self._look()
-        return self._keys
+    def __call__(self) -> ticket_keys.TicketKeys:
+        """Return the keys that are valid now."""
+        raw, written = self._content.present()
+        return ticket_keys.parse_keys(raw, self._wall_clock() - written)
 
-    def _look(self) -> None:
-        before = self._keys
-        try:
-            self._keys, self._problem = self._read(), ""
-        except TicketKeyError as error:
-            if self._problem != str(error):
-                self._problem = str(error)
-                logger.error("%s; the keys that were read before stay valid", error)
-        if self._keys.accepted != before.accepted:
-            count = len(self._keys.accepted)
-            logger.info("ticket_key_file %s was read again; valid keys: %d", self._path, count)
-
-    def _read(self) -> TicketKeys:
+    def _read(self) -> tuple[bytes, float]:
+        """Return the file's content, which holds keys, and when it was written."""
         try:
             with open(self._path, "rb", opener=_without_waiting) as file:
-                raw = file.read(MAX_FILE_BYTES + 1)
+                raw = file.read(ticket_keys.MAX_FILE_BYTES + 1)
                 written = os.fstat(file.fileno()).st_mtime
-            return parse_keys(raw, self._wall_clock() - written)
+            ticket_keys.parse_keys(raw)
         except OSError as error:
             raise self._error(f"cannot be read: {error.strerror}") from None
         except ValueError as error:
             raise self._error(str(error)) from None
+        return raw, written
 
     def _error(self, why: str) -> TicketKeyError:
         return TicketKeyError(
-            f"ticket_key_file {self._path} {why}; make one with {MAKE_A_KEY_FILE} and give the "
-            "same file to the prefill and the decode engine"
+            f"ticket_key_file {self._path} {why}; make one with {ticket_keys.MAKE_A_KEY_FILE} and "
+            "give the same file to the prefill and the decode engine"
         )
 
 

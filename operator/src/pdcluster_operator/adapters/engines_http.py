@@ -163,7 +163,7 @@ class EnginesHttp:
             if self._mounted is None:
                 ca, certificate, key = (self._identity / name for name in FILES)
                 files = TlsFiles(ca, certificate, key)
-                self._mounted = Watched(files, client_context, self._clock)
+                self._mounted = Watched(files.paths, lambda: client_context(files), self._clock)
         except TlsError as error:
             raise LauncherError(
                 f"{self._identity} holds no usable {', '.join(FILES)}: {error}. Put the operator's "

@@ -161,7 +161,7 @@ async def _certificate(folder: Path) -> Watched[ssl.SSLContext]:
     said = ""
     while True:
         try:
-            return Watched(files, serving_context)
+            return Watched(files.paths, lambda: serving_context(files))
         except TlsError as error:
             if str(error) != said:
                 said = str(error)
