@@ -22,7 +22,7 @@ class TicketKeyFile:
     """The keys of one file.
 
     Args:
-        path: the file, one or two keys (see :func:`parse_keys`).
+        path: the file, one or two keys (see :func:`ticket_keys.parse_keys`).
         clock: monotonic seconds; says when the file is looked at again.
         wall_clock: Unix seconds; the file's age decides which key signs.
 
