@@ -139,7 +139,7 @@ def test_the_command_line_says_what_the_spec_says(cluster):
         launcher = parse_launcher([expanded(word) for word in container["args"]])
         assert (launcher.role, launcher.host, launcher.port) == (role.value, "0.0.0.0", 5590)
         assert launcher.metrics_port == 5591
-        assert launcher.engine.startswith(f"default.{parsed.name}.{role}.")
+        assert launcher.engine.logical.startswith(f"default.{parsed.name}.{role}.")
         known, rest = vllm_parser().parse_known_args(launcher.vllm)
         assert known.model == engine.model
         assert known.served_model_name == parsed.served_name
@@ -174,13 +174,12 @@ def test_the_launcher_reads_the_same_from_it(cluster):
     for child, container in engine_containers(SimulatedCluster(cluster).plan()):
         role = child["metadata"]["labels"]["pdcluster.dev/role"]
         launcher = parse_launcher([expanded(word) for word in container["args"]])
-        command = engine_command(launcher.vllm, engine_id=f"{launcher.engine}/00", role=role)
+        command = engine_command(launcher.vllm, engine_id=f"{launcher.engine.logical}/00", role=role)
         parallel = parsed.spec.role(Role(role)).parallelism
         assert (command.tensor, command.nodes, command.node_rank) == (
             parallel.tensor, parallel.nodes, 0,
         )  # fmt: skip
         assert (command.side_channel_host, command.side_channel_port) == ("10.0.0.9", 5600)
-        assert command.served_name == parsed.served_name
         grace = next(t for c, t in pod_templates(SimulatedCluster(cluster).plan()) if c == child)
         seconds = grace["spec"]["terminationGracePeriodSeconds"]
         assert seconds > launcher.drain_seconds + launcher.stop_seconds
