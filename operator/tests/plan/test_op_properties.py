@@ -174,7 +174,9 @@ def test_the_launcher_reads_the_same_from_it(cluster):
     for child, container in engine_containers(SimulatedCluster(cluster).plan()):
         role = child["metadata"]["labels"]["pdcluster.dev/role"]
         launcher = parse_launcher([expanded(word) for word in container["args"]])
-        command = engine_command(launcher.vllm, engine_id=f"{launcher.engine.logical}/00", role=role)
+        command = engine_command(
+            launcher.vllm, engine_id=f"{launcher.engine.logical}/00", role=role
+        )
         parallel = parsed.spec.role(Role(role)).parallelism
         assert (command.tensor, command.nodes, command.node_rank) == (
             parallel.tensor, parallel.nodes, 0,

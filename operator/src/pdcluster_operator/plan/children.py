@@ -15,13 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from pdcluster_operator.api import object_names
 from pdcluster_operator.api.conditions import seconds, timestamp
-from pdcluster_operator.api.object_names import (
-    RELEASED_ANNOTATION,
-    RELEASED_BECAUSE_ANNOTATION,
-    EngineName,
-    engine_of,
-)
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
@@ -105,7 +101,7 @@ def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
         kind, name = identity(child)
         if kind not in MANAGED_KINDS or (kind, name) in wanted or is_being_deleted(child):
             continue
-        engine = engine_of(child)
+        engine = object_names.engine_of(child)
         if engine is not None and engine.stateful_set in kept_engines:
             continue
         if kind == "Service" and engine in leaving:
@@ -131,7 +127,9 @@ def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
 def existing_engines(children: Iterable[Manifest], role: Role) -> int:
     """Return how many engines of a role exist and are not being deleted."""
     engines = (
-        engine_of(c) for c in children if c.get("kind") == "StatefulSet" and not is_being_deleted(c)
+        object_names.engine_of(c)
+        for c in children
+        if c.get("kind") == "StatefulSet" and not is_being_deleted(c)
     )
     return sum(engine is not None and engine.role is role for engine in engines)
 
@@ -139,7 +137,7 @@ def existing_engines(children: Iterable[Manifest], role: Role) -> int:
 def _leaving(observed: Observed, desired: Desired) -> set[EngineName]:
     """Return the engines that are not wanted and still have a StatefulSet or a pod."""
     wanted = {name for names in desired.names.values() for name in names} | desired.kept
-    pods = (engine_of(pod) for pod in observed.pods)
+    pods = (object_names.engine_of(pod) for pod in observed.pods)
     found = {*live_engines(observed), *(name for name in pods if name is not None)}
     return found - wanted
 
@@ -158,7 +156,7 @@ def restarts(
     """
     current = _current_revisions(observed, desired.children, applied)
     for pod in observed.pods:
-        engine = engine_of(pod)
+        engine = object_names.engine_of(pod)
         if engine is None or is_being_deleted(pod):
             continue
         metadata = pod["metadata"]
@@ -277,8 +275,8 @@ def _without_pods(engine: Manifest, moment: str, because: str) -> dict[str, Any]
     annotations: Mapping[str, str] = metadata.get("annotations") or {}
     metadata["annotations"] = {
         **annotations,
-        RELEASED_ANNOTATION: moment,
-        RELEASED_BECAUSE_ANNOTATION: because,
+        object_names.RELEASED_ANNOTATION: moment,
+        object_names.RELEASED_BECAUSE_ANNOTATION: because,
     }
     return {**engine, "metadata": metadata, "spec": {**engine["spec"], "replicas": 0}}
 

@@ -15,17 +15,12 @@ from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan import secrets
+from pdcluster_operator.plan import name_conflicts, secrets
 from pdcluster_operator.plan.builders.secrets import has_certificates
 from pdcluster_operator.plan.children import children_now, steps_to
 from pdcluster_operator.plan.launchers import assign_peers
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.name_conflicts import (
-    Refusal,
-    may_be_taken,
-    strange_connectors,
-    why_strange,
-)
+from pdcluster_operator.plan.name_conflicts import Refusal
 from pdcluster_operator.plan.objects.ownership import is_being_deleted
 from pdcluster_operator.plan.observed.links import by_pairing_key, linkable
 from pdcluster_operator.plan.observed.pods import lost_pods, seconds_to_loss
@@ -139,13 +134,15 @@ def _outcome(
     if findings.ok:
         steps += steps_to(observed, desired, children)
     # Pods must not start with a connector that no operator has made.
-    strange = strange_connectors(observed, (child.manifest for child in desired.children))
+    strange = name_conflicts.strange_connectors(
+        observed, (child.manifest for child in desired.children)
+    )
     if strange:
-        steps = [step for step in steps if may_be_taken(step, observed, strange)]
+        steps = [step for step in steps if name_conflicts.may_be_taken(step, observed, strange)]
     view = view_of(observed, cluster, desired, steps, accepted=findings.ok)
     return _Outcome(
         steps=tuple(steps),
-        refused=why_strange(strange) if strange else None,
+        refused=name_conflicts.why_strange(strange) if strange else None,
         judged=judge(observed, cluster, findings, view, lost),
         peers=tuple(_peers(observed, cluster, desired, view)) if findings.ok else (),
         routed=_routed(observed, lost),

@@ -122,6 +122,8 @@ def build_engine_pod(
     """Return the pod template, with the user's own merged over it by container name."""
     labels = object_names.engine_labels(name, pairing_key) | secrets.tls_labels(cluster)
     signed = secrets.certificates_of(cluster) is Certificates.OPERATOR
+    bundled = engine.connector is ConnectorSource.BUNDLED
+    config_map = object_names.connector_name(digest)
     template: dict[str, Any] = {
         "metadata": {"labels": labels},
         "spec": {
@@ -134,7 +136,7 @@ def build_engine_pod(
             "terminationGracePeriodSeconds": resolve.grace_period(cluster),
             "containers": [_container(cluster, engine, name, pairing_key)],
             "volumes": [
-                *_volumes(engine, digest),
+                *([connectors.connector_volume(config_map)] if bundled else []),
                 *model_volumes(cluster),
                 secrets.ticket_key_volume(cluster),
                 *([secrets.certificate_volume(cluster, name)] if signed else []),
@@ -161,8 +163,9 @@ def build_engine_pod(
 def _container(
     cluster: Cluster, engine: Engine, name: EngineName, pairing_key: str
 ) -> dict[str, Any]:
+    bundled = engine.connector is ConnectorSource.BUNDLED
     command = ["python3", f"{connectors.CONNECTOR_FOLDER}/{connectors.CONNECTOR_FILE}"]
-    if engine.connector is ConnectorSource.IMAGE:
+    if not bundled:
         command = ["python3", "-m", "pdcluster_connector.launcher"]
     signed = secrets.certificates_of(cluster) is Certificates.OPERATOR
     return {
@@ -184,7 +187,8 @@ def _container(
         "env": _env(cluster, engine),
         "ports": _ports(engine),
         "resources": _resources(cluster, engine),
-        "volumeMounts": [*_mounts(engine), *model_mounts(cluster), secrets.ticket_key_mount(),
+        "volumeMounts": [*([connectors.connector_mount()] if bundled else []),
+                         *model_mounts(cluster), secrets.ticket_key_mount(),
                          *([secrets.certificate_mount()] if signed else []),
                          {"name": "shm", "mountPath": SHM_FOLDER}],
         "startupProbe": _probe(cluster, engine.startup_timeout_seconds // PROBE_PERIOD_SECONDS),
@@ -257,16 +261,6 @@ def _security(cluster: Cluster) -> dict[str, Any]:
         # RDMA memory registration locks pages.
         capabilities["add"] = ["IPC_LOCK"]
     return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
-
-
-def _volumes(engine: Engine, digest: str) -> list[dict[str, Any]]:
-    if engine.connector is ConnectorSource.IMAGE:
-        return []
-    return [connectors.connector_volume(object_names.connector_name(digest))]
-
-
-def _mounts(engine: Engine) -> list[dict[str, Any]]:
-    return [] if engine.connector is ConnectorSource.IMAGE else [connectors.connector_mount()]
 
 
 def model_volumes(cluster: Cluster) -> list[dict[str, Any]]:

@@ -10,13 +10,9 @@ from dataclasses import dataclass
 
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.protocol.launcher_documents import EngineReport
+from pdcluster_operator.api import object_names
 from pdcluster_operator.api.conditions import StatusReason, seconds
-from pdcluster_operator.api.object_names import (
-    RELEASED_ANNOTATION,
-    RELEASED_BECAUSE_ANNOTATION,
-    EngineName,
-    engine_of,
-)
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.observed.pods import (
@@ -75,7 +71,7 @@ def live_by_role(observed: Observed) -> dict[Role, dict[EngineName, Manifest]]:
     """Return the StatefulSets of engines, by role and by name."""
     found: dict[Role, dict[EngineName, Manifest]] = {role: {} for role in Role}
     for child in observed.children:
-        name = engine_of(child) if child.get("kind") == "StatefulSet" else None
+        name = object_names.engine_of(child) if child.get("kind") == "StatefulSet" else None
         if name is not None:
             found[name.role][name] = child
     return found
@@ -189,5 +185,7 @@ def _name(pod: Manifest) -> str:
 def released(engine: Manifest | None) -> tuple[float | None, str]:
     """Return when and why a live StatefulSet was released; None and empty if it was not."""
     annotations = metadata_of(engine or {}).get("annotations") or {}
-    moment = seconds(annotations.get(RELEASED_ANNOTATION))
-    return moment, text_of(annotations.get(RELEASED_BECAUSE_ANNOTATION)) if moment else ""
+    moment = seconds(annotations.get(object_names.RELEASED_ANNOTATION))
+    return moment, text_of(
+        annotations.get(object_names.RELEASED_BECAUSE_ANNOTATION)
+    ) if moment else ""

@@ -16,21 +16,12 @@ from pdcluster_operator.api import object_names
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders import protection
-from pdcluster_operator.plan.builders.engine_objects import (
-    build_engine_service,
-    build_engine_statefulset,
-    build_pod_group,
-)
+from pdcluster_operator.plan import connectors
+from pdcluster_operator.plan.builders import engine_objects, protection
 from pdcluster_operator.plan.builders.router import (
     bound,
     build_router_deployment,
     build_router_service,
-)
-from pdcluster_operator.plan.connectors import (
-    build_connector_configmap,
-    is_shared_connector,
-    mounted_connector,
 )
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.drift import stamped
@@ -90,7 +81,9 @@ class Build:
         routers = self._routers()
         yield from self._connectors(routers)
         for gang in self.gangs.groups:
-            group = build_pod_group(self.cluster, gang.name, gang.pods, gang.priority)
+            group = engine_objects.build_pod_group(
+                self.cluster, gang.name, gang.pods, gang.priority
+            )
             yield Wanted(group, "pods that get their nodes together")
         for role in Role:
             revision = self.serving[role]
@@ -132,8 +125,10 @@ class Build:
         """Yield this operator's connector if it is mounted. Of another one it has no bytes."""
         templates = [one.template for one in self.serving.values() if one is not None]
         templates += [router["spec"]["template"] for router in routers]
-        if object_names.connector_name(self.connector.digest) in map(mounted_connector, templates):
-            shared = build_connector_configmap(self.cluster.namespace, self.connector)
+        if object_names.connector_name(self.connector.digest) in map(
+            connectors.mounted_connector, templates
+        ):
+            shared = connectors.build_connector_configmap(self.cluster.namespace, self.connector)
             yield Wanted(shared, "the connector that engines mount")
 
     def _gate(self) -> str:
@@ -146,7 +141,7 @@ class Build:
         engines = next((one for one in self.serving.values() if one is not None), None)
         if engines is None:
             return newest
-        if mounted := mounted_connector(engines.template):
+        if mounted := connectors.mounted_connector(engines.template):
             return mounted
         older = object_names.connector_name(engines.connector)
         return older if older in self.config_maps else newest
@@ -174,11 +169,11 @@ class Build:
             yield Wanted(budget_of_routers, "how many routers may be evicted at once")
 
     def _engine(self, name: EngineName, revision: Revision) -> Iterator[Wanted]:
-        service = build_engine_service(self.cluster, name, revision.pairing_key)
+        service = engine_objects.build_engine_service(self.cluster, name, revision.pairing_key)
         yield Wanted(service, f"addresses of {name.role} engine {name.index}")
         queue = self.queues.get(name, self.cluster.spec.scheduling.queue_name or "")
         group = self.gangs.of.get(name, "")
-        engine = build_engine_statefulset(
+        engine = engine_objects.build_engine_statefulset(
             self.cluster,
             name,
             revisions.in_group(revisions.engine_template(revision, name), group),
@@ -209,7 +204,7 @@ def wanted_children(
 
 
 def _stamped(manifest: dict[str, Any]) -> dict[str, Any]:
-    return manifest if is_shared_connector(manifest) else stamped(manifest)
+    return manifest if connectors.is_shared_connector(manifest) else stamped(manifest)
 
 
 REFUSALS = frozenset({"Invalid", "Forbidden", "BadRequest"})
@@ -224,7 +219,7 @@ def try_out(cluster: Cluster, revision: Revision, *, beside: bool) -> TryOut:
         beside: the new engines are to run while the old ones do.
     """
     name = EngineName(cluster.namespace, cluster.name, revision.role, revision.name, 0)
-    engine = build_engine_statefulset(
+    engine = engine_objects.build_engine_statefulset(
         cluster,
         name,
         revisions.engine_template(revision, name),
