@@ -1,7 +1,5 @@
 """Builds the connector's zipapp once, in a process of its own: the operator never imports it."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys

@@ -6,8 +6,6 @@ PDCluster find theirs in one Secret: ``plan/secrets.py`` decides which engines g
 and when all of them are made again.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -18,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -84,7 +82,7 @@ class EngineAuthority:
         self.pem = certificate
 
     @classmethod
-    def new(cls, now: float) -> tuple[EngineAuthority, Signed]:
+    def new(cls, now: float) -> tuple[Self, Signed]:
         """Return a new CA, and what to store of it."""
         key = Ed25519PrivateKey.generate()
         moment = datetime.fromtimestamp(now, UTC)

@@ -7,8 +7,6 @@ Engines whose certificates a user mounts do not know the operator's own CA. So s
 give the operator a certificate that they trust, and the CA of theirs, in a folder.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import ssl

@@ -1,7 +1,5 @@
 """What the operator and its webhook show: metrics for Prometheus, and health for the kubelet."""
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Awaitable, Callable

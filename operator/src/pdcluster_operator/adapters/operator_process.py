@@ -1,7 +1,5 @@
 """The parts of an operator's process, and what each needs. :mod:`..handlers` runs it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -5,8 +5,6 @@ operator's. The webhook's certificate is renewed, and its CA is written where th
 for it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import logging

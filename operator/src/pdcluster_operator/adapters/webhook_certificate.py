@@ -6,8 +6,6 @@ webhook pods can take up the new certificate at different times. ``own_secrets.p
 The certificates of engines are signed in ``engine_authority.py``.
 """
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A renewed certificate is used for new connections of the running server. kopf wo
 server for it, and the API server refuses every change whose review arrives during a restart.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import ssl

@@ -7,8 +7,6 @@ and 12.7 without it. The gate of the benchmark allows 0.57.
 The keys themselves are never remembered.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import secrets

@@ -4,8 +4,6 @@ It is the same in a cluster and in local mode. Both feed :meth:`ControlLoop.see`
 and watched, and give it the interfaces through which it reads and writes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Collection

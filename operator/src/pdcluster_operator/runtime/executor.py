@@ -3,8 +3,6 @@
 It decides nothing. The planner says what to do, and the reconciler whether it may be done.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping

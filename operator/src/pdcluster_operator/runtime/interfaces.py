@@ -6,8 +6,6 @@ Also the errors that their calls raise, and the key by which a PDCluster is know
 ``local`` implements them with memory and with processes of this machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 

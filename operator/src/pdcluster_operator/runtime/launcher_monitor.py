@@ -5,8 +5,6 @@ its engine is unknown, which is not the same as failed. Each launcher has a task
 that hangs does not delay the others. A report that differs from the one before queues its cluster.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -13,8 +13,6 @@ A key that was reconciled rests for half a second, unless its spec changes. Obje
 created cause a dozen events within a second, and one reconcile is enough for all of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

@@ -5,8 +5,6 @@ carries it out, up to the stage in which a step fails. The status says so, unles
 pass by itself.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

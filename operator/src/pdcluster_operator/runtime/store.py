@@ -14,8 +14,6 @@ arrive.
 event belongs to.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -6,8 +6,6 @@ sets those fields again, and gives up their ownership afterwards. A deletion nam
 resourceVersion that were seen.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace

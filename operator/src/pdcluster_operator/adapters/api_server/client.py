@@ -11,8 +11,6 @@ longer than the lines that aiohttp reads by default: a ConfigMap of one megabyte
 JSON if its text is ``<<<``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

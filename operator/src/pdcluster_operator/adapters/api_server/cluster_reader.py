@@ -3,8 +3,6 @@
 It has the rights of whoever runs the command. Only :func:`change_spec` writes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

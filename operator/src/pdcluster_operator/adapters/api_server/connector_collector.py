@@ -5,8 +5,6 @@ namespace without PDClusters has none. Several operators may do the same at once
 for the version that was seen.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

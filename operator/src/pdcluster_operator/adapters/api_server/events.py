@@ -1,7 +1,5 @@
 """Kubernetes events of ``events.k8s.io/v1``: one for each transition. Repeats are counted."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

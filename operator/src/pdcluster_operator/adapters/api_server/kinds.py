@@ -1,7 +1,5 @@
 """The Kubernetes objects that the operator reads and writes, and where the API server has them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Where the API server is, and who asks: a pod's ServiceAccount, or a kubeconfig."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from urllib.request import getproxies

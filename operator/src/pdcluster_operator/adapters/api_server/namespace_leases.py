@@ -4,8 +4,6 @@
 of its namespace is held.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -22,6 +20,19 @@ log = logging.getLogger(__name__)
 
 Manifest = Mapping[str, Any]
 RETRY_SECONDS = 2.0
+
+
+@dataclass(slots=True)
+class _Claim:
+    """The Lease of one namespace, as this process last read and wrote it."""
+
+    namespace: str
+    until: float = 0.0  # until when we may act
+    version: str | None = None  # of the Lease as it was read last
+    seen: float = 0.0  # when that version was first read
+    held: namespace_lease.Holding = field(default_factory=namespace_lease.Holding)  # who had it
+    other: str = ""  # the holder that was named in the log
+    task: asyncio.Task[None] | None = None
 
 
 class NamespaceLeases:
@@ -140,16 +151,3 @@ class NamespaceLeases:
         is_new = live is None  # else the API server compares the version that was read
         path = LEASE.path(claim.namespace, None if is_new else self._name)
         await self._client.call("POST" if is_new else "PUT", path, body=lease)
-
-
-@dataclass(slots=True)
-class _Claim:
-    """The Lease of one namespace, as this process last read and wrote it."""
-
-    namespace: str
-    until: float = 0.0  # until when we may act
-    version: str | None = None  # of the Lease as it was read last
-    seen: float = 0.0  # when that version was first read
-    held: namespace_lease.Holding = field(default_factory=namespace_lease.Holding)  # who had it
-    other: str = ""  # the holder that was named in the log
-    task: asyncio.Task[None] | None = None

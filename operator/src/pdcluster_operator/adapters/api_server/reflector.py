@@ -10,8 +10,6 @@ added would be deleted. One namespace that cannot be listed keeps no other from 
 Somebody may have deleted it, and the operator's rights with it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
