@@ -32,9 +32,8 @@ from pdcluster_operator.api.object_names import (
     CERTIFICATES_HASH_ANNOTATION,
 )
 from pdcluster_operator.plan.builders.secrets import AUTHORITY_FILE
-from pdcluster_operator.plan.types import HeldCertificates, WriteCertificates
+from pdcluster_operator.plan.types import HeldCertificates, Manifest, WriteCertificates
 
-Manifest = Mapping[str, Any]
 LIFETIME = timedelta(days=20 * 365)
 CLOCKS_DIFFER = timedelta(days=1)
 KEY_BYTES = 32

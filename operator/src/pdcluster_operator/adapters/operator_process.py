@@ -41,7 +41,6 @@ from pdcluster_operator.runtime.reconcile import Place
 
 log = logging.getLogger(__name__)
 
-Manifest = Mapping[str, Any]
 RENEWALS_AT_ONCE = 256
 """Connections for Leases. One that hangs keeps one for half a minute."""
 

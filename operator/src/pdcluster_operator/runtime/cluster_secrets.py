@@ -11,7 +11,7 @@ import base64
 import binascii
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pdcluster_connector.protocol.ticket_keys import KEY_BYTES
@@ -19,13 +19,13 @@ from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.plan.builders.secrets import TICKET_KEY_FILE
 from pdcluster_operator.plan.types import (
     HeldCertificates,
+    Manifest,
     TicketKey,
     WriteCertificates,
     WriteTicketKey,
 )
 from pdcluster_operator.runtime.interfaces import ApiServer, Key
 
-Manifest = Mapping[str, Any]
 SECRET_SECONDS = 240.0
 """How long what a Secret says is remembered. Then it is read again, and a deletion is noticed.
 

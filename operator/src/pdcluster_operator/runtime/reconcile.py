@@ -9,9 +9,8 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from pdcluster_operator.api.conditions import own_status
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
@@ -22,7 +21,7 @@ from pdcluster_operator.plan.objects.ownership import is_being_deleted
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.status.pace import wait_before_writing
 from pdcluster_operator.plan.status.progress import with_failure
-from pdcluster_operator.plan.types import ConnectorBundle, Observed, Plan, creates
+from pdcluster_operator.plan.types import ConnectorBundle, Manifest, Observed, Plan, creates
 from pdcluster_operator.runtime.cluster_secrets import ClusterSecrets
 from pdcluster_operator.runtime.executor import Executor
 from pdcluster_operator.runtime.interfaces import (
@@ -37,7 +36,6 @@ from pdcluster_operator.runtime.store import Store
 
 log = logging.getLogger(__name__)
 
-Manifest = Mapping[str, Any]
 STALE_SECONDS = 2.0
 """When to look again if the store is behind the API server."""
 AGAIN_SECONDS = 0.5

@@ -4,7 +4,7 @@ It has the rights of whoever runs the command. Only :func:`change_spec` writes.
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,16 @@ from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.builders.protection import operator_namespace_in
 from pdcluster_operator.plan.forecast.world import merge_patch, reports_in, server_side_manager
 from pdcluster_operator.plan.secrets import certificates_as_due
-from pdcluster_operator.plan.types import ConnectorBundle, HeldCertificates, Observed, TicketKey
+from pdcluster_operator.plan.types import (
+    ConnectorBundle,
+    HeldCertificates,
+    Manifest,
+    Observed,
+    TicketKey,
+)
 from pdcluster_operator.runtime.interfaces import ApiError, Key
 from pdcluster_operator.runtime.store import Store
 
-Manifest = Mapping[str, Any]
 FORBIDDEN = "Forbidden"
 MANAGER = "pdcluster"
 

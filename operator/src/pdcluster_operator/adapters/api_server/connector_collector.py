@@ -8,8 +8,7 @@ for the version that was seen.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.plan.connectors import (
@@ -18,13 +17,12 @@ from pdcluster_operator.plan.connectors import (
     shared_connectors_of,
     step_for_connector,
 )
-from pdcluster_operator.plan.types import Delete
+from pdcluster_operator.plan.types import Delete, Manifest
 from pdcluster_operator.runtime.interfaces import ApiError
 from pdcluster_operator.runtime.store import Store
 
 log = logging.getLogger(__name__)
 
-Manifest = Mapping[str, Any]
 PERIOD_SECONDS = 60.0
 
 
