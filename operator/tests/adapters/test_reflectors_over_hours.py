@@ -264,7 +264,8 @@ def test_what_kopf_watches_is_listed_after_each_list_of_kopf_and_not_watched() -
     async def story() -> None:
         run = Running(elsewhere=(PDCLUSTER, PREFILL_SCALER)).start()
         await run.reflectors.ready()
-        await asyncio.sleep(10.0)
+        run.reflectors.see("MODIFIED", cluster("ns", "a"))
+        await asyncio.sleep(61.0)  # a bookmark ends the watch
         run.server.clusters = {"ns/b"}  # in a gap of kopf's watch
         run.server.version = 6
         run.server.watched.clear()
@@ -273,7 +274,7 @@ def test_what_kopf_watches_is_listed_after_each_list_of_kopf_and_not_watched() -
         assert set(run.loop.store.keys()) == {Key("ns", "a"), Key("ns", "b")}
         await asyncio.sleep(SOON + 0.1)
         assert run.loop.store.keys() == [Key("ns", "b")]
-        assert run.lists() == [0.0, 10.0 + SOON]
+        assert run.lists() == [0.0, 61.0 + SOON]
         run.reflectors.see("MODIFIED", cluster("ns", "b", 7))
         run.reflectors.see("DELETED", cluster("ns", "b", 8))
         assert run.loop.store.keys() == []

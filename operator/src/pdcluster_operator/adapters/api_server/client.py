@@ -18,7 +18,15 @@ import math
 import random
 import re
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+)
 from contextlib import suppress
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlencode
@@ -145,7 +153,7 @@ class KubeClient:
                 return
             query["continue"] = more
 
-    async def lines(self, path: str, query: Mapping[str, str]) -> AsyncIterator[bytes]:
+    async def lines(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
         """Yield each line of an answer that goes on for minutes, as a watch does.
 
         Raises:

@@ -15,7 +15,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any
 
 import msgspec
@@ -134,7 +134,7 @@ class Reflector:
                     await self._list()
                 elif self._elsewhere and self._kopf_reports:
                     await self._wait_until_due()
-                elif not await (self._follow_until_kopf() if self._elsewhere else self._follow()):
+                elif not await self._follow():
                     pause = self._after_a_failure()
             except NotFound as error:
                 pause = self._not_served(error)
@@ -150,9 +150,7 @@ class Reflector:
 
     def see(self, event: str | None, manifest: Mapping[str, Any]) -> None:
         """Take in what kopf reports; see :meth:`Reflectors.see`."""
-        if not self._kopf_reports:
-            self._kopf_reports = True
-            self._sooner.set()
+        self._kopf_reports = True
         self._loop.see(event or "MODIFIED", slim(manifest, self.kind))
         if event is None and self._due - _now() > SOON:
             self._due = _now() + SOON
@@ -181,21 +179,10 @@ class Reflector:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._sooner.wait(), left)
 
-    async def _follow_until_kopf(self) -> bool:
-        """Watch until kopf has reported an object, which shows that it watches."""
-        following = asyncio.create_task(self._follow())
-        reported = asyncio.create_task(self._sooner.wait())
-        try:
-            await asyncio.wait((following, reported), return_when=asyncio.FIRST_COMPLETED)
-            return not following.done() or following.result()
-        finally:
-            for one in (following, reported):
-                one.cancel()
-            await asyncio.gather(following, reported, return_exceptions=True)
-
     async def _follow(self) -> bool:
         """Watch until the server ends it, at the latest when the kind is listed again.
 
+        The watch of a kind that kopf reports ends with its next line, a bookmark at the latest.
         Return False if the server has ended what it had just begun.
 
         Raises:
@@ -210,10 +197,13 @@ class Reflector:
         }
         heard = False
         try:
-            async for line in self._client.lines(self._path, query):
-                self._take(line)
-                heard = True
-                self._failures, self.why_not = 0, ""
+            async with aclosing(self._client.lines(self._path, query)) as lines:
+                async for line in lines:
+                    self._take(line)
+                    heard = True
+                    self._failures, self.why_not = 0, ""
+                    if self._elsewhere and self._kopf_reports:
+                        break
         except ValueError as error:
             raise ApiError("ApiServerUnreachable", f"GET {self._path}: {error}") from error
         return heard or _now() >= self._due
