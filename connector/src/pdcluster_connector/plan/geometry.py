@@ -28,17 +28,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from pdcluster_connector.compat.shape import (
-    Address,
-    Bytes,
-    Count,
-    DeviceNumber,
-    GroupNumber,
-    HeadNumber,
-    Identifier,
-    Memory,
-    Name,
-)
+from pdcluster_connector.compat import shape
 
 
 class Region(Struct, frozen=True, array_like=True):
@@ -60,20 +50,20 @@ class Region(Struct, frozen=True, array_like=True):
         part: which of the layer's arrays; empty if it has one.
     """
 
-    layer: Identifier
-    base: Address
-    num_blocks: Count
-    block_stride: Bytes
-    block_tokens: Count
-    head_start: HeadNumber
-    head_stop: HeadNumber
-    head_stride: Bytes
-    token_stride: Bytes | None
-    token_bytes: Bytes
-    device: DeviceNumber = 0
-    memory: Memory = Memory.DRAM
-    group: GroupNumber = 0
-    part: Name = ""
+    layer: shape.Identifier
+    base: shape.Address
+    num_blocks: shape.Count
+    block_stride: shape.Bytes
+    block_tokens: shape.Count
+    head_start: shape.HeadNumber
+    head_stop: shape.HeadNumber
+    head_stride: shape.Bytes
+    token_stride: shape.Bytes | None
+    token_bytes: shape.Bytes
+    device: shape.DeviceNumber = 0
+    memory: shape.Memory = shape.Memory.DRAM
+    group: shape.GroupNumber = 0
+    part: shape.Name = ""
 
     @property
     def heads(self) -> int:

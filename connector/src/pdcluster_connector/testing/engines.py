@@ -22,13 +22,7 @@ from hashlib import blake2b
 from typing import Any
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.shape import (
-    EngineShape,
-    GroupShape,
-    LayerKind,
-    LayerShape,
-    Memory,
-)
+from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind, LayerShape, Memory
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
 from pdcluster_connector.protocol.failure import Failure

@@ -19,15 +19,7 @@ from pdcluster_connector.nixl_io.interface import AgentInterface, Handle, NixlEr
 from pdcluster_connector.nixl_io.reading_agent import Connection, Source
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.transfer.job import Job
-from pdcluster_connector.transfer.receive import (
-    Broken,
-    Event,
-    Failed,
-    Landed,
-    Opened,
-    Signal,
-    State,
-)
+from pdcluster_connector.transfer.receive import Broken, Failed, Landed, Opened, Signal, State
 
 if TYPE_CHECKING:
     from pdcluster_connector.transfer.receives import Receives
@@ -184,7 +176,7 @@ class Transfers:
     def _take_away(self, number: int) -> None:
         self._under_way.pop(number).source.under_way -= 1
 
-    def _landed(self, number: int, transfer: _UnderWay) -> Event:
+    def _landed(self, number: int, transfer: _UnderWay) -> Landed | Broken:
         """Judge a transfer that has landed.
 
         Any data is accepted. A lease word is accepted only if it is the ticket's token.

@@ -139,7 +139,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def count_fault(self, method: str, error: Exception) -> None:
         """Count an exception that the guard caught in ``method``."""
-        self._made.fault(f"{method}:{type(error).__name__}")
+        self._made.stats.count("step_faults", f"{method}:{type(error).__name__}")
 
     # Scheduler side.
 
@@ -278,7 +278,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
     @engine_step(fallback=lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the counts since the last step."""
-        return self._made.stats()
+        return self._made.stats.take()
 
     def shutdown(self) -> None:
         """Stop the threads, the agents and the side channel."""

@@ -33,7 +33,7 @@ from pdcluster_connector.vllm.scheduler_side.decode_leases import DecodeLeases
 from pdcluster_connector.vllm.scheduler_side.incoming import Incoming, Stage
 from pdcluster_connector.vllm.scheduler_side.local_prompts import LocalPrompts, PromptPace
 from pdcluster_connector.vllm.scheduler_side.prefill import digest_of_prompt, is_prefill
-from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder
+from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder, StepOrders
 
 _CHOICE: Final = re.compile(r"[0-9]+_")  # how vLLM begins the id of a choice of ``n``
 
@@ -232,29 +232,30 @@ class DecodeRole:
             )
         )
 
-    def hear(self) -> tuple[dict[str, float], dict[str, Failure]]:
-        """Return parked requests whose lease was renewed (seconds left), or lost (why)."""
-        return self._tickets.take_news()
-
-    def take_orders(self) -> tuple[list[ReceiveOrder], list[str]]:
-        """(receives to start, parked requests that were aborted); each is given out once."""
+    def step(self, orders: StepOrders) -> None:
+        """Add what the workers have to do in this step; each order is given out once."""
+        orders.renewed, orders.lost = self._tickets.take_news()
         self._tickets.renew_all()
-        orders, self._orders = self._orders, []
-        abandoned, self._abandoned = self._abandoned, []
-        return orders, abandoned
+        orders.receive, self._orders = self._orders, []
+        orders.abandon, self._abandoned = self._abandoned, []
+        self.local.step()
 
     # Results.
 
-    def reported(self, receipts: Mapping[str, Receipt]) -> None:
-        """Add what workers said about receives, one rank or several."""
+    def received(
+        self, receipts: Mapping[str, Receipt], finished: Iterable[str], failed: set[str]
+    ) -> None:
+        """Take in what workers reported about receives.
+
+        Args:
+            receipts: of one rank or several.
+            finished: requests that all ranks are through with; ``failed`` is a subset.
+        """
         for request_id, receipt in receipts.items():
             incoming = self._requests.get(request_id) or self._aborted.get(request_id)
             if incoming is not None:
                 known = incoming.receipt
                 incoming.receipt = receipt if known is None else known + receipt
-
-    def received(self, finished: Iterable[str], failed: set[str]) -> None:
-        """All ranks are through with these requests; ``failed`` is a subset."""
         for request_id in finished:
             incoming = self._requests.get(request_id) or self._aborted.pop(request_id, None)
             if incoming is None or incoming.stage is Stage.SETTLED:

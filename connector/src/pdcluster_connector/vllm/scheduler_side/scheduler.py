@@ -28,7 +28,7 @@ from pdcluster_connector.sidechannel.ticket_key_file import TicketKeyFile
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.joined_shape import join_workers
 from pdcluster_connector.vllm.kv_caches.groups import cache_groups
-from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
+from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.scheduler_side.decode import DecodeRole
 from pdcluster_connector.vllm.scheduler_side.prefill import PrefillRole
 from pdcluster_connector.vllm.step_messages import StepOrders, StepReport, WorkerHandshake
@@ -54,7 +54,7 @@ class SchedulerRole:
         self._config = kv_cache_config
         groups = cache_groups(kv_cache_config)
         self._ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
-        self._stats = StatsCollector()
+        self.stats = StatsCollector()
         self._unreceivable: dict[str, str] = {}
         self._gone: dict[str, Failure] = {}
         self._tls = tls_of(options.tls, engine_id)
@@ -77,7 +77,7 @@ class SchedulerRole:
                 block_size,
                 groups,
                 (parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
-                self._stats,
+                self.stats,
                 self._leases,
                 keys,
             )
@@ -89,7 +89,7 @@ class SchedulerRole:
                 options,
                 groups,
                 self._lease_client,
-                self._stats,
+                self.stats,
                 keys=keys,
                 key=key_of(os.environ.get(TOKEN_VARIABLE, "")),
                 recomputes=transfer.kv_load_failure_policy == "recompute",
@@ -161,9 +161,7 @@ class SchedulerRole:
         if self.prefill is not None:
             orders.sent, orders.lease_words = self.prefill.take()
         if self.decode is not None:
-            orders.renewed, orders.lost = self.decode.hear()
-            orders.receive, orders.abandon = self.decode.take_orders()
-            self.decode.local.step()
+            self.decode.step(orders)
         orders.unreceivable, self._unreceivable = self._unreceivable, {}
         orders.gone, self._gone = self._gone, {}
         return orders
@@ -172,10 +170,11 @@ class SchedulerRole:
         """Take in what all ranks reported in a step."""
         if self.decode is None:
             return
-        if isinstance(output.kv_connector_worker_meta, StepReport):
-            self.decode.reported(output.kv_connector_worker_meta.receipts)
-            self._gone |= output.kv_connector_worker_meta.gone
-        self.decode.received(output.finished_recving or (), output.failed_recving)
+        report = output.kv_connector_worker_meta
+        if not isinstance(report, StepReport):
+            report = StepReport({})
+        self._gone |= report.gone
+        self.decode.received(report.receipts, output.finished_recving or (), output.failed_recving)
 
     def finished(
         self, request: Request, blocks: tuple[list[int], ...]
@@ -201,14 +200,6 @@ class SchedulerRole:
         if self.decode is not None:
             self.decode.reset()
         return self.prefill is None or not self.prefill.leases_held
-
-    def fault(self, method: str) -> None:
-        """Count an exception that the guard caught."""
-        self._stats.count("step_faults", method)
-
-    def stats(self) -> ConnectorStats | None:
-        """Counts since the last call."""
-        return self._stats.take()
 
     def close(self) -> None:
         """Close the side channel; tell prefill engines what is still to be told."""

@@ -35,7 +35,7 @@ from pdcluster_connector.transfer.receiver import Receiver, ReceiveResults
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.joined_shape import join_shapes
 from pdcluster_connector.vllm.kv_caches.registration import Registration, register
-from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
+from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.step_messages import (
     Receipt,
     ReceiveOrder,
@@ -152,7 +152,7 @@ class WorkerRole:
         self._produces: bool = transfer.is_kv_producer
         self._consumes: bool = transfer.is_kv_consumer
         self._rank = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
-        self._stats = StatsCollector()
+        self.stats = StatsCollector()
         self._registration: Registration | None = None
         self._unfilled: UnfilledBlocks | None = None
         self._device: torch.device | None = None
@@ -300,14 +300,14 @@ class WorkerRole:
         for request_id, failure in ended.failed.items():
             if request_id in ended.abandoned:
                 continue
-            self._stats.count("failures", failure.reason.value)
+            self.stats.count("failures", failure.reason.value)
             self._receipts[request_id] = Receipt(0, 0.0, failure.reason.value, failure.message)
             logger.warning("KV of %s was not received: %s", request_id, failure)
         for request_id, received in ended.received.items():
-            self._stats.count("received_bytes", amount=received.nbytes)
+            self.stats.count("received_bytes", amount=received.nbytes)
             self._receipts[request_id] = Receipt(received.nbytes, received.seconds)
         for phase, seconds in ended.phase_seconds.items():
-            self._stats.sample("receive_seconds", seconds, phase)
+            self.stats.sample("receive_seconds", seconds, phase)
         return KVConnectorTransferResults(
             finished_sending=sent,
             finished_recving=ended.finished,
@@ -319,14 +319,6 @@ class WorkerRole:
         gone = {} if self._peer_news is None else self._peer_news.take()
         receipts, self._receipts = self._receipts, {}
         return StepReport(receipts, gone) if receipts or gone else None
-
-    def fault(self, method: str) -> None:
-        """Count an exception that the guard caught."""
-        self._stats.count("step_faults", method)
-
-    def stats(self) -> ConnectorStats | None:
-        """Counts since the last call."""
-        return self._stats.take()
 
     def close(self) -> None:
         """End the threads and NIXL's agents."""
