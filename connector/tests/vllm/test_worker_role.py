@@ -26,7 +26,7 @@ from pdcluster_connector.transfer.receiver import Received, ReceiveResults
 from pdcluster_connector.vllm.config import ConfigError, parse_options
 from pdcluster_connector.vllm.connector import PDClusterConnector
 from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder, StepOrders, StepReport
-from pdcluster_connector.vllm.worker_side.worker import NEWS_SECONDS, PeerNews, receiver_options
+from pdcluster_connector.vllm.worker_side.worker import GONE_SECONDS, receiver_options
 from ticket_key import KEY_FILE
 
 pytestmark = pytest.mark.vllm
@@ -319,17 +319,16 @@ def test_news_of_leases_reach_the_receiver_before_the_forward_pass(
 
 
 class Book:
-    """A peer book that is told things."""
+    """A peer book that only notes what it hears from another rank."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, Failure]] = []
-        self.tell: Any = None
-
-    def listen(self, on_gone: Any) -> None:
-        self.tell = on_gone
 
     def hear(self, engine_id: str, failure: Failure) -> None:
         self.heard.append((engine_id, failure))
+
+    def close(self) -> None:
+        pass
 
 
 def test_what_the_first_rank_finds_gone_reaches_the_others_with_the_next_orders(
@@ -337,9 +336,10 @@ def test_what_the_first_rank_finds_gone_reaches_the_others_with_the_next_orders(
 ) -> None:
     book, restarted = Book(), Failure(Reason.PEER_RESTARTED, "another one listens there now")
     assert connector._worker is not None
-    connector._worker._peer_news = PeerNews((0, 0), book)  # type: ignore[arg-type]
-    book.tell("e/2", restarted)
-    book.tell("e/3", Failure(Reason.BACKEND_ERROR, "a transfer of this rank's own"))
+    worker = connector._worker
+    worker._peers = book  # type: ignore[assignment]
+    worker.peer_gone("e/2", restarted)
+    worker.peer_gone("e/3", Failure(Reason.BACKEND_ERROR, "a transfer of this rank's own"))
     _, report = step(connector, StepOrders())
     assert report == StepReport({}, {"e/2": restarted})
     both = StepReport({"r": Receipt(1, 1.0)}).aggregate(report)
@@ -347,15 +347,19 @@ def test_what_the_first_rank_finds_gone_reaches_the_others_with_the_next_orders(
     assert step(connector, StepOrders(gone=both.gone))[1] is None, "told once"
     assert not book.heard, "the first rank knows; the peer may be back by now"
 
-    connector._worker._peer_news = PeerNews((0, 1), book)  # type: ignore[arg-type]
+    worker._rank = (0, 1)
     step(connector, StepOrders(gone=both.gone))
     assert book.heard == [("e/2", restarted)]
 
 
-def test_old_news_of_a_peer_are_not_told() -> None:
+def test_a_peer_that_was_gone_long_ago_is_not_reported(
+    connector: PDClusterConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An engine without requests made no step meanwhile, and the peer may be back."""
-    book, now = Book(), 100.0
-    news = PeerNews((0, 0), book, clock=lambda: now)  # type: ignore[arg-type]
-    book.tell("e/2", Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "no answer"))
-    now += NEWS_SECONDS + 1
-    assert news.take() == {}
+    gone = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "no answer")
+    connector._worker.peer_gone("e/2", gone)
+    later = time.monotonic() + GONE_SECONDS + 1
+    monkeypatch.setattr("pdcluster_connector.vllm.worker_side.worker.time.monotonic", lambda: later)
+    assert connector._worker.report() is None
+    connector._worker.peer_gone("e/2", gone)
+    assert connector._worker.report() == StepReport({}, {"e/2": gone})

@@ -65,7 +65,7 @@ class Size:
         ]
 
     def shape(self) -> EngineShape:
-        """Return what the handshake tells about such an engine."""
+        """Return the shape of such an engine, as the handshake sends it."""
         return EngineShape(
             model="a-model-for-tests",
             kv_dtype="float32",
@@ -186,7 +186,7 @@ class PrefillEngine:
             self.free.extend(blocks)
 
     def kill(self) -> None:
-        """End the process: nobody is told, and its memory is gone."""
+        """End the process without a message to anybody. Its memory is gone."""
         self.fabric.kill(f"{self.engine_id}-")
         self.server.stop()
 
@@ -271,7 +271,7 @@ class DecodeEngine:
         self._peers[0].listen(self._tell_ranks)
 
     def _tell_ranks(self, engine_id: str, failure: Failure) -> None:
-        """Tell the other ranks what the first one found, which vLLM's scheduler does otherwise."""
+        """Pass on to the other ranks what the first one found, as vLLM's scheduler does."""
         if failure.reason in CONCERNS_ALL_RANKS:
             for peers in self._peers[1:]:
                 peers.hear(engine_id, failure)
@@ -321,7 +321,7 @@ class DecodeEngine:
             receiver.abandon([request_id])
 
     def step(self) -> None:
-        """Renew leases, tell the ranks what became of them, and take in what has ended."""
+        """Renew leases, report their state to the ranks, and take in what has ended."""
         self.tickets.renew_all()
         renewed, lost = self.tickets.take_news()
         now = time.monotonic()
@@ -353,7 +353,7 @@ class DecodeEngine:
         self.free.extend(blocks)
 
     def kill(self) -> None:
-        """End the process: nobody is told, and its transfers stop."""
+        """End the process without a message to anybody. Its transfers stop."""
         self.fabric.kill(f"{self.engine_id}-")
         self.close()
 

@@ -84,7 +84,7 @@ class Judge:
             tokens: what the engine answered.
             history: what a single engine answers to the same prompt.
             path: the answer's ``kv_path``; empty where it has none.
-            ended_with_error: the client was told that the request failed.
+            ended_with_error: the client got an error.
         """
         if ended_with_error:
             verdict = Verdict.WRONG if tokens else Verdict.FAILED

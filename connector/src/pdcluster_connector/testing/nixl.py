@@ -70,7 +70,7 @@ class Fabric:
     def cut(self, one: str, other: str = "") -> None:
         """Let nothing through between two processes, given how their agents' names begin.
 
-        Without ``other``: between ``one`` and all others. Nobody is told: reads stay under way.
+        Without ``other``: between ``one`` and all others. Reads stay under way, without an error.
         """
         with self.lock:
             self.cuts.add((one, other))

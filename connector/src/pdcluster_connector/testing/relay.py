@@ -1,4 +1,4 @@
-"""A network between engines that can be cut: relays TCP to one port, until it is told to be silent.
+"""Relays TCP to one port until the test cuts it, as a network between engines can be cut.
 
 A silent relay still takes connections and what is sent over them, as a host does whose process is
 stopped. Nothing is answered before :meth:`Relay.mend`.

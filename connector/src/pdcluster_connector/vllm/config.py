@@ -42,7 +42,7 @@ class ConnectorOptions:
         backends: NIXL's transport backends.
         num_threads: NIXL's threads that post the reads of a decode engine; 0 for none of its own.
         backend_options: further options of NIXL's backends: (backend, option, value).
-        show_internal_names: tell clients the engine ids that their KV moved between.
+        show_internal_names: answers to clients name the engines that their KV moved between.
         ticket_key_file: file with the keys that sign tickets; empty for none.
         ticket_audience: which engines may use this engine's tickets; equal on both sides.
         tls: files for mutual TLS on the side channel; None for plain HTTP.

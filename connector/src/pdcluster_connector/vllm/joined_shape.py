@@ -54,7 +54,7 @@ def join_shapes(shapes: Mapping[Rank, EngineShape]) -> EngineShape:
 
 
 def _check(shapes: Mapping[Rank, EngineShape]) -> dict[str, Any]:
-    """Return what the ranks that know them say of the fields that an engine has only once.
+    """Return the fields that an engine has only once, from the ranks that state them.
 
     The tensor ranks of one stage are alike in every field but the layers, whose scales may differ.
     """

@@ -1,4 +1,4 @@
-"""What the two roles of one engine tell each other, once a step, through vLLM.
+"""Messages between the two sides of one engine's connector; vLLM carries them in each step.
 
 Scheduler to workers: :class:`StepOrders`. Every rank gets the same orders and answers each id
 exactly once, since vLLM counts the answers of all ranks. Workers to scheduler:

@@ -1,4 +1,4 @@
-"""What the scheduler must know about each KV cache group to name a request's blocks in it."""
+"""KV cache groups, and which of a request's blocks hold which tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CacheGroup:
 
     @property
     def is_state(self) -> bool:
-        """Tell whether its blocks are Mamba states."""
+        """Return whether its blocks are Mamba states."""
         return isinstance(self.spec, MambaSpec)
 
     def holding(self, blocks: Sequence[int], start: int, stop: int) -> GroupBlocks:
@@ -69,7 +69,7 @@ def cache_groups(config: KVCacheConfig) -> tuple[CacheGroup, ...]:
 
 
 def leaves_last_token(groups: Sequence[CacheGroup]) -> bool:
-    """Tell whether prefill must stop one token short of the prompt's end.
+    """Return whether prefill must stop one token short of the prompt's end.
 
     Decode always computes the last token itself. A Mamba state after that token would count it
     twice. With a sliding window, the last token's query may be the only one that still reads a

@@ -2,10 +2,10 @@
 
 vLLM hands over one strided view ``[block, head, token, content]`` for each layer (vLLM RFC #42082),
 whatever the physical order is. A region is read from the view's strides. A Mamba layer's view is
-``[slot, 1, 1, bytes]`` (``layers.py``). The strides do not tell whether a block can be cut by
-token; the attention backend does. For example, CPU_ATTN keeps, for each (block, head), all K tokens
-and then all V tokens, packed for the host's instruction set. Only backends that are known to keep K
-and V of one token together count as sliceable.
+``[slot, 1, 1, bytes]`` (``layers.py``). The strides do not show whether a block can be cut by
+token; the attention backend decides that. For example, CPU_ATTN keeps, for each (block, head), all
+K tokens and then all V tokens, packed for the host's instruction set. Only backends that are known
+to keep K and V of one token together count as sliceable.
 
 The shape also describes layers whose rules this connector does not know, and a rule refuses them by
 name at the handshake. They get no region. Their engine starts and serves normally.

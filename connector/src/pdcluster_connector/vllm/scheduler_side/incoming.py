@@ -25,7 +25,7 @@ class Stage(Enum):
 class Incoming:
     """One live request. ``reason`` says why its KV does not come from a prefill engine.
 
-    ``named``: whoever sent it is told between which engines its KV moved.
+    ``named``: the answer names the engines that its KV moved between.
     ``computed``: tokens of it in this engine's prefix cache when vLLM last asked.
     ``held``: the ticket's lease is renewed, and released when the request no longer needs it.
     ``repeated``: what the answer repeats of the request.

@@ -112,7 +112,7 @@ class LocalPrompts:
         self._gives_way = False
 
     def arrived(self, request: Request) -> None:
-        """Know a request until it has :meth:`left`."""
+        """Keep a request until it has :meth:`left`."""
         self._requests[request.request_id] = request
 
     def must_wait(self, request: Request, computed: int) -> bool:

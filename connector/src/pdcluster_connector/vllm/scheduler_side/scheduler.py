@@ -202,7 +202,7 @@ class SchedulerRole:
         return self.prefill is None or not self.prefill.leases_held
 
     def close(self) -> None:
-        """Close the side channel; tell prefill engines what is still to be told."""
+        """Close the side channel; send prefill engines the releases that still wait."""
         if self._side_channel is not None:
             self._side_channel.stop()
         if self._lease_client is not None:

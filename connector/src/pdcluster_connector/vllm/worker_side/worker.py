@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any, Final
@@ -48,48 +48,8 @@ from pdcluster_connector.vllm.worker_side.fingerprint import digest_of_engine
 
 logger = logging.getLogger(__name__)
 
-# An engine without requests makes no steps. What was found gone before may be back by the next one.
-NEWS_SECONDS: Final = 5.0
-
-
-class PeerNews:
-    """How the ranks of one engine share what they find out about peers that are gone.
-
-    Only the first rank asks its peers often whether they live (sidechannel.peers). It sends what it
-    finds to the scheduler with its step report, and the scheduler sends that to the other ranks
-    with the next orders. ``clock`` gives monotonic seconds.
-    """
-
-    def __init__(
-        self, rank: tuple[int, int], peers: PeerBook, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._first = rank == FIRST_RANK
-        self._peers = peers
-        self._clock = clock
-        self._found: deque[tuple[float, str, Failure]] = deque()  # thread-safe at both ends
-        if self._first:
-            peers.listen(self._on_gone)
-
-    def _on_gone(self, engine_id: str, failure: Failure) -> None:
-        if failure.reason in CONCERNS_ALL_RANKS:
-            self._found.append((self._clock(), engine_id, failure))
-
-    def take(self) -> dict[str, Failure]:
-        """Return what this rank has found since the last call, for the other ranks."""
-        oldest = self._clock() - NEWS_SECONDS
-        gone: dict[str, Failure] = {}
-        while self._found:
-            at, engine_id, failure = self._found.popleft()
-            if at >= oldest:
-                gone[engine_id] = failure
-        return gone
-
-    def hear(self, gone: Mapping[str, Failure]) -> None:
-        """Take in what the first rank has found."""
-        if self._first:
-            return
-        for engine_id, failure in gone.items():
-            self._peers.hear(engine_id, failure)
+# An engine without requests makes no steps. A peer that was gone longer ago may be back.
+GONE_SECONDS: Final = 5.0
 
 
 class UnfilledBlocks:
@@ -158,13 +118,14 @@ class WorkerRole:
         self._device: torch.device | None = None
         self._serving: ServingAgent | None = None
         self._peers: PeerBook | None = None
-        self._peer_news: PeerNews | None = None
         self._receiver: Receiver | None = None
         self._launcher: LauncherClient | None = None
         self._bound_at = inf
         self._sent: set[str] = set()  # requests whose blocks prefill may free
         self._unreceivable: dict[str, str] = {}  # requests whose receive could not start, and why
         self._receipts: dict[str, Receipt] = {}
+        # When the first rank found which peer gone; thread-safe at both ends.
+        self._gone: deque[tuple[float, str, Failure]] = deque()
 
     # At start.
 
@@ -194,7 +155,8 @@ class WorkerRole:
             return
         tls = tls_of(self._options.tls, self._engine_id)
         self._peers = PeerBook(self._engine_id, registration.shape, self._rank, tls)
-        self._peer_news = PeerNews(self._rank, self._peers)
+        if self._rank == FIRST_RANK:  # it asks peers often whether they live, the others rarely
+            self._peers.listen(self.peer_gone)
         self._receiver = Receiver(
             shard=registration.shard,
             memory=registration.memory,
@@ -247,11 +209,12 @@ class WorkerRole:
     # Every step.
 
     def bound(self, orders: StepOrders) -> None:
-        """Before the forward pass: tell the transfer thread what became of leases and peers."""
+        """Before the forward pass: report leases and peers to the transfer thread."""
         self._bound_at = time.monotonic()
-        if self._peer_news is not None:
-            self._peer_news.hear(orders.gone)
-        self._tell_of_leases(orders)
+        if self._peers is not None and self._rank != FIRST_RANK:
+            for engine_id, failure in orders.gone.items():
+                self._peers.hear(engine_id, failure)
+        self._report_leases(orders)
 
     def start(self, orders: StepOrders) -> None:
         """Write lease words, and hand orders to the transfer thread."""
@@ -270,9 +233,9 @@ class WorkerRole:
                 for request in requests:
                     self._unfilled.clear(request.decode_blocks, request.stop)
             self._receiver.receive(requests)
-            self._tell_of_leases(orders)  # those that have just been ordered
+            self._report_leases(orders)  # those that have just been ordered
 
-    def _tell_of_leases(self, orders: StepOrders) -> None:
+    def _report_leases(self, orders: StepOrders) -> None:
         if self._receiver is not None:
             self._receiver.acknowledge(
                 {request_id: self._until(left) for request_id, left in orders.renewed.items()}
@@ -316,9 +279,18 @@ class WorkerRole:
 
     def report(self) -> StepReport | None:
         """What became of the receives in :meth:`results`, and which peers are gone."""
-        gone = {} if self._peer_news is None else self._peer_news.take()
+        oldest, gone = time.monotonic() - GONE_SECONDS, {}
+        while self._gone:
+            at, engine_id, failure = self._gone.popleft()
+            if at >= oldest:
+                gone[engine_id] = failure
         receipts, self._receipts = self._receipts, {}
         return StepReport(receipts, gone) if receipts or gone else None
+
+    def peer_gone(self, engine_id: str, failure: Failure) -> None:
+        """Note on the first rank that a peer is gone, for the other ranks. Any thread calls it."""
+        if failure.reason in CONCERNS_ALL_RANKS:
+            self._gone.append((time.monotonic(), engine_id, failure))
 
     def close(self) -> None:
         """End the threads and NIXL's agents."""
