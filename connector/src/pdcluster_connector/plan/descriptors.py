@@ -90,8 +90,7 @@ class ClassKey:
     by_token: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Runs:
+class Runs(NamedTuple):
     """Runs of bytes: addresses of block 0 on both sides, and lengths; int64, one length."""
 
     prefill: Int64
@@ -140,7 +139,10 @@ def stride_classes(assignments: Sequence[Assignment]) -> dict[ClassKey, Runs]:
         by_token = length < tokens * first.prefill.token_bytes
         key = ClassKey((first.prefill.group, first.decode.group), tokens, *sides, by_token)
         found.setdefault(key, []).append(runs)
-    return {key: _concatenated(runs).merged() for key, runs in found.items()}
+    return {
+        key: Runs(*map(np.concatenate, zip(*runs, strict=True))).merged()
+        for key, runs in found.items()
+    }
 
 
 def _geometry(region: Region) -> Region:
@@ -222,12 +224,4 @@ def _runs(item: Assignment, unit: int) -> tuple[int, Int64, Int64]:
         length,
         offsets(prefill, [axis.prefill for axis in axes]),
         offsets(decode, [axis.decode for axis in axes]),
-    )
-
-
-def _concatenated(runs: Sequence[Runs]) -> Runs:
-    return Runs(
-        np.concatenate([run.prefill for run in runs]),
-        np.concatenate([run.decode for run in runs]),
-        np.concatenate([run.length for run in runs]),
     )

@@ -14,7 +14,7 @@ import numpy as np
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import Memory
-from pdcluster_connector.plan.descriptors import ClassKey, Rows, Runs, Side, stride_classes
+from pdcluster_connector.plan.descriptors import ClassKey, Rows, Runs, stride_classes
 from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.geometry import Region, Shard, region_fault
 from pdcluster_connector.plan.pairing import LIMIT, Int64
@@ -88,23 +88,21 @@ def plan_peer(decode: Shard, prefill: Sequence[Shard]) -> PeerPlan:
     sources = []
     for index, assignments in sorted(by_source.items()):
         found = stride_classes(assignments)
-        prefill_rows = _rows([(key.prefill, runs.prefill, runs) for key, runs in found.items()])
-        decode_rows = _rows([(key.decode, runs.decode, runs) for key, runs in found.items()])
+        prefill_rows = [key.prefill.rows(runs.prefill, runs.length) for key, runs in found.items()]
+        decode_rows = [key.decode.rows(runs.decode, runs.length) for key, runs in found.items()]
         sources.append(
             SourcePlan(
                 rank=prefill[index].rank,
-                prefill_rows=split_rows(prefill_rows, prefill[index].seams, "prefill"),
-                decode_rows=split_rows(decode_rows, decode.seams, "decode"),
+                prefill_rows=split_rows(
+                    np.concatenate(prefill_rows), prefill[index].seams, "prefill"
+                ),
+                decode_rows=split_rows(np.concatenate(decode_rows), decode.seams, "decode"),
                 prefill_memory=_memory([item.prefill for item in assignments], "prefill"),
                 decode_memory=_memory([item.decode for item in assignments], "decode"),
                 classes=_indexed(found),
             )
         )
     return PeerPlan(tuple(sources))
-
-
-def _rows(sides: Sequence[tuple[Side, Int64, Runs]]) -> Rows:
-    return np.concatenate([side.rows(address, runs.length) for side, address, runs in sides])
 
 
 def _memory(regions: Sequence[Region], side: str) -> Memory:

@@ -107,12 +107,6 @@ def check_inside(whole: Rows, ranges: Sequence[MemoryRange], memory: Memory) -> 
         raise NixlError(NixlErrorKind.INVALID, "memory that is not registered")
 
 
-@dataclass(slots=True)
-class _Elements:
-    rows: Rows
-    memory: Memory
-
-
 @dataclass(eq=False)
 class InMemoryAgent:
     """One agent of a :class:`~pdcluster_connector.testing.nixl.Fabric`."""
@@ -160,7 +154,7 @@ class InMemoryAgent:
                 raise NixlError(NixlErrorKind.DISCONNECTED, f"{peer} is gone")
             ranges = self.ranges if peer is None else self.fabric.agents[peer].ranges
             check_inside(whole, ranges, memory)  # NIXL looks a strided row up as a whole
-            dlist = Dlist(_Elements(dense, memory), peer)
+            dlist = Dlist(dense, peer)
             self.dlists.add(dlist)
         return dlist
 
@@ -283,7 +277,7 @@ class InMemoryAgent:
         return handle.native
 
     def _pick(self, dlist: Dlist, indices: Indices) -> NDArray[np.uint64]:
-        rows: Rows = dlist.native.rows
+        rows: Rows = dlist.native
         if len(indices) == 0 or indices.min() < 0 or indices.max() >= len(rows):
             raise NixlError(NixlErrorKind.INVALID, "an index outside the descriptor list")
         return rows[indices]
