@@ -326,7 +326,7 @@ def test_a_probe_waits_for_no_other_peer_that_is_cut_off(bench: Bench) -> None:
 
 def test_a_probe_that_nobody_waits_for_opens_no_connection(bench: Bench) -> None:
     future: Future[ProbeResult] = Future()
-    bench.connections.probe(bench.prefill("left/1").metadata, future)
+    bench.connections.probing.probe(bench.prefill("left/1").metadata, future)
     assert future.cancel()
     bench.turns()
     assert not bench.connections.by_engine

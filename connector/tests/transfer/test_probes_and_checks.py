@@ -36,7 +36,7 @@ def check(bench: Bench, metadata: EngineMetadata) -> Future[ProbeResult]:
 
 def probe(bench: Bench, metadata: EngineMetadata) -> Future[ProbeResult]:
     future: Future[ProbeResult] = Future()
-    bench.connections.probe(metadata, future)
+    bench.connections.probing.probe(metadata, future)
     bench.turns()
     return future
 
@@ -260,7 +260,7 @@ def test_every_probe_of_a_peer_is_answered_when_its_warm_up_fails_at_once(
     )
     asked: list[Future[ProbeResult]] = [Future() for _ in range(3)]
     for future, engine in zip(asked, (bad, good, bad), strict=True):
-        bench.connections.probe(engine.metadata, future)
+        bench.connections.probing.probe(engine.metadata, future)
     bench.turns()
     first, well, second = (future.result(0).failure for future in asked)
     assert well is None

@@ -588,13 +588,13 @@ def test_a_broken_turn_costs_the_agent_and_not_the_thread(
     rig.of_kv(Behaviour(hang=True), first=1)
     rig.send("r", 2)
     eventually(lambda: rig.hanging == 1)
-    good = rig.decode.receiver._connections.step
+    good = rig.decode.receiver._connections.probing.step
 
     def broken() -> bool:
-        monkeypatch.setattr(rig.decode.receiver._connections, "step", good)
+        monkeypatch.setattr(rig.decode.receiver._connections.probing, "step", good)
         raise MemoryError("a turn that breaks")
 
-    monkeypatch.setattr(rig.decode.receiver._connections, "step", broken)
+    monkeypatch.setattr(rig.decode.receiver._connections.probing, "step", broken)
     rig.decode.receiver.probe(rig.prefill.metadata)
     assert "r" in rig.decode.wait("r").received, "it is read again over the new agent"
     assert rig.fabric.land() == 0

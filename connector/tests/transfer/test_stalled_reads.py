@@ -148,7 +148,7 @@ def cut_off(bench: Bench, prefill: Prefill, seconds: int, seen: set[str]) -> Non
     for _ in range(seconds):
         if future is None or future.done():
             future = Future()
-            bench.connections.probe(prefill.metadata, future)
+            bench.connections.probing.probe(prefill.metadata, future)
         bench.pass_time(1.0)
         seen |= agents(bench)
 
@@ -177,7 +177,7 @@ def renewals(bench: Bench, prefill: Prefill, seconds: int) -> list[float]:
     for _ in range(seconds):
         if future is None or future.done():
             future = Future()
-            bench.connections.probe(prefill.metadata, future)
+            bench.connections.probing.probe(prefill.metadata, future)
         bench.pass_time(1.0)
         if agents(bench) - known:
             came.append(bench.now)

@@ -84,7 +84,7 @@ class Bench:
 
     def probe(self, prefill: Prefill) -> Future[ProbeResult]:
         future: Future[ProbeResult] = Future()
-        self.connections.probe(prefill.metadata, future)
+        self.connections.probing.probe(prefill.metadata, future)
         self.turns()
         return future
 

@@ -72,7 +72,7 @@ class AgentRebuild:
         hold them up. So each pause is twice as long as the one before, up to ``stall_seconds``,
         until nothing has hung for a whole pause.
         """
-        hanging, now = self._receives.connections.hanging_since, self._receives.clock()
+        hanging, now = self._receives.connections.probing.hanging_since, self._receives.clock()
         if hanging is None:
             return
         if now >= hanging + seconds + self._patience and self.by is None:

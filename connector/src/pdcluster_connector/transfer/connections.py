@@ -59,8 +59,7 @@ class Connections:
 
     Attributes:
         by_engine: every connection, whatever its state, by the peer's engine id.
-        runs: those of :class:`Probing`.
-        probes: probes that wait for their turn.
+        probing: its warm-ups, probes and checks.
         fence_words: the memory that lease words are read into.
     """
 
@@ -82,7 +81,7 @@ class Connections:
         self._answer = answer
         self._agent: ReadingAgent | None = None
         self.by_engine: dict[str, Connection] = {}
-        self._probing = probing = Probing(
+        self.probing = Probing(
             agent=lambda: self.agent,
             open_connection=self.open,
             settle=self.settle,
@@ -93,7 +92,6 @@ class Connections:
             memory=probe_memory,
         )
         self._synchronize = probe_memory.synchronize
-        self.runs, self.probes = probing.runs, probing.waiting
         self.fence_words = FenceWords()
 
     @property
@@ -105,21 +103,12 @@ class Connections:
                 [
                     *self._memory,
                     self.fence_words.memory,
-                    *(slots.memory for slots in self._probing.scratch.values()),
+                    *(slots.memory for slots in self.probing.scratch.values()),
                 ],
                 self.fence_words.rows,
                 self._synchronize,
             )
         return self._agent
-
-    @property
-    def hanging_since(self) -> float | None:
-        """Return :attr:`Probing.hanging_since`."""
-        return self._probing.hanging_since
-
-    def probe(self, metadata: EngineMetadata, future: Future[ProbeResult]) -> None:
-        """Probe a peer when its turn comes; see :meth:`Probing.probe`."""
-        self._probing.probe(metadata, future)
 
     def check(self, metadata: EngineMetadata, future: Future[ProbeResult]) -> None:
         """Check that a connection still carries data; see :meth:`Probing.check`.
@@ -134,11 +123,7 @@ class Connections:
                     failure = _replaced(metadata.engine_id, engine_id)
                     answer(future, ProbeResult(metadata.engine_id, (), failure))
                     return
-        self._probing.check(metadata, future)
-
-    def step(self) -> bool:
-        """Go on with all warm-ups, probes and checks; return whether to come back soon."""
-        return self._probing.step()
+        self.probing.check(metadata, future)
 
     def open(self, metadata: EngineMetadata) -> Connection:
         """Return the peer's connection; a new one begins with its warm-up.
@@ -159,7 +144,7 @@ class Connections:
         if connection.notice:
             logger.warning("%s: %s", metadata.engine_id, connection.notice)
         self.by_engine[metadata.engine_id] = connection
-        self._probing.warm_up(connection, self._warm_up_done)
+        self.probing.warm_up(connection, self._warm_up_done)
         return connection
 
     def break_off(self, connection: Connection, failure: Failure) -> None:
@@ -184,7 +169,7 @@ class Connections:
         failure = connection.broken or result.failure
         if failure is not None:
             self.break_off(connection, failure)
-            self._probing.not_warmed(connection.engine_id, failure)
+            self.probing.not_warmed(connection.engine_id, failure)
         self._warmed(connection, failure)
         connection.waiting = None
 
@@ -216,7 +201,7 @@ class Connections:
             AgentSurvivedError: nothing was changed, and its transfers may still write.
         """
         if final:
-            self._probing.refuse(failure)
+            self.probing.refuse(failure)
         self._destroy(writing)
         cut = [
             connection for connection in self.by_engine.values() if connection.waiting is not None
@@ -225,7 +210,7 @@ class Connections:
         for connection in connections.values():
             connection.broken = connection.broken or failure
             connection.sources.clear()
-        self._probing.cut(failure, final=final)
+        self.probing.cut(failure, final=final)
         self.fence_words.reset()
         return cut
 

@@ -173,7 +173,7 @@ class Receiver:
         shards whose KV has just landed.
         """
         future: Future[ProbeResult] = Future()
-        start = self._connections.check if check else self._connections.probe
+        start = self._connections.check if check else self._connections.probing.probe
         self._thread.put(partial(start, peer, future))
         if self._thread.dead is not None:
             self._thread.drain()

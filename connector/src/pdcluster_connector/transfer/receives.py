@@ -147,7 +147,7 @@ class Receives:
         moved = self.transfers.post_some()
         moved = self.transfers.poll() or moved
         if self._probing:
-            moved = self.connections.step() or moved
+            moved = self.connections.probing.step() or moved
             self._agent_rebuild.look_at_probes(self.options.drain_deadline_seconds)
         if self._draining:
             moved = self._agent_rebuild.carry_out_if_due() or moved
@@ -160,7 +160,7 @@ class Receives:
 
     @property
     def _probing(self) -> bool:
-        return bool(self.connections.runs or self.connections.probes)
+        return bool(self.connections.probing.runs or self.connections.probing.waiting)
 
     @property
     def _draining(self) -> bool:
