@@ -291,8 +291,9 @@ class Commands:
 
     def readers(self) -> int:
         """Decode ranks whose claims on this engine's leases have come, and that still read."""
-        leases = self._scheduler.connector._scheduler._leases._table._leases
-        return sum(len(lease.readers) for lease in leases.values())
+        leases = self._scheduler.connector._scheduler._leases
+        held = [*leases._armed.values(), *leases._granted.values()]
+        return sum(len(lease.readers) for lease in held)
 
     def free_blocks(self) -> int:
         return self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()

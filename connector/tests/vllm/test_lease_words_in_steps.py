@@ -134,7 +134,7 @@ def test_a_request_without_a_word_gets_no_ticket(engines: Any) -> None:
     """More leases than words: decode could not tell whether they stand, so it computes itself."""
     engine = engines("producer")
     leases = engine.connector._scheduler._leases
-    leases._table._free[:] = [5]
+    leases._free[:] = [5]
     watched = Watched(engine)
     for name in ("a", "b"):
         engine.add(name, prompt(40, first=ord(name)), PREFILL)
