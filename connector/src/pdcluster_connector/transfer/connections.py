@@ -81,16 +81,7 @@ class Connections:
         self._answer = answer
         self._agent: ReadingAgent | None = None
         self.by_engine: dict[str, Connection] = {}
-        self.probing = Probing(
-            agent=lambda: self.agent,
-            open_connection=self.open,
-            settle=self.settle,
-            failed=self._probe_failed,
-            clock=receives.clock,
-            probe_seconds=receives.options.probe_seconds,
-            check_seconds=receives.options.check_seconds,
-            memory=probe_memory,
-        )
+        self.probing = Probing(self, receives.options, receives.clock, probe_memory)
         self._synchronize = probe_memory.synchronize
         self.fence_words = FenceWords()
 
@@ -161,7 +152,8 @@ class Connections:
             self._agent.close_connection(connection)
             self._closed(connection)
 
-    def _probe_failed(self, connection: Connection, failure: Failure) -> None:
+    def probe_failed(self, connection: Connection, failure: Failure) -> None:
+        """Take in that a connection has failed a probe or a check."""
         self.break_off(connection, failure)
         self._warmed(connection, failure)
 

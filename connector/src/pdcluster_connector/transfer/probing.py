@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import NixlError
@@ -29,8 +29,11 @@ from pdcluster_connector.nixl_io.serving_agent import (
 )
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.transfer.job import Slots
+from pdcluster_connector.transfer.job import ReceiverOptions, Slots
 from pdcluster_connector.transfer.transfers import release
+
+if TYPE_CHECKING:
+    from pdcluster_connector.transfer.connections import Connections
 
 logger = logging.getLogger(__name__)
 
@@ -199,11 +202,8 @@ class Probing:
     """Runs the reads and answers those that asked for them.
 
     Args:
-        agent: returns the reading agent; may raise NixlError.
-        open_connection: returns a peer's connection; may raise PlanError and NixlError.
-        settle: called when a run is over and its connection may have to close.
-        failed: called when a connection has failed a probe or a check.
-        probe_seconds, check_seconds: how long one may take.
+        connections: of the same worker.
+        options: how long a probe and a check may take.
         memory: what the reads go into: where this engine's KV lives.
 
     Attributes:
@@ -214,23 +214,14 @@ class Probing:
 
     def __init__(
         self,
-        *,
-        agent: Callable[[], ReadingAgent],
-        open_connection: Callable[[EngineMetadata], Connection],
-        settle: Callable[[Connection], None],
-        failed: Callable[[Connection, Failure], None],
+        connections: Connections,
+        options: ReceiverOptions,
         clock: Callable[[], float],
-        probe_seconds: float,
-        check_seconds: float,
         memory: ProbeMemory,
     ) -> None:
-        self._agent = agent
-        self._open = open_connection
-        self._settle = settle
-        self._failed = failed
+        self._connections = connections
+        self._options = options
         self._clock = clock
-        self._probe_seconds = probe_seconds
-        self._check_seconds = check_seconds
         self.scratch = {
             WARM_UP_BYTES: Slots(WARM_UP_BYTES, WARM_UP_SLOTS, memory),
             PROBE_BYTES: Slots(PROBE_BYTES, PROBE_SLOTS, memory),
@@ -280,7 +271,7 @@ class Probing:
             answer(future, ProbeResult(metadata.engine_id, (), self._over))
             return
         try:
-            connection = self._open(metadata)
+            connection = self._connections.open(metadata)
             if connection.broken is not None or connection.waiting is not None:
                 answer(future, ProbeResult(metadata.engine_id, (), connection.broken))
             else:
@@ -295,7 +286,7 @@ class Probing:
             if not run.step():
                 moved = True
                 self.runs.remove(run)
-                self._settle(run.connection)
+                self._connections.settle(run.connection)
             elif not run.reported and not run.check:
                 moved = True  # its time is measured, so look again soon
         return self._next_probe() or moved
@@ -342,7 +333,7 @@ class Probing:
                 continue
             runs = len(self.runs)
             try:
-                connection = self._open(metadata)
+                connection = self._connections.open(metadata)
                 if connection.waiting is not None and connection.broken is None:
                     if len(self.runs) > runs:
                         return True
@@ -365,7 +356,7 @@ class Probing:
         def done(connection: Connection, result: ProbeResult) -> None:
             failure = result.failure
             if failure is not None and failure is not NO_ROOM and connection.broken is None:
-                self._failed(connection, failure)
+                self._connections.probe_failed(connection, failure)
             answer(future, result)
 
         return done
@@ -379,11 +370,11 @@ class Probing:
         check: bool = False,
     ) -> ProbeRun:
         run = ProbeRun(
-            self._agent(),
+            self._connections.agent,
             connection,
             self.scratch[size],
             size=size,
-            seconds=self._check_seconds if check else self._probe_seconds,
+            seconds=self._options.check_seconds if check else self._options.probe_seconds,
             clock=self._clock,
             done=done,
             check=check,
