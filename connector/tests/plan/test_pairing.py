@@ -73,7 +73,7 @@ def test_pieces_are_as_few_as_the_two_grids_allow(ours: int, theirs: int, length
     prefill = BlockList(range(-(-length // ours)), ours)
     decode = BlockList(range(-(-length // theirs)), theirs)
     boundaries = {t for t in range(1, length) if t % ours == 0 or t % theirs == 0}
-    assert len(pair_blocks(prefill, decode, 0, length)) == len(boundaries) + 1
+    assert len(pair_blocks(prefill, decode, 0, length).tokens) == len(boundaries) + 1
 
 
 def test_a_hit_that_decode_lists_or_leaves_out_pairs_alike() -> None:
@@ -86,7 +86,7 @@ def test_a_hit_that_decode_lists_or_leaves_out_pairs_alike() -> None:
 
 
 def test_an_empty_interval_needs_no_block() -> None:
-    assert len(pair_blocks(BlockList([], 16), BlockList([], 16), 5, 5)) == 0
+    assert len(pair_blocks(BlockList([], 16), BlockList([], 16), 5, 5).tokens) == 0
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ class World:
             "receives": sum(len(r._receives.jobs) for r in receivers),
             "known peers": sum(len(book._peers) for book in books),
             "outboxes": sum(len(d._leases._outboxes) for d in self.decodes.values()),
-            "tickets in use": sum(len(d.tickets) for d in self.decodes.values()),
+            "tickets in use": sum(len(d.tickets.held) for d in self.decodes.values()),
             "leases": sum(p.leases.held + p.leases.armed for p in self.prefills.values()),
             "prefill blocks in use": sum(
                 self.size.num_blocks - 1 - len(p.free) for p in self.prefills.values()

@@ -54,7 +54,7 @@ class Rig:
         self.prefill.give_up(SEED, BLOCKS, TOKENS, word)
 
     def free_words(self) -> int:
-        return self.decode.receiver._connections.fence_words.free
+        return len(self.decode.receiver._connections.fence_words.free)
 
     def right(self) -> bool:
         return self.decode.cache.wrong_tokens(SEED, OWN, 0, TOKENS) == []

@@ -123,7 +123,7 @@ def test_without_room_for_all_lease_words_a_receive_fails_and_keeps_none() -> No
     prefill = Prefill(bench.fabric, "p/1", tensor=2, **CACHE)
     bench.peers.table["p/1"] = prefill.metadata
     assert bench.send(prefill) in bench.take().received
-    free = bench.connections.fence_words._free
+    free = bench.connections.fence_words.free
     taken = [free.pop() for _ in range(len(free) - 1)]
     request = bench.send(prefill)
     failure = bench.take().failed[request]
@@ -235,7 +235,7 @@ def test_the_place_of_a_lease_word_that_nobody_can_observe_goes_to_no_other_read
     bench = Bench(ReceiverOptions(drain_deadline_seconds=1e6))
     prefill, slow = bench.prefill("p/1"), bench.prefill("slow/1")
     assert bench.send(prefill) in bench.take().received
-    free = bench.connections.fence_words.free
+    free = len(bench.connections.fence_words.free)
     bench.hanging.add(slow.engine_id)
     bench.send(slow)
     as_before, handles = bench.fabric.behave, bench.fabric.open_handles()
@@ -243,11 +243,11 @@ def test_the_place_of_a_lease_word_that_nobody_can_observe_goes_to_no_other_read
         Behaviour(poll_error=NixlErrorKind.LOST) if transfer.nbytes == 8 else as_before(transfer)
     )
     lost = bench.send(prefill)
-    assert bench.connections.fence_words.free == free - 1
+    assert len(bench.connections.fence_words.free) == free - 1
     assert bench.fabric.open_handles() == handles + 1
     bench.fabric.behave = as_before
     bench.pass_time(5.0)
-    assert bench.connections.fence_words.free == free
+    assert len(bench.connections.fence_words.free) == free
     assert bench.take().failed[lost].reason is Reason.BACKEND_ERROR
 
 

@@ -158,7 +158,7 @@ def test_requests_through_every_fault(requests: int) -> None:
     assert engine.fabric.open_handles() == 0
     assert engine.fabric.open_dlists() <= 4  # the live incarnation's link, and the agent's own
     words = engine.decode.receiver._connections.fence_words
-    assert words.free == FENCE_WORDS, "places of lease words were lost"
+    assert len(words.free) == FENCE_WORDS, "places of lease words were lost"
     assert [t for t in engine.fabric.flying if t.agent.startswith("decode")] == []
     assert threading.active_count() == threads
     assert engine.decode.receiver.close()

@@ -53,13 +53,13 @@ def test_the_last_user_releases_once() -> None:
     book = DecodeLeases(sender, 60.0, clock)
     book.use(ticket())
     book.use(ticket())
-    assert len(book) == 1
+    assert len(book.held) == 1
     book.done(ticket())
     assert [kind for kind, _, _ in sender.sent] == ["renew", "renew"]
     assert not book.is_spent(ticket())
     book.done(ticket())
     assert sender.sent[-1] == ("release", "e/1@h:5/r#7", 160.0)
-    assert len(book) == 0
+    assert len(book.held) == 0
     assert book.is_spent(ticket())
     book.use(ticket())
     book.done(ticket())

@@ -282,7 +282,7 @@ def test_a_ticket_of_no_use_is_released_before_its_prompt_has_its_turn(engines: 
     decode.connector.reset_cache()
     decode.step()
     decode.step()
-    assert len(decode.connector._scheduler.decode._tickets) == 0
+    assert len(decode.connector._scheduler.decode._tickets.held) == 0
     assert waiting(decode) > 5
     first_steps(decode, names)
     assert decode.prompts()["local", "CacheReset"] == 12

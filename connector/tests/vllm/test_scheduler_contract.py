@@ -151,7 +151,7 @@ def test_abort_in_every_state(pair: Any, moment: str) -> None:
     assert released(prefill)
     assert decode.connector._scheduler.decode._requests == {}
     assert decode.connector._scheduler.decode._aborted == {}
-    assert len(decode.connector._scheduler.decode._tickets) == 0
+    assert len(decode.connector._scheduler.decode._tickets.held) == 0
 
 
 def test_a_request_that_the_serving_layer_rejects_releases_its_ticket(pair: Any) -> None:

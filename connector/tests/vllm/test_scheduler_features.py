@@ -42,7 +42,7 @@ def nothing_left(prefill: ContractEngine, decode: ContractEngine, blocks: int = 
     assert prefill.connector._scheduler.prefill._leases.armed == 0
     assert prefill.connector._scheduler.prefill.leases_held == 0
     role = decode.connector._scheduler.decode
-    assert (role._requests, role._aborted, len(role._tickets)) == ({}, {}, 0)
+    assert (role._requests, role._aborted, len(role._tickets.held)) == ({}, {}, 0)
 
 
 @pytest.mark.parametrize("moment", ["never", "waiting", "parked", "landed", "decoding"])

@@ -59,9 +59,6 @@ class Pairs:
     decode: PairedSide
     tokens: Int32
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
 
 def pair_blocks(prefill: BlockList, decode: BlockList, start: int, stop: int) -> Pairs:
     """Pair both lists' blocks over the tokens [start, stop).

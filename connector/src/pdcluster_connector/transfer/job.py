@@ -199,22 +199,17 @@ class Slots:
         whole, size = self._buffer.memory, self._size
         return np.array([[whole.address, size, whole.device, size, self._count]], np.uint64)
 
-    @property
-    def free(self) -> int:
-        """Return how many slots are free."""
-        return len(self._free)
-
     def reset(self) -> None:
         """Take all slots back: the agent that could write into them is destroyed."""
-        self._free = list(range(self._count))
+        self.free = list(range(self._count))
 
     def take(self) -> int | None:
         """Return a free slot; None when all are taken."""
-        return self._free.pop() if self._free else None
+        return self.free.pop() if self.free else None
 
     def give_back(self, slot: int) -> None:
         """Return a slot."""
-        self._free.append(slot)
+        self.free.append(slot)
 
     def cleared(self, slot: int, length: int) -> MemoryRange:
         """Write zeros to the first ``length`` bytes of a slot; return where they are."""

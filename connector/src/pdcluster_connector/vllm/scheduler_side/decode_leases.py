@@ -64,7 +64,7 @@ class _Lease:
 
 
 class DecodeLeases:
-    """Not thread-safe. ``clock`` gives monotonic seconds."""
+    """Not thread-safe. ``clock`` gives monotonic seconds. ``held`` are the tickets in use."""
 
     def __init__(
         self, leases: LeaseClient, lease_seconds: float, clock: Callable[[], float]
@@ -72,15 +72,11 @@ class DecodeLeases:
         self._leases = leases
         self._lease_seconds = lease_seconds
         self._clock = clock
-        self._held: dict[_Key, _Lease] = {}
+        self.held: dict[_Key, _Lease] = {}
         self._spent: OrderedDict[_Key, None] = OrderedDict()
         self._renewed: dict[str, float] = {}
         self._lost: dict[str, Failure] = {}
         self._renew_at = math.inf
-
-    def __len__(self) -> int:
-        """Tickets in use."""
-        return len(self._held)
 
     def is_spent(self, ticket: Ticket) -> bool:
         """Whether the ticket was released already."""
@@ -93,7 +89,7 @@ class DecodeLeases:
         """
         key, now = _key(ticket), self._clock()
         length = min(self._lease_seconds, ticket.lease_seconds)
-        lease = self._held.setdefault(key, _Lease(ticket, length, now + length))
+        lease = self.held.setdefault(key, _Lease(ticket, length, now + length))
         lease.users += 1
         self._renew(lease)
         self._renew_at = min(self._renew_at, lease.renew_at)
@@ -101,14 +97,14 @@ class DecodeLeases:
     def objection(self, ticket: Ticket) -> Failure | None:
         """Why the KV of a ticket in use must not be read any more; None if it may be."""
         self.hear()
-        lease = self._held.get(_key(ticket))
+        lease = self.held.get(_key(ticket))
         if lease is None or lease.lost is not None:
             return _LOST[Standing.GONE] if lease is None else lease.lost
         return _EXPIRED if self._clock() >= lease.until else None
 
     def is_claimed(self, ticket: Ticket) -> bool:
         """Whether prefill has acknowledged the lease of a ticket in use for this engine."""
-        lease = self._held.get(_key(ticket))
+        lease = self.held.get(_key(ticket))
         return lease is not None and lease.claimed
 
     def park(self, ticket: Ticket, request_id: str) -> tuple[float, bool]:
@@ -116,19 +112,19 @@ class DecodeLeases:
 
         Returns (seconds until the lease ends, whether it is claimed).
         """
-        lease = self._held[_key(ticket)]
+        lease = self.held[_key(ticket)]
         lease.parked.add(request_id)
         return lease.until - self._clock(), lease.claimed
 
     def done(self, ticket: Ticket, request_id: str = "") -> None:
         """Count one request less; the last one releases the ticket."""
         key = _key(ticket)
-        lease = self._held[key]
+        lease = self.held[key]
         lease.parked.discard(request_id)
         lease.users -= 1
         if lease.users > 0:
             return
-        del self._held[key]
+        del self.held[key]
         if key in self._spent:
             return
         self._spent[key] = None
@@ -140,7 +136,7 @@ class DecodeLeases:
     def hear(self) -> None:
         """Take in what prefill engines have answered."""
         for answer in self._leases.answers():
-            lease = self._held.get((answer.engine_id, answer.request_id, answer.token))
+            lease = self.held.get((answer.engine_id, answer.request_id, answer.token))
             if lease is None or lease.lost is not None:
                 continue
             if answer.standing is Standing.HELD:
@@ -171,10 +167,10 @@ class DecodeLeases:
         now = self._clock()
         if now < self._renew_at:
             return
-        for lease in self._held.values():
+        for lease in self.held.values():
             if lease.renew_at <= now:
                 self._renew(lease)
-        self._renew_at = min((lease.renew_at for lease in self._held.values()), default=math.inf)
+        self._renew_at = min((lease.renew_at for lease in self.held.values()), default=math.inf)
 
     def _renew(self, lease: _Lease) -> None:
         ticket, period = lease.ticket, lease.seconds / RENEWALS_PER_LEASE
