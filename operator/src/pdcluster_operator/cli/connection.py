@@ -17,16 +17,16 @@ def connected(context: str | None, command: Callable[[KubeClient], Awaitable[Exi
     Args:
         context: of the kubeconfig; None is its current one.
     """
-    return asyncio.run(_connected(context, command))
 
-
-async def _connected(context: str | None, command: Callable[[KubeClient], Awaitable[Exit]]) -> Exit:
-    try:
-        configuration = await find_configuration(context=context)
-    except NotConnected as error:
-        raise UserError(str(error), Exit.MACHINE) from error
-    async with KubeClient(configuration) as client:
+    async def run() -> Exit:
         try:
-            return await command(client)
-        except ApiError as error:
-            raise UserError(f"the API server: {error}", Exit.REQUEST_FAILED) from error
+            configuration = await find_configuration(context=context)
+        except NotConnected as error:
+            raise UserError(str(error), Exit.MACHINE) from error
+        async with KubeClient(configuration) as client:
+            try:
+                return await command(client)
+            except ApiError as error:
+                raise UserError(f"the API server: {error}", Exit.REQUEST_FAILED) from error
+
+    return asyncio.run(run())

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,33 +17,12 @@ from pdcluster_operator.adapters.engine_authority import (
     with_certificates,
 )
 from pdcluster_operator.adapters.engines_http import EnginesHttp
-from pdcluster_operator.api.object_names import (
-    ENGINE_METRICS_PORT,
-    HTTP_PORT,
-    KIND,
-    LAUNCHER_PORT,
-    ROUTER_METRICS_PORT,
-    SCALER_KIND,
-    SIDE_CHANNEL_PORT,
-    certificates_name,
-    ticket_key_name,
-)
+from pdcluster_operator.api import object_names as names
 from pdcluster_operator.local.addresses import AddressBook, Names
 from pdcluster_operator.local.api_server import LocalApi, Manifest
 from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.local.kubelet import Kubelet
-from pdcluster_operator.plan.types import (
-    ConnectorBundle,
-    Delete,
-    Event,
-    HeldCertificates,
-    RestartPod,
-    ScalerStatus,
-    TicketKey,
-    TryOut,
-    WriteCertificates,
-    WriteTicketKey,
-)
+from pdcluster_operator.plan import types
 from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.interfaces import Key
@@ -52,8 +30,12 @@ from pdcluster_operator.runtime.queue import Backoff
 from pdcluster_operator.runtime.reconcile import Place
 
 POD_PORTS = (
-    HTTP_PORT, LAUNCHER_PORT, ENGINE_METRICS_PORT, SIDE_CHANNEL_PORT, ROUTER_METRICS_PORT,
-)  # fmt: skip
+    names.HTTP_PORT,
+    names.LAUNCHER_PORT,
+    names.ENGINE_METRICS_PORT,
+    names.SIDE_CHANNEL_PORT,
+    names.ROUTER_METRICS_PORT,
+)
 NOT_SIMULATED = (
     "container images (pods run this machine's Python and vllm-router)",
     "resource limits and GPU isolation",
@@ -94,7 +76,7 @@ class LocalCluster:
     def __init__(
         self,
         folder: Path,
-        connector: ConnectorBundle,
+        connector: types.ConnectorBundle,
         say: Callable[[str], None],
         *,
         first_address: str = "127.0.0.2",
@@ -116,7 +98,6 @@ class LocalCluster:
             backoff=Backoff(last=10.0),
             place=Place(one_node=True),
         )
-        self._controllers: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         await self._engines.__aenter__()
@@ -133,10 +114,8 @@ class LocalCluster:
 
     async def stop(self, grace: float) -> None:
         """End the operator, then every process; SIGKILL after ``grace`` seconds."""
-        if self._controllers is not None:
-            self._controllers.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._controllers
+        self._controllers.cancel()
+        await asyncio.gather(self._controllers, return_exceptions=True)
         await self.loop.stop()
         await self.kubelet.stop(grace)
 
@@ -148,7 +127,7 @@ class LocalCluster:
 
     def cluster(self, key: Key) -> Manifest:
         """Return the live PDCluster."""
-        return self.api.get(KIND, key.namespace, key.name) or {}
+        return self.api.get(names.KIND, key.namespace, key.name) or {}
 
 
 def container_environment() -> dict[str, str]:
@@ -166,34 +145,34 @@ class _ApiPort:
         self._authority = authority
 
     async def read_uid(self, key: Key) -> str | None:
-        live = self._api.get(KIND, key.namespace, key.name)
+        live = self._api.get(names.KIND, key.namespace, key.name)
         return None if live is None else str(live["metadata"]["uid"])
 
-    async def read_ticket_key(self, key: Key, uid: str) -> TicketKey | None:
-        live = self._api.get("Secret", key.namespace, ticket_key_name(key.name))
+    async def read_ticket_key(self, key: Key, uid: str) -> types.TicketKey | None:
+        live = self._api.get("Secret", key.namespace, names.ticket_key_name(key.name))
         return None if live is None else ticket_key_of(live)
 
-    async def write_ticket_key(self, step: WriteTicketKey) -> None:
+    async def write_ticket_key(self, step: types.WriteTicketKey) -> None:
         metadata = step.manifest["metadata"]
         live = self._api.get("Secret", metadata["namespace"], metadata["name"])
         self._api.apply(with_a_new_key(step, live))
 
-    async def read_certificates(self, key: Key, uid: str) -> HeldCertificates:
-        live = self._api.get("Secret", key.namespace, certificates_name(key.name))
+    async def read_certificates(self, key: Key, uid: str) -> types.HeldCertificates:
+        live = self._api.get("Secret", key.namespace, names.certificates_name(key.name))
         return held_certificates(live, self._authority)
 
-    async def write_certificates(self, step: WriteCertificates) -> HeldCertificates:
+    async def write_certificates(self, step: types.WriteCertificates) -> types.HeldCertificates:
         secret = self._api.apply(with_certificates(step, self._authority))
         return held_certificates(secret, self._authority)
 
     async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> Mapping[str, Any]:
         return self._api.apply(dict(manifest))
 
-    async def try_out(self, step: TryOut) -> None:
+    async def try_out(self, step: types.TryOut) -> None:
         """Refuse nothing: this API has no schemas and no quotas."""
 
-    async def delete(self, step: Delete | RestartPod) -> None:
-        kind = step.kind if isinstance(step, Delete) else "Pod"
+    async def delete(self, step: types.Delete | types.RestartPod) -> None:
+        kind = step.kind if isinstance(step, types.Delete) else "Pod"
         self._api.delete(
             kind, step.namespace, step.name, uid=step.uid, resource_version=step.resource_version
         )
@@ -201,12 +180,14 @@ class _ApiPort:
     async def write_status(
         self, key: Key, uid: str, status: Mapping[str, Any], version: str = ""
     ) -> None:
-        self._api.set_status(KIND, key.namespace, key.name, dict(status), uid)
+        self._api.set_status(names.KIND, key.namespace, key.name, dict(status), uid)
 
-    async def write_scaler_status(self, key: Key, scaler: ScalerStatus) -> None:
-        self._api.set_status(SCALER_KIND, key.namespace, key.name, dict(scaler.status), scaler.uid)
+    async def write_scaler_status(self, key: Key, scaler: types.ScalerStatus) -> None:
+        self._api.set_status(
+            names.SCALER_KIND, key.namespace, key.name, dict(scaler.status), scaler.uid
+        )
 
 
 class _Events:
-    async def publish(self, cluster: Mapping[str, Any], events: Iterable[Event]) -> None:
+    async def publish(self, cluster: Mapping[str, Any], events: Iterable[types.Event]) -> None:
         """Publish nothing: the terminal shows conditions, which hold the same facts."""

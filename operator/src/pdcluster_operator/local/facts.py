@@ -6,7 +6,6 @@ so it takes about a second.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -32,7 +31,6 @@ from pdcluster_operator.plan.types import ConnectorBundle, Observed
 
 MODULE = "pdcluster_connector.launcher.host"
 PATIENCE_SECONDS = 30.0
-MOST_NAMES = 10_000
 MODEL = "model"
 OWN_SECRETS = (TICKET_KEY_VOLUME, CERTIFICATE_VOLUME)
 """Volumes of Secrets that the operator makes."""
@@ -201,8 +199,7 @@ def _folder(path: str) -> Folder:
     if not Path(path).is_dir():
         return Folder(path, "is not a folder")
     try:
-        with os.scandir(path) as entries:
-            names = frozenset(entry.name for entry in itertools.islice(entries, MOST_NAMES))
+        names = frozenset(os.listdir(path))
         os.stat(Path(path, "config.json"))
     except FileNotFoundError:
         return Folder(path, "", names)

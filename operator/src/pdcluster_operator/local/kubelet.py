@@ -48,7 +48,6 @@ class Kubelet:
         self.api, self.addresses, self.folder = api, addresses, folder
         self.resolve, self.environment = resolve, environment
         self._pods: dict[str, PodRun] = {}
-        self._ends: set[asyncio.Task[None]] = set()
         api.watch(self._on_event)
 
     def logs(self) -> dict[str, Path]:
@@ -72,20 +71,17 @@ class Kubelet:
     def _on_event(self, event: str, pod: Manifest) -> None:
         if pod["kind"] != "Pod" or event == "DELETED":
             return
-        metadata = pod["metadata"]
-        if metadata["uid"] not in self._pods:
-            self._pods[metadata["uid"]] = PodRun(self, pod)
-        elif "deletionTimestamp" in metadata:
-            task = asyncio.ensure_future(self._end(pod))
-            self._ends.add(task)
-            task.add_done_callback(self._ends.discard)
+        uid = pod["metadata"]["uid"]
+        if uid not in self._pods:
+            self._pods[uid] = PodRun(self, pod)
+        elif "deletionTimestamp" in pod["metadata"] and not self._pods[uid].ending:
+            self._pods[uid].ending = asyncio.ensure_future(self._end(uid))
 
-    async def _end(self, pod: Manifest) -> None:
-        run = self._pods[pod["metadata"]["uid"]]
-        if not run.ending:
-            await run.stop(float(pod["spec"].get("terminationGracePeriodSeconds", 30)))
-            del self._pods[pod["metadata"]["uid"]]
-            self.api.finalize(pod)
+    async def _end(self, uid: str) -> None:
+        pod = self._pods[uid].pod
+        await self._pods[uid].stop(float(pod["spec"].get("terminationGracePeriodSeconds", 30)))
+        del self._pods[uid]
+        self.api.finalize(pod)
 
 
 class PodRun:
@@ -94,13 +90,12 @@ class PodRun:
     def __init__(self, kubelet: Kubelet, pod: Manifest) -> None:
         self.pod, self.name, self._kubelet = pod, pod["metadata"]["name"], kubelet
         self.containers: list[Container] = []
-        self.ending = False
+        self.ending: asyncio.Future[None] | None = None
         self._address = ""
         self._task = asyncio.ensure_future(self._run())
 
     async def stop(self, grace: float) -> None:
         """End the pod's processes and its restarts."""
-        self.ending = True
         self._task.cancel()
         await asyncio.gather(*(container.stop(grace) for container in self.containers))
 
