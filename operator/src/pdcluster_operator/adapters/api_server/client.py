@@ -18,15 +18,7 @@ import math
 import random
 import re
 import time
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterable,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlencode
@@ -94,7 +86,7 @@ class KubeClient:
     def __init__(
         self,
         configuration: client.Configuration,
-        seen: Seen | None = None,
+        seen: Seen = lambda *_: None,
         *,
         connections: int = 0,
     ) -> None:
@@ -102,16 +94,15 @@ class KubeClient:
         self._configuration = configuration
         self._connections = connections
         self._client = client.ApiClient(configuration)
-        self._http: aiohttp.ClientSession | None = None
         self._overload = Overload()
 
     async def __aenter__(self) -> Self:
+        self._http = self._session()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._client.close()  # type: ignore[no-untyped-call]
-        if self._http is not None:
-            await self._http.close()
+        await self._http.close()
 
     async def call(
         self,
@@ -143,7 +134,7 @@ class KubeClient:
 
     async def pages(
         self, path: str, selection: Mapping[str, str], most: int
-    ) -> AsyncIterator[dict[str, Any]]:
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield each page of a LIST, with ``most`` objects; errors are those of :meth:`call`."""
         query = {**selection, "limit": str(most)}
         while True:
@@ -193,8 +184,6 @@ class KubeClient:
     ) -> aiohttp.ClientResponse:
         """Send a request; return the answer, whose body was not read."""
         configuration = self._configuration
-        if self._http is None:
-            self._http = self._session()
         headers = await self._headers(method, path, content)
         question = f"?{urlencode(query)}" if query else ""
         return await self._http.request(
@@ -248,8 +237,7 @@ class KubeClient:
             said = str(error) or type(error).__name__
             raise ApiError("ApiServerUnreachable", f"{method} {path}: {said}") from error
         finally:
-            if self._seen is not None:
-                self._seen(method, path, status, time.monotonic() - started)
+            self._seen(method, path, status, time.monotonic() - started)
 
 
 def namespace_of(path: str) -> str:
@@ -405,7 +393,7 @@ def _shallow_parts(text: bytes) -> Iterator[bytes]:
         yield text[written:]
 
 
-async def shallow(lines: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+async def shallow(lines: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
     """Yield each line of a stream, as a document that any parser can read."""
     async for line in lines:
         try:
