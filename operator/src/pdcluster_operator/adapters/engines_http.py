@@ -72,7 +72,6 @@ class EnginesHttp:
         self._mounted: Watched[ssl.SSLContext] | None = None
         self._clock = clock
         self._context: tuple[float, ssl.SSLContext] | None = None
-        self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         # Each launcher holds one connection until something changes, so there may be many.
@@ -82,8 +81,7 @@ class EnginesHttp:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._http is not None:
-            await self._http.close()
+        await self._http.close()
 
     async def changes(self, target: Target, seen: str, *, wait: bool) -> ChangesReport:
         """See :class:`..runtime.interfaces.Launchers`."""
@@ -113,8 +111,6 @@ class EnginesHttp:
         body: bytes | None = None,
         timeout: aiohttp.ClientTimeout | None = None,  # noqa: ASYNC109 - the session's own kind
     ) -> bytes:
-        if self._http is None:
-            raise LauncherError("the client is not open")
         url = f"{target.url}{path}"
         try:
             async with self._http.request(
