@@ -12,6 +12,7 @@ import pytest
 from simulated_cluster import CheckedMemo, SimulatedCluster, manifest
 
 from pdcluster_operator.plan import connectors, planner
+from pdcluster_operator.plan.builders import engine_objects
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects import drift
 from pdcluster_operator.plan.observed import links
@@ -37,7 +38,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         (drift, "is_applied"),
         (revisions, "pairing_key"),
         (targets, "build_engine_pod"),
-        (wanted_children, "build_engine_statefulset"),
+        (engine_objects, "build_engine_statefulset"),
         (connectors, "build_connector_configmap"),
         (wanted_children, "stamped"),
         (links, "_pair"),
