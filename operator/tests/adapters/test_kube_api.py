@@ -219,7 +219,7 @@ async def test_a_deletion_takes_only_what_was_seen(real, api, live):
     seen = {"uid": metadata["uid"], "resource_version": metadata["resourceVersion"]}
 
     def step(**change):
-        where = ("v1", "Service", metadata["namespace"], metadata["name"])
+        where = ("Service", metadata["namespace"], metadata["name"])
         return Delete(*where, **{**seen, **change}, why="a test")
 
     for change in ({"uid": "another"}, {"resource_version": "1"}):

@@ -19,7 +19,6 @@ from pdcluster_operator.plan.forecast.course import Course, Replaced, Round
 from pdcluster_operator.plan.types import (
     Apply,
     Delete,
-    RestartPod,
     Step,
     TryOut,
     WriteCertificates,
@@ -35,8 +34,8 @@ CASES = [
     (WriteTicketKey(SECRET, rotate=False, why="why"), ("write", "Secret", "keys")),
     (WriteCertificates(SECRET, {}, 0.0, 1.0, "why"), ("write", "Secret", "keys")),
     (TRIAL, ("try, then apply", "ControllerRevision", "revision")),
-    (Delete("v1", "Service", "ns", "old", "u", "1", "why"), ("delete", "Service", "old")),
-    (RestartPod("ns", "pod-0", "u", "1", "why"), ("delete", "Pod", "pod-0")),
+    (Delete("Service", "ns", "old", "u", "1", "why"), ("delete", "Service", "old")),
+    (Delete("Pod", "ns", "pod-0", "u", "1", "why"), ("delete", "Pod", "pod-0")),
 ]
 
 

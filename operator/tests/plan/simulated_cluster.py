@@ -35,7 +35,6 @@ from pdcluster_operator.plan.types import (
     HeldCertificates,
     Observed,
     Plan,
-    RestartPod,
     Step,
     TicketKey,
     TryOut,
@@ -165,7 +164,7 @@ class SimulatedCluster:
         if isinstance(step, TryOut):
             self._apply(copied(dict(step.stored)))
             return
-        if isinstance(step, RestartPod):
+        if step.kind == "Pod":
             del self.pods[step.name]
             return
         child = self.children[step.kind, step.name]

@@ -227,7 +227,7 @@ def test_pods_of_a_template_that_somebody_changed_are_restarted() -> None:
     child["status"]["updateRevision"] = "patched"
     world.pods[engine.pod()]["metadata"]["labels"][POD_REVISION_LABEL] = "patched"
     course = after(world)
-    assert kinds(course) == ["Apply", "RestartPod"]
+    assert kinds(course) == ["Apply", "Delete"]
     assert course.complete
 
 
@@ -268,7 +268,7 @@ def test_an_engine_whose_pods_are_gone_is_not_heard_any_more() -> None:
     engine = engine_of(child)
     assert engine is not None
     assert engine.logical in world.observed().engines
-    world.perform(Delete("apps/v1", kind, "default", name, "", "", "not wanted"), cluster.now)
+    world.perform(Delete(kind, "default", name, "", "", "not wanted"), cluster.now)
     assert world.others_act() == GONE
     assert engine.logical not in world.observed().engines
     assert engine.logical not in world.observed().links
@@ -412,7 +412,7 @@ def test_pods_that_end_hold_their_gpus_until_they_are_gone() -> None:
     world = World(seen(cluster))
     assert world.engines() == (2, 5)
     (engine,) = cluster.leaders("prefill")
-    gone = Delete("apps/v1", "StatefulSet", "default", engine.stateful_set, "", "", "not wanted")
+    gone = Delete("StatefulSet", "default", engine.stateful_set, "", "", "not wanted")
     world.perform(gone, cluster.now)
     assert world.engines() == (2, 5)
     assert world.others_act() == GONE

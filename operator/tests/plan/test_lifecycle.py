@@ -13,7 +13,7 @@ from pdcluster_operator.plan.lifecycle import (
     needs_live_check,
     stage_of,
 )
-from pdcluster_operator.plan.types import Apply, Delete, RestartPod, TryOut, WriteTicketKey, creates
+from pdcluster_operator.plan.types import Apply, Delete, TryOut, WriteTicketKey, creates
 
 
 def cluster(observed: int | None, available: str = "", generation: int = 2) -> dict[str, Any]:
@@ -55,8 +55,8 @@ def test_which_steps_create_an_object() -> None:
     def apply(uid: str) -> Apply:
         return Apply({"kind": "Service", "metadata": {"name": "a"}}, "a test", uid)
 
-    gone = Delete("v1", "Service", "ns", "old", "u", "1", "a test")
-    restart = RestartPod("ns", "pod", "u", "1", "a test")
+    gone = Delete("Service", "ns", "old", "u", "1", "a test")
+    restart = Delete("Pod", "ns", "pod", "u", "1", "a test")
     assert not creates([])
     assert not creates([apply("u"), gone, restart])
     for step in (

@@ -31,7 +31,7 @@ from pdcluster_operator.plan.connectors import (
 )
 from pdcluster_operator.plan.name_conflicts import may_be_taken
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.types import Apply, ConnectorBundle, Delete, RestartPod
+from pdcluster_operator.plan.types import Apply, ConnectorBundle, Delete
 
 OLDER, NEWER = ConnectorBundle("c" * 64, b"older"), ConnectorBundle("d" * 64, b"newer")
 OLD, NEW = "pdcluster-connector-cccccccccccccccc", "pdcluster-connector-dddddddddddddddd"
@@ -239,7 +239,7 @@ def test_a_forged_connector_holds_back_nothing_that_does_not_mount_it() -> None:
 def test_no_pod_is_restarted_with_a_forged_connector() -> None:
     world, name = after_an_upgrade()
     engine = next(key[1] for key in world.children if key[0] == "StatefulSet")
-    step = RestartPod("ns", f"{engine}-0", "u", "1", "a test")
+    step = Delete("Pod", "ns", f"{engine}-0", "u", "1", "a test")
     observed = world.observed()
     assert may_be_taken(step, observed, frozenset())
     assert not may_be_taken(step, observed, {name})

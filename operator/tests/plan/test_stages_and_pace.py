@@ -19,7 +19,6 @@ from pdcluster_operator.plan.status.pace import (
 from pdcluster_operator.plan.types import (
     Apply,
     Delete,
-    RestartPod,
     Step,
     TryOut,
     WriteCertificates,
@@ -38,8 +37,8 @@ def test_what_makes_pods_comes_after_all_that_pods_need() -> None:
     secured = manifest(transfer={"device": "CPU", "tls": "Enabled"})
     steps = list(SimulatedCluster(secured).plan().steps)
     assert any(isinstance(step, WriteCertificates) for step in steps)
-    gone = Delete("v1", "Service", "ns", "old", "u", "1", "a test")
-    restart = RestartPod("ns", "pod", "u", "1", "a test")
+    gone = Delete("Service", "ns", "old", "u", "1", "a test")
+    restart = Delete("Pod", "ns", "pod", "u", "1", "a test")
     random.Random(7).shuffle(steps)
     trial = TryOut((), {"kind": "ControllerRevision"}, beside=False, why="a test")
     staged = stages([restart, gone, trial, *steps])
@@ -53,7 +52,8 @@ def test_what_makes_pods_comes_after_all_that_pods_need() -> None:
         "Service",
         "ServiceAccount",
     }
-    assert kinds[1:] == [{"StatefulSet", "Deployment"}, {"TryOut"}, {"Delete"}, {"RestartPod"}]
+    assert kinds[1:] == [{"StatefulSet", "Deployment"}, {"TryOut"}, {"Delete"}, {"Delete"}]
+    assert staged[-1] == (restart,)
     assert sorted(map(id, (step for stage in staged for step in stage))) == sorted(
         map(id, [restart, gone, trial, *steps])
     )

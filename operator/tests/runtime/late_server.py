@@ -16,7 +16,6 @@ from pdcluster_operator.plan.types import (
     ConnectorBundle,
     Delete,
     HeldCertificates,
-    RestartPod,
     TicketKey,
     TryOut,
     WriteTicketKey,
@@ -88,7 +87,7 @@ class Port:
     async def try_out(self, step: TryOut) -> None:
         await self._travel()
 
-    async def delete(self, step: Delete | RestartPod) -> None:
+    async def delete(self, step: Delete) -> None:
         assert isinstance(step, Delete)
         await self._travel()
         seen = {"uid": step.uid, "resource_version": step.resource_version}

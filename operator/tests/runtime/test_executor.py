@@ -12,7 +12,6 @@ from pdcluster_operator.plan.types import (
     Apply,
     Delete,
     HeldCertificates,
-    RestartPod,
     TicketKey,
     TryOut,
     WriteCertificates,
@@ -68,7 +67,7 @@ class Api:
         if "try out" in self.fail:
             raise ApiError("TemplateRefused", "no pod may be privileged")
 
-    async def delete(self, step: Delete | RestartPod) -> None:
+    async def delete(self, step: Delete) -> None:
         self.begun.append(f"delete {step.name}")
 
 
@@ -106,7 +105,7 @@ async def test_a_stage_that_failed_ends_and_no_other_begins() -> None:
 
 async def test_a_change_and_a_deletion_are_performed_in_order() -> None:
     api = Api()
-    gone = Delete("v1", "Service", "ns", "old", "u", "1", "a test")
+    gone = Delete("Service", "ns", "old", "u", "1", "a test")
     assert await executor_of(api).perform(KEY, [apply("a", uid="u"), gone], [])
     assert api.begun == ["a", "delete old"]
 

@@ -49,7 +49,6 @@ from pdcluster_operator.plan.types import (
     Event,
     HeldCertificates,
     PeerAssignment,
-    RestartPod,
     ScalerStatus,
     TicketKey,
     TryOut,
@@ -134,7 +133,7 @@ class RecordingApi:
     async def try_out(self, step: TryOut) -> None:
         self._write("try out")
 
-    async def delete(self, step: Delete | RestartPod) -> None:
+    async def delete(self, step: Delete) -> None:
         kind = step.kind if isinstance(step, Delete) else "Pod"
         self._write(f"delete {kind}")
         self.api.delete(

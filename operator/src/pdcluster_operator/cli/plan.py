@@ -77,8 +77,6 @@ def in_words(step: types.Step) -> tuple[str, str, str]:
     """Return the verb, kind and name of a step."""
     if isinstance(step, types.Delete):
         return "delete", step.kind, step.name
-    if isinstance(step, types.RestartPod):
-        return "delete", "Pod", step.name
     manifest = step.stored if isinstance(step, types.TryOut) else step.manifest
     verb = {types.Apply: "apply", types.TryOut: "try, then apply"}.get(type(step), "write")
     return verb, str(manifest["kind"]), str(manifest["metadata"]["name"])

@@ -171,11 +171,9 @@ class _ApiPort:
     async def try_out(self, step: types.TryOut) -> None:
         """Refuse nothing: this API has no schemas and no quotas."""
 
-    async def delete(self, step: types.Delete | types.RestartPod) -> None:
-        kind = step.kind if isinstance(step, types.Delete) else "Pod"
-        self._api.delete(
-            kind, step.namespace, step.name, uid=step.uid, resource_version=step.resource_version
-        )
+    async def delete(self, step: types.Delete) -> None:
+        where = step.kind, step.namespace, step.name
+        self._api.delete(*where, uid=step.uid, resource_version=step.resource_version)
 
     async def write_status(
         self, key: Key, uid: str, status: Mapping[str, Any], version: str = ""

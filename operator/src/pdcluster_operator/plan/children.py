@@ -28,7 +28,7 @@ from pdcluster_operator.plan.observed.pods import pods_by_engine, status_of, tex
 from pdcluster_operator.plan.rollout.desired import Desired, live_engines
 from pdcluster_operator.plan.rollout.revisions import REVISION_KIND
 from pdcluster_operator.plan.rollout.wanted_children import Wanted
-from pdcluster_operator.plan.types import Apply, Delete, Manifest, Observed, RestartPod, Step
+from pdcluster_operator.plan.types import Apply, Delete, Manifest, Observed, Step
 
 
 def children_now(
@@ -112,16 +112,19 @@ def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
         if kind == POD_GROUP_KIND and (leaving or desired.kept):
             # A pod that is leaving may restart once more. It needs what it was made with.
             continue
-        metadata = child["metadata"]
-        yield Delete(
-            str(child.get("apiVersion")),
-            kind,
-            str(metadata.get("namespace") or "default"),
-            name,
-            str(metadata.get("uid", "")),
-            str(metadata.get("resourceVersion", "")),
-            "the spec no longer asks for it",
-        )
+        yield _deletion(kind, child, "the spec no longer asks for it")
+
+
+def _deletion(kind: str, live: Manifest, why: str) -> Delete:
+    metadata = live["metadata"]
+    return Delete(
+        kind,
+        str(metadata.get("namespace") or "default"),
+        str(metadata["name"]),
+        str(metadata.get("uid", "")),
+        str(metadata.get("resourceVersion", "")),
+        why,
+    )
 
 
 def existing_engines(children: Iterable[Manifest], role: Role) -> int:
@@ -148,8 +151,8 @@ POD_REVISION_LABEL = "controller-revision-hash"
 
 def restarts(
     observed: Observed, desired: Desired, applied: AbstractSet[tuple[str, str]]
-) -> Iterator[RestartPod]:
-    """Yield each pod that was made from an older template of its StatefulSet.
+) -> Iterator[Delete]:
+    """Yield the deletion of each pod that was made from an older template of its StatefulSet.
 
     Args:
         applied: identities of the children that an apply would not change.
@@ -159,17 +162,10 @@ def restarts(
         engine = object_names.engine_of(pod)
         if engine is None or is_being_deleted(pod):
             continue
-        metadata = pod["metadata"]
         revision = current.get(engine.stateful_set)
-        made_from = metadata.get("labels", {}).get(POD_REVISION_LABEL)
+        made_from = pod["metadata"].get("labels", {}).get(POD_REVISION_LABEL)
         if revision and made_from and made_from != revision:
-            yield RestartPod(
-                str(metadata.get("namespace") or "default"),
-                str(metadata["name"]),
-                str(metadata.get("uid", "")),
-                str(metadata.get("resourceVersion", "")),
-                "its StatefulSet's template changed",
-            )
+            yield _deletion("Pod", pod, "its StatefulSet's template changed")
 
 
 def _current_revisions(

@@ -172,7 +172,7 @@ def step_for_connector(
         return MarkConnector(*seen, timestamp(now), "nothing mounts it")
     if now - since < keep:
         return None
-    return Delete("v1", "ConfigMap", *seen, "nothing has mounted it for a while")
+    return Delete("ConfigMap", *seen, "nothing has mounted it for a while")
 
 
 def build_connector_configmap(namespace: str, connector: ConnectorBundle) -> dict[str, Any]:

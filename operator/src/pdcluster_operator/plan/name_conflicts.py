@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pdcluster_operator.api.object_names import connector_name
 from pdcluster_operator.plan.connectors import connector_of, is_forged, is_shared_connector
 from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
-from pdcluster_operator.plan.types import Apply, Manifest, Observed, RestartPod, Step
+from pdcluster_operator.plan.types import Apply, Delete, Manifest, Observed, Step
 
 NAME_CONFLICT = "NameConflict"
 STILL_BEING_DELETED = "StillBeingDeleted"
@@ -59,7 +59,7 @@ def may_be_taken(step: Step, observed: Observed, strange: AbstractSet[str]) -> b
     """Whether no pod starts with a strange connector because of a step."""
     if isinstance(step, Apply):
         return connector_of(step.manifest) not in strange
-    if isinstance(step, RestartPod):
+    if isinstance(step, Delete) and step.kind == "Pod":
         owner = step.name.rpartition("-")[0]
         sets = (one for one in observed.children if one["kind"] == "StatefulSet")
         named = (one for one in sets if one["metadata"]["name"] == owner)

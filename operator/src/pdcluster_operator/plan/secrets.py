@@ -11,16 +11,10 @@ from collections.abc import Iterable
 from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION, EngineName, engine_of
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan import types
 from pdcluster_operator.plan.builders import secrets
 from pdcluster_operator.plan.rollout.desired import live_engines
 from pdcluster_operator.plan.rollout.revisions import revisions_in
-from pdcluster_operator.plan.types import (
-    HeldCertificates,
-    Manifest,
-    Observed,
-    WriteCertificates,
-    WriteTicketKey,
-)
 
 DAY = 86_400.0
 PERIOD_SECONDS = 30 * DAY
@@ -30,8 +24,8 @@ CLOCKS_DIFFER = DAY
 
 
 def certificates_step(
-    observed: Observed, cluster: Cluster, wanted: Iterable[EngineName], begin: float
-) -> WriteCertificates | None:
+    observed: types.Observed, cluster: Cluster, wanted: Iterable[EngineName], begin: float
+) -> types.WriteCertificates | None:
     """Return the step that the Secret needs; None if it is as it should be.
 
     An engine that leaves keeps its certificate until its last pod is gone. So do engines whose
@@ -51,7 +45,7 @@ def certificates_step(
     held = observed.certificates
     if held.issue == issue and held.engines == engines.keys():
         return None
-    return WriteCertificates(
+    return types.WriteCertificates(
         secrets.build_certificates_secret(cluster, issue),
         engines,
         begin - CLOCKS_DIFFER,
@@ -61,11 +55,11 @@ def certificates_step(
     )
 
 
-def certificates_as_due(children: Iterable[Manifest], now: float) -> HeldCertificates:
+def certificates_as_due(children: Iterable[types.Manifest], now: float) -> types.HeldCertificates:
     """Return the certificates that the Secret should hold now, for a reader who may not read it."""
     names = (engine_of(child) for child in children if child.get("kind") == "StatefulSet")
     entries = frozenset(secrets.entry_of(name) for name in names if name is not None)
-    return HeldCertificates("", f".{int(period_start(now))}", entries)
+    return types.HeldCertificates("", f".{int(period_start(now))}", entries)
 
 
 def seconds_to_renewal(now: float) -> float:
@@ -73,7 +67,7 @@ def seconds_to_renewal(now: float) -> float:
     return period_start(now) + PERIOD_SECONDS - now
 
 
-def are_needed(observed: Observed, cluster: Cluster) -> bool:
+def are_needed(observed: types.Observed, cluster: Cluster) -> bool:
     """Whether an engine has certificates of the operator, or is to have them."""
     if secrets.certificates_of(cluster) is Certificates.OPERATOR:
         return True
@@ -86,7 +80,7 @@ def period_start(now: float) -> float:
     return now // PERIOD_SECONDS * PERIOD_SECONDS
 
 
-def _why(observed: Observed, issue: str) -> str:
+def _why(observed: types.Observed, issue: str) -> str:
     held = observed.certificates.issue
     if held is None:
         return "the engines' certificates"
@@ -96,7 +90,7 @@ def _why(observed: Observed, issue: str) -> str:
 
 
 def certificates_by_engine(
-    pods: Iterable[Manifest], children: Iterable[Manifest]
+    pods: Iterable[types.Manifest], children: Iterable[types.Manifest]
 ) -> dict[EngineName, Certificates]:
     """Return which certificates the engine of each pod has.
 
@@ -124,7 +118,7 @@ def certificates_by_engine(
     }
 
 
-def ticket_key_step(observed: Observed, cluster: Cluster) -> WriteTicketKey | None:
+def ticket_key_step(observed: types.Observed, cluster: Cluster) -> types.WriteTicketKey | None:
     """Return the step that the Secret needs; None if it is as it should be.
 
     A Secret that exists keeps its keys. Only a new value of the annotation replaces one; taking the
@@ -135,7 +129,7 @@ def ticket_key_step(observed: Observed, cluster: Cluster) -> WriteTicketKey | No
     held = observed.ticket_key
     if held is not None and wanted in ("", held.rotation):
         return None
-    return WriteTicketKey(
+    return types.WriteTicketKey(
         secrets.build_ticket_key_secret(cluster, wanted),
         rotate=held is not None,
         why="a new key that signs tickets; the old one stays valid"

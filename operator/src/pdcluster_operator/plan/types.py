@@ -179,9 +179,11 @@ class TryOut:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Deletion of one object, only if it is still the one that was seen."""
+    """Deletion of one object, only if it is still the one that was seen.
 
-    api_version: str
+    A StatefulSet makes a pod that is deleted again, from its current template.
+    """
+
     kind: str
     namespace: str
     name: str
@@ -190,18 +192,7 @@ class Delete:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class RestartPod:
-    """Deletion of one pod, so that its StatefulSet creates it again from the current template."""
-
-    namespace: str
-    name: str
-    uid: str
-    resource_version: str
-    why: str
-
-
-Step = Apply | WriteTicketKey | WriteCertificates | TryOut | Delete | RestartPod
+Step = Apply | WriteTicketKey | WriteCertificates | TryOut | Delete
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,4 +285,4 @@ def _stage(step: Step) -> int:
         return 1 if step.manifest["kind"] in WORKLOADS else 0
     if isinstance(step, TryOut):
         return 2
-    return 3 if isinstance(step, Delete) else 4
+    return 4 if step.kind == "Pod" else 3

@@ -107,7 +107,7 @@ class ApiServer(Protocol):
         """Let the server judge without writing. Raises TemplateRefused if it refuses."""
         ...
 
-    async def delete(self, step: types.Delete | types.RestartPod) -> None:
+    async def delete(self, step: types.Delete) -> None:
         """Delete with UID and resourceVersion preconditions; an absent object is no error."""
         ...
 

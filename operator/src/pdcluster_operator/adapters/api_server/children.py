@@ -153,9 +153,9 @@ class KubeApi:
                 if error.reason not in REFUSALS:
                     raise
 
-    async def delete(self, step: types.Delete | types.RestartPod) -> None:
+    async def delete(self, step: types.Delete) -> None:
         """Delete the very object that was seen. An object that is gone already is no error."""
-        kind = BY_NAME[step.kind] if isinstance(step, types.Delete) else POD
+        kind = BY_NAME[step.kind]
         body = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",

@@ -9,16 +9,7 @@ from typing import Any
 
 from pdcluster_operator.api import object_names
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec import resolve
-from pdcluster_operator.api.spec.enums import (
-    Certificates,
-    ConnectorSource,
-    Device,
-    LoadFailurePolicy,
-    Role,
-    Switch,
-    Visibility,
-)
+from pdcluster_operator.api.spec import enums, resolve
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, merge
 from pdcluster_operator.api.spec.resolve import Engine
 from pdcluster_operator.api.spec.resources import added_limits
@@ -107,7 +98,7 @@ def build_pod_group(cluster: Cluster, name: str, pods: int, priority: str) -> di
     )
 
 
-SHARED_MEMORY = {Device.CUDA: "8Gi", Device.CPU: "2Gi"}
+SHARED_MEMORY = {enums.Device.CUDA: "8Gi", enums.Device.CPU: "2Gi"}
 TERMINATION_LOG = "/dev/termination-log"
 SHM_FOLDER = "/dev/shm"  # noqa: S108 (a mount of the pod's own)
 PROBE_PERIOD_SECONDS = 2
@@ -121,8 +112,8 @@ def build_engine_pod(
 ) -> dict[str, Any]:
     """Return the pod template, with the user's own merged over it by container name."""
     labels = object_names.engine_labels(name, pairing_key) | secrets.tls_labels(cluster)
-    signed = secrets.certificates_of(cluster) is Certificates.OPERATOR
-    bundled = engine.connector is ConnectorSource.BUNDLED
+    signed = secrets.certificates_of(cluster) is enums.Certificates.OPERATOR
+    bundled = engine.connector is enums.ConnectorSource.BUNDLED
     config_map = object_names.connector_name(digest)
     template: dict[str, Any] = {
         "metadata": {"labels": labels},
@@ -163,11 +154,11 @@ def build_engine_pod(
 def _container(
     cluster: Cluster, engine: Engine, name: EngineName, pairing_key: str
 ) -> dict[str, Any]:
-    bundled = engine.connector is ConnectorSource.BUNDLED
+    bundled = engine.connector is enums.ConnectorSource.BUNDLED
     command = ["python3", f"{connectors.CONNECTOR_FOLDER}/{connectors.CONNECTOR_FILE}"]
     if not bundled:
         command = ["python3", "-m", "pdcluster_connector.launcher"]
-    signed = secrets.certificates_of(cluster) is Certificates.OPERATOR
+    signed = secrets.certificates_of(cluster) is enums.Certificates.OPERATOR
     return {
         "name": ENGINE_CONTAINER,
         "image": engine.image,
@@ -301,8 +292,8 @@ def model_env(cluster: Cluster) -> list[dict[str, Any]]:
     return env
 
 
-KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
-BUFFER_DEVICES = {Device.CUDA: "cuda", Device.CPU: "cpu"}
+KV_ROLES = {enums.Role.PREFILL: "kv_producer", enums.Role.DECODE: "kv_consumer"}
+BUFFER_DEVICES = {enums.Device.CUDA: "cuda", enums.Device.CPU: "cpu"}
 NODE_RANK_VARIABLE = "PDCLUSTER_NODE_RANK"
 
 
@@ -351,19 +342,19 @@ def _cache(engine: Engine) -> list[str]:
     words = []
     if engine.block_size is not None:
         words += ["--block-size", str(engine.block_size)]
-    on = engine.prefix_caching is Switch.ENABLED
+    on = engine.prefix_caching is enums.Switch.ENABLED
     words.append("--enable-prefix-caching" if on else "--no-enable-prefix-caching")
     if engine.kv_cache_dtype is not None:
         words += ["--kv-cache-dtype", engine.kv_cache_dtype]
     return words
 
 
-def kv_transfer_config(cluster: Cluster, role: Role, pairing_key: str) -> str:
+def kv_transfer_config(cluster: Cluster, role: enums.Role, pairing_key: str) -> str:
     """Return the JSON of ``--kv-transfer-config``; the launcher adds ``engine_id``."""
     transfer = cluster.spec.transfer
-    policy = "fail" if transfer.load_failure_policy is LoadFailurePolicy.FAIL else "recompute"
+    policy = "fail" if transfer.load_failure_policy is enums.LoadFailurePolicy.FAIL else "recompute"
     threads = {} if transfer.nixl_threads is None else {"num_threads": transfer.nixl_threads}
-    tokens = transfer.local_tokens_per_step if role is Role.DECODE else None
+    tokens = transfer.local_tokens_per_step if role is enums.Role.DECODE else None
     pace = {} if tokens is None else {"local_tokens_per_step": tokens}
     document = {
         "kv_connector": "PDClusterConnector",
@@ -377,7 +368,7 @@ def kv_transfer_config(cluster: Cluster, role: Role, pairing_key: str) -> str:
             "lease_seconds": transfer.lease_seconds,
             "drain_deadline_seconds": resolve.DRAIN_DEADLINE_SECONDS,
             "backends": list(transfer.backends),
-            "show_internal_names": transfer.internal_names is Visibility.SHOWN,
+            "show_internal_names": transfer.internal_names is enums.Visibility.SHOWN,
             "ticket_key_file": f"{secrets.TICKET_KEY_FOLDER}/{secrets.TICKET_KEY_FILE}",
             "ticket_audience": secrets.ticket_audience(cluster, pairing_key),
             **threads,

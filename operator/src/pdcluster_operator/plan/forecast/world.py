@@ -39,6 +39,7 @@ from pdcluster_operator.api.object_names import (
     engine_of,
 )
 from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan import types
 from pdcluster_operator.plan.children import POD_REVISION_LABEL
 from pdcluster_operator.plan.connectors import is_shared_connector
 from pdcluster_operator.plan.objects.drift import covers
@@ -46,17 +47,6 @@ from pdcluster_operator.plan.objects.ownership import identity
 from pdcluster_operator.plan.observed.engines import known_ids
 from pdcluster_operator.plan.observed.pods import accelerators, is_pod_ready
 from pdcluster_operator.plan.rollout.revisions import short_hash
-from pdcluster_operator.plan.types import (
-    Apply,
-    Manifest,
-    Observed,
-    RestartPod,
-    Step,
-    TicketKey,
-    TryOut,
-    WriteCertificates,
-    WriteTicketKey,
-)
 
 GONE = "the pods that were told to end are gone"
 VERIFIED = "the new engines have loaded their weights, and KV was seen to move"
@@ -66,7 +56,7 @@ ROUTED = "the new router pods are ready"
 class World:
     """Begins as observed. ``observed`` returns it as the operator would see it."""
 
-    def __init__(self, seen: Observed) -> None:
+    def __init__(self, seen: types.Observed) -> None:
         self._seen = seen
         self._children = {identity(one): one for one in seen.children}
         self._connectors = {identity(one): one for one in seen.connectors}
@@ -79,7 +69,7 @@ class World:
         self._ticket_key, self._certificates = seen.ticket_key, seen.certificates
         self._made = 0
 
-    def observed(self) -> Observed:
+    def observed(self) -> types.Observed:
         """Return what the operator sees now."""
         return replace(
             self._seen,
@@ -93,7 +83,7 @@ class World:
             certificates=self._certificates,
         )
 
-    def write_status(self, status: Manifest) -> None:
+    def write_status(self, status: types.Manifest) -> None:
         """Take the status of a plan."""
         self._status = status
 
@@ -109,20 +99,22 @@ class World:
                 held[name] = held.get(name, 0) + accelerators(pod)
         return len(held), sum(held.values())
 
-    def perform(self, step: Step, now: float) -> None:
+    def perform(self, step: types.Step, now: float) -> None:
         """Carry out one step."""
-        if isinstance(step, WriteTicketKey):
+        if isinstance(step, types.WriteTicketKey):
             annotations = step.manifest["metadata"].get("annotations") or {}
-            self._ticket_key = TicketKey(str(annotations.get(ROTATE_TICKET_KEY_ANNOTATION, "")))
-        elif isinstance(step, WriteCertificates):
+            self._ticket_key = types.TicketKey(
+                str(annotations.get(ROTATE_TICKET_KEY_ANNOTATION, ""))
+            )
+        elif isinstance(step, types.WriteCertificates):
             issue = str(step.manifest["metadata"]["annotations"][CERTIFICATES_ANNOTATION])
             engines = frozenset(step.engines)
             self._certificates = replace(self._certificates, issue=issue, engines=engines)
-        elif isinstance(step, Apply):
+        elif isinstance(step, types.Apply):
             self._apply(step.manifest, now)
-        elif isinstance(step, TryOut):
+        elif isinstance(step, types.TryOut):
             self._apply(step.stored, now)
-        elif isinstance(step, RestartPod):
+        elif step.kind == "Pod":
             self._end(step.name, now)
         else:
             child = self._children.pop((step.kind, step.name), None)
@@ -143,7 +135,7 @@ class World:
             return VERIFIED
         return ROUTED if self._route() else ""
 
-    def _apply(self, wanted: Manifest, now: float) -> None:
+    def _apply(self, wanted: types.Manifest, now: float) -> None:
         self._made += 1
         key = identity(wanted)
         if is_shared_connector(wanted):
@@ -172,7 +164,7 @@ class World:
             metadata = {**live["metadata"], "deletionTimestamp": timestamp(now)}
             self._pods[pod] = {**live, "metadata": metadata}
 
-    def _sets(self) -> Iterator[tuple[EngineName, Manifest]]:
+    def _sets(self) -> Iterator[tuple[EngineName, types.Manifest]]:
         for (kind, _), child in self._children.items():
             name = engine_of(child) if kind == "StatefulSet" else None
             if name is not None:
@@ -228,7 +220,7 @@ class World:
         return changed
 
 
-def running_pod(name: EngineName, node: int, child: Manifest, number: int) -> dict[str, Any]:
+def running_pod(name: EngineName, node: int, child: types.Manifest, number: int) -> dict[str, Any]:
     """Return the pod of one node of an engine.
 
     Args:
@@ -317,7 +309,7 @@ def _links(
 
 
 def reports_in(
-    cluster: Manifest, children: Iterable[Manifest]
+    cluster: types.Manifest, children: Iterable[types.Manifest]
 ) -> tuple[dict[str, EngineReport], dict[str, LinksReport]]:
     """Return the reports of the engines that the status calls Ready, and of their links.
 
@@ -348,7 +340,7 @@ def reports_in(
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
-def server_side_manager(live: Manifest) -> str | None:
+def server_side_manager(live: types.Manifest) -> str | None:
     """Return who applied the object's spec on the server side; None if nobody did."""
     for entry in live["metadata"].get("managedFields") or ():
         if entry.get("operation") == "Apply" and "f:spec" in (entry.get("fieldsV1") or {}):
@@ -356,7 +348,7 @@ def server_side_manager(live: Manifest) -> str | None:
     return None
 
 
-def merge_patch(live: Manifest, document: Manifest) -> dict[str, Any]:
+def merge_patch(live: types.Manifest, document: types.Manifest) -> dict[str, Any]:
     """Return the JSON merge patch of ``kubectl apply`` on the client side."""
     annotations = live["metadata"].get("annotations") or {}
     try:
