@@ -4,7 +4,7 @@ import pytest
 
 from pdcluster_operator.local.api_server import LocalApi
 from pdcluster_operator.local.controllers import Workloads
-from pdcluster_operator.runtime.interfaces import Conflict, Invalid
+from pdcluster_operator.runtime.interfaces import Conflict
 
 
 def config_map(name: str = "c", **fields: object) -> dict:
@@ -119,13 +119,6 @@ def test_applying_to_another_uid_is_a_conflict() -> None:
     wrong["metadata"]["uid"] = "another"
     with pytest.raises(Conflict):
         api.apply(wrong)
-
-
-def test_an_immutable_config_map_stays() -> None:
-    api = LocalApi()
-    api.apply(config_map(data={"k": "1"}, immutable=True))
-    with pytest.raises(Invalid):
-        api.apply(config_map(data={"k": "2"}, immutable=True))
 
 
 def test_owned_objects_go_with_their_owner_and_are_refused_after_it() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.runtime.interfaces import Conflict, Invalid
+from pdcluster_operator.runtime.interfaces import Conflict
 
 Manifest = dict[str, Any]
 Identity = tuple[str, str, str]
@@ -74,11 +74,6 @@ class LocalApi:
             content["status"] = live["status"]
         if content == live:
             return copy.deepcopy(live)
-        if live.get("immutable") and (content.get("data"), content.get("binaryData")) != (
-            live.get("data"),
-            live.get("binaryData"),
-        ):
-            raise Invalid(f"{_text(identity)} is immutable")
         if content.get("spec") != live.get("spec"):
             metadata["generation"] += 1
         return self._put(identity, content, "MODIFIED")

@@ -45,13 +45,7 @@ class Container:
         self._process: asyncio.subprocess.Process | None = None
         self._killed_because = ""
         self.log = folder / "container.log"
-        self.status: dict[str, Any] = {
-            "name": spec["name"],
-            "ready": False,
-            "started": False,
-            "restartCount": 0,
-            "image": spec.get("image", ""),
-        }
+        self.status: dict[str, Any] = {"name": spec["name"], "ready": False, "restartCount": 0}
 
     async def run(self) -> None:
         """Start the process again and again, 1, 2, 4 … seconds apart, until cancelled."""
@@ -65,7 +59,7 @@ class Container:
                 self._set(lastState={"terminated": {"exitCode": 128, "message": failed}})
             backoff = 1.0 if time.monotonic() - began > STEADY_SECONDS else backoff
             wait = {"reason": "CrashLoopBackOff", "message": f"starts again in {backoff:.0f} s"}
-            self._set(state={"waiting": wait}, ready=False, started=False)
+            self._set(state={"waiting": wait}, ready=False)
             await asyncio.sleep(backoff)
             backoff = min(backoff * 2, LONGEST_BACKOFF)
             self.status["restartCount"] += 1
@@ -140,7 +134,7 @@ class Container:
         if startup and not await self._until(startup, True):
             await self._fail("startup", startup)
             return
-        self._set(started=True, ready="readinessProbe" not in self._spec)
+        self._set(ready="readinessProbe" not in self._spec)
         await asyncio.gather(self._keep_ready(), self._keep_alive())
 
     async def _keep_ready(self) -> None:

@@ -154,7 +154,7 @@ class PodRun:
         )
 
     def _publish(self, *, unschedulable: str = "", wrong: str = "") -> None:
-        """Write the pod's status, with a message if the pod has no containers yet."""
+        """Write the pod's status, and why it has no containers yet. It has what somebody reads."""
         statuses = [{**container.status} for container in self.containers]
         scheduled = {"type": "PodScheduled", "status": "True"}
         if unschedulable:
@@ -167,15 +167,9 @@ class PodRun:
             ]
         ready = "True" if statuses and all(status["ready"] for status in statuses) else "False"
         status = {
-            "phase": "Running" if self.containers else "Pending",
             "podIP": self._address,
-            "podIPs": [{"ip": self._address}],
             "containerStatuses": statuses,
-            "conditions": [
-                scheduled,
-                {"type": "ContainersReady", "status": ready},
-                {"type": "Ready", "status": ready},
-            ],
+            "conditions": [scheduled, {"type": "Ready", "status": ready}],
         }
         metadata = self.pod["metadata"]
         self._kubelet.api.set_status(
