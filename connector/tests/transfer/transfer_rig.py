@@ -152,7 +152,7 @@ class Decode:
         options: ReceiverOptions | None = None,
         probe_memory: ProbeMemory | None = None,
         make_cache: type = LabelledCache,
-        prepare_thread: Callable[[], None] | None = None,
+        prepare_thread: Callable[[], None] = lambda: None,
         **cache,
     ) -> None:
         self.cache = make_cache(rank=rank, tensor=tensor, stage=stage, pipeline=pipeline, **cache)

@@ -194,7 +194,14 @@ class Connections:
         """
         if final:
             self.probing.refuse(failure)
-        self._destroy(writing)
+        try:
+            if self._agent is not None:
+                self._agent.destroy()
+        except AgentSurvivedError:
+            if writing:
+                raise
+            logger.exception("a reading agent could not be destroyed; it writes no KV")
+        self._agent = None
         cut = [
             connection for connection in self.by_engine.values() if connection.waiting is not None
         ]
@@ -205,16 +212,6 @@ class Connections:
         self.probing.cut(failure, final=final)
         self.fence_words.reset()
         return cut
-
-    def _destroy(self, writing: bool) -> None:
-        try:
-            if self._agent is not None:
-                self._agent.destroy()
-        except AgentSurvivedError:
-            if writing:
-                raise
-            logger.exception("a reading agent could not be destroyed; it writes no KV")
-        self._agent = None
 
     # Receives that have no connection yet.
 

@@ -109,7 +109,7 @@ class Receiver:
         peers: PeerBook,
         options: ReceiverOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
-        prepare_thread: Callable[[], None] | None = None,
+        prepare_thread: Callable[[], None] = lambda: None,
         probe_memory: ProbeMemory | None = None,
     ) -> None:
         self._receives = Receives(
@@ -184,8 +184,7 @@ class Receiver:
         return self._thread.stop(STOP_SECONDS)
 
     def _prepare(self) -> None:
-        if self._prepare_thread is not None:
-            self._prepare_thread()
+        self._prepare_thread()
         _ = self._connections.agent
 
     def _answered(self, job: Job, answer: EngineMetadata | Failure) -> None:
