@@ -13,8 +13,8 @@ from pathlib import Path
 from loopback import free_network
 from pdcluster_operator.local.addresses import AddressBook, Names
 from pdcluster_operator.local.api_server import LocalApi
-from pdcluster_operator.local.controllers import is_ready
 from pdcluster_operator.local.kubelet import Kubelet
+from pdcluster_operator.plan.observed.pods import is_pod_ready
 
 ENVIRONMENT = {"PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))}
 
@@ -77,7 +77,7 @@ def container_status(api: LocalApi, name: str) -> dict:
 
 def pod_ready(api: LocalApi, name: str) -> bool:
     found = api.get("Pod", "ns", name)
-    return found is not None and is_ready(found)
+    return found is not None and is_pod_ready(found)
 
 
 def alive(pid: int) -> bool:

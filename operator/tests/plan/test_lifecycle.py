@@ -27,15 +27,15 @@ def cluster(observed: int | None, available: str = "", generation: int = 2) -> d
     [
         (cluster(None), False, Stage.NEW),
         ({"metadata": {}, "status": None}, False, Stage.NEW),
-        ({"metadata": {}}, True, Stage.CREATED),
-        (cluster(None), True, Stage.CREATED),
+        ({"metadata": {}}, True, Stage.KNOWN),
+        (cluster(None), True, Stage.KNOWN),
         (cluster(1), True, Stage.CHANGED),
         (cluster(1, "True"), False, Stage.CHANGED),
-        (cluster(2), True, Stage.STARTING),
-        (cluster(2, "False"), True, Stage.STARTING),
-        (cluster(2, "Unknown"), False, Stage.STARTING),
-        (cluster(2, "True"), True, Stage.AVAILABLE),
-        ({"metadata": {"generation": 2}, "status": {"model": "m"}}, True, Stage.STARTING),
+        (cluster(2), True, Stage.KNOWN),
+        (cluster(2, "False"), True, Stage.KNOWN),
+        (cluster(2, "Unknown"), False, Stage.KNOWN),
+        (cluster(2, "True"), True, Stage.KNOWN),
+        ({"metadata": {"generation": 2}, "status": {"model": "m"}}, True, Stage.KNOWN),
     ],
 )
 def test_the_stage_follows_from_status_and_children(

@@ -23,8 +23,7 @@ from rich.text import Text
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinkReport
 from pdcluster_operator.api.object_names import CLUSTER_LABEL, EngineName, engine_of
 from pdcluster_operator.local.cluster import LocalCluster
-from pdcluster_operator.local.controllers import is_ready
-from pdcluster_operator.plan.observed.pods import describe_end
+from pdcluster_operator.plan.observed.pods import describe_end, is_pod_ready
 from pdcluster_operator.runtime.interfaces import Key
 
 GAP = 2
@@ -213,7 +212,7 @@ def _state(
         return ("Ready" if report.ready else report.state), report.message
     # A pod without a launcher is a router's, and that one listens last.
     starts = "Starting", "" if engine else WAITS_FOR_ENGINES
-    return ("Ready", "") if is_ready(pod) else starts
+    return ("Ready", "") if is_pod_ready(pod) else starts
 
 
 STYLES = {

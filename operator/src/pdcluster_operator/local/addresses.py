@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pdcluster_operator.local.api_server import LocalApi
-from pdcluster_operator.local.controllers import is_ready
+from pdcluster_operator.plan.observed.pods import is_pod_ready
 
 RESERVED_PORT = 5589
 """Bound on every address in use, so that two local clusters never choose the same one."""
@@ -146,6 +146,6 @@ class Names:
             return None
         for pod in self._api.list("Pod", namespace):
             labels = pod["metadata"].get("labels") or {}
-            if is_ready(pod) and selector.items() <= labels.items():
+            if is_pod_ready(pod) and selector.items() <= labels.items():
                 return str(pod["status"]["podIP"])
         return None

@@ -12,11 +12,10 @@ import asyncio
 import copy
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
 
 from pdcluster_operator.api.object_names import POD_INDEX_LABEL
 from pdcluster_operator.local.api_server import LocalApi, Manifest
+from pdcluster_operator.plan.observed.pods import is_pod_ready
 
 HASH_LABEL = "controller-revision-hash"
 
@@ -62,7 +61,7 @@ class Workloads:
         for pod in current:
             if int(pod["metadata"]["name"].rpartition("-")[2]) >= wanted:
                 self._delete(pod)
-        if sum(is_ready(pod) for pod in current) >= wanted:
+        if sum(is_pod_ready(pod) for pod in current) >= wanted:
             for pod in pods:
                 if pod not in current:
                     self._delete(pod)
@@ -85,19 +84,13 @@ class Workloads:
         status = {
             "observedGeneration": metadata["generation"],
             "replicas": len(pods),
-            "availableReplicas": sum(map(is_ready, pods)),
+            "availableReplicas": sum(map(is_pod_ready, pods)),
             "updatedReplicas": sum(_label(pod, HASH_LABEL) == revision for pod in pods),
             "updateRevision": revision,
         }
         self._api.set_status(
             owner["kind"], metadata["namespace"], metadata["name"], status, metadata["uid"]
         )
-
-
-def is_ready(pod: Mapping[str, Any]) -> bool:
-    """Whether the pod's Ready condition is True."""
-    conditions = pod.get("status", {}).get("conditions") or ()
-    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
 
 
 def _pod(owner: Manifest, name: str, labels: dict[str, str]) -> Manifest:

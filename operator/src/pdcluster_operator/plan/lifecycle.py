@@ -1,12 +1,10 @@
 """How far a PDCluster has come, and what may be done in that stage.
 
-The queue, the reconcile and the pace of status writes all ask :func:`stage_of`, so they agree on
-which PDCluster is new.
+The queue and the reconcile ask :func:`stage_of`, so they agree on which PDCluster is new.
 """
 
 from enum import StrEnum
 
-from pdcluster_operator.api.conditions import ConditionType, Status, find_condition
 from pdcluster_operator.plan.observed.engines import known_ids
 from pdcluster_operator.plan.types import Manifest
 
@@ -21,14 +19,10 @@ class Stage(StrEnum):
 
     NEW = "New"
     """It has neither children nor a status: nothing was done for it yet."""
-    CREATED = "Created"
-    """It has children, and no status yet."""
     CHANGED = "Changed"
     """Its spec was changed, and its status is still about the spec before."""
-    STARTING = "Starting"
-    """Its status is about the present spec, and it is not Available."""
-    AVAILABLE = "Available"
-    """Its status is about the present spec, and it is Available."""
+    KNOWN = "Known"
+    """Its children are created, or its status is about the present spec."""
 
 
 def stage_of(cluster: Manifest, *, has_children: bool) -> Stage:
@@ -38,13 +32,11 @@ def stage_of(cluster: Manifest, *, has_children: bool) -> Stage:
         has_children: whether it owns any object that the operator creates.
     """
     status = cluster.get("status") or {}
-    if not status:
-        return Stage.CREATED if has_children else Stage.NEW
+    if not status and not has_children:
+        return Stage.NEW
     observed = status.get("observedGeneration")
-    if observed is not None and observed != cluster["metadata"].get("generation"):
-        return Stage.CHANGED
-    available = find_condition(status, ConditionType.AVAILABLE)
-    return Stage.AVAILABLE if available.get("status") == Status.TRUE else Stage.STARTING
+    changed = observed is not None and observed != cluster["metadata"].get("generation")
+    return Stage.CHANGED if changed else Stage.KNOWN
 
 
 def needs_live_check(reported_seconds: float, *, first: bool) -> bool:

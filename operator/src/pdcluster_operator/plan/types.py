@@ -223,7 +223,6 @@ class Event:
     type: str  # Normal or Warning
     reason: str
     message: str
-    action: str = "Reconcile"
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class KubeEvents:
             "eventTime": _micro(now),
             "type": event.type,
             "reason": event.reason,
-            "action": event.action,
+            "action": "Reconcile",
             "note": event.message[:LONGEST_NOTE],
             "reportingController": CONTROLLER,
             "reportingInstance": self._instance,

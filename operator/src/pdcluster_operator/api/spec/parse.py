@@ -130,26 +130,30 @@ class Reader:
 
     def read_object(self, cls: type[Any], value: object, path: str) -> Any:
         """Return an instance of an API dataclass, with defaults where a value is unreadable."""
-        if not isinstance(value, Mapping):
-            self.error(path, value, Rule.WRONG_TYPE, "must be an object", "Write a mapping.")
-            value = {}
+        entries = self._mapping(value, path) or {}
         fields = describe(cls)
         known = [field.json_name for field in fields]
-        for key in value:
+        for key in entries:
             if key not in known:
                 self.unknown(path, key, known, cls)
         arguments: dict[str, Any] = {}
         for field in fields:
             here = f"{path}.{field.json_name}"
-            given = value.get(field.json_name)
+            given = entries.get(field.json_name)
             if given is not None:
                 arguments[field.name] = self._read(field, given, here)
             elif field.required:
                 self.error(here, "", Rule.REQUIRED, "is missing", f"It {field.doc}")
                 arguments[field.name] = _placeholder(field)
         if getattr(cls, "ONE_OF", False):
-            self._one_of(known, value, path)
+            self._one_of(known, entries, path)
         return cls(**arguments)
+
+    def _mapping(self, value: object, path: str) -> Mapping[str, Any] | None:
+        if isinstance(value, Mapping):
+            return value
+        self.error(path, value, Rule.WRONG_TYPE, "must be an object", "Write a mapping.")
+        return None
 
     def _one_of(self, known: Sequence[str], value: Mapping[str, object], path: str) -> None:
         given = [name for name in known if value.get(name) is not None]
@@ -183,9 +187,9 @@ class Reader:
         return _placeholder(field)
 
     def _free(self, field: FieldInfo, value: object, path: str) -> Free | None:
-        if isinstance(value, Mapping):
-            return Free(value)
-        self.error(path, value, Rule.WRONG_TYPE, "must be an object", "Write a mapping.")
+        given = self._mapping(value, path)
+        if given is not None:
+            return Free(given)
         return None if field.optional else Free()
 
     def _choice(self, field: FieldInfo, value: object, path: str) -> Any:
@@ -262,11 +266,8 @@ class Reader:
             seen.add(name)
 
     def _quantities(self, _field: FieldInfo, value: object, path: str) -> Quantities:
-        if not isinstance(value, Mapping):
-            self.error(path, value, Rule.WRONG_TYPE, "must be an object", "Write a mapping.")
-            return Quantities()
         read = Quantities()
-        for name, amount in value.items():
+        for name, amount in (self._mapping(value, path) or {}).items():
             if why := why_no_amount(amount):
                 remedy = "Write for example 4, 500m or 16Gi."
                 self.error(f"{path}.{name}", amount, Rule.BAD_FORMAT, why, remedy)
@@ -275,11 +276,8 @@ class Reader:
         return read
 
     def _labels(self, _field: FieldInfo, value: object, path: str) -> Labels:
-        if not isinstance(value, Mapping):
-            self.error(path, value, Rule.WRONG_TYPE, "must be an object", "Write a mapping.")
-            return Labels()
         read = Labels()
-        for key, text in value.items():
+        for key, text in (self._mapping(value, path) or {}).items():
             here = f"{path}.{key}"
             if not isinstance(text, str):
                 self.error(here, text, Rule.WRONG_TYPE, "must be a string", "Put it in quotes.")
