@@ -84,7 +84,7 @@ def probe(device: str, small: bool) -> None:
         if device != "cpu" and "UCX_TLS" not in os.environ and np.median(rates) < LEAST_GB_PER_S:
             raise SystemExit(f"{np.median(rates):.2f} GB/s: KV DOES NOT GO FROM GPU TO GPU")
         region = prefill.metadata.shards[0].probe
-        ranges = [slots.memory for slots in _connections(decode)._probing.scratch.values()]
+        ranges = [slots.memory for slots in _connections(decode).probing.scratch.values()]
         print(
             f"probe of {result.nbytes / 2**20:g} MiB: {np.median(rates):.2f} GB/s (median of"
             f" {len(rates)}); its memory: prefill {region.memory.value}, decode"
