@@ -375,7 +375,7 @@ def test_keys_that_are_replaced_cost_no_transfer(engines: Any, tmp_path: Path) -
         files[role].write_text("\n".join(keys))
         written = time.time() - age
         os.utime(files[role], (written, written))
-        roles[role]._look_at = 0.0  # a second has passed
+        roles[role]._content._looked = 0.0  # five seconds have passed
 
     def signed_with(name: str) -> str:
         params = prefill.prefill(name, prompt(40))
