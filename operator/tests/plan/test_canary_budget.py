@@ -20,7 +20,7 @@ def interval(replicas: int, ranks: int = 1, role: str = "", **canary: int) -> in
     for name, report in world.engines.items():
         if role in name:
             world.engines[name] = structs.replace(report, data_parallel_size=ranks)
-    bodies = [assignment.document for assignment in world.plan().peers]
+    bodies = list(world.plan().peers.values())
     assert len(bodies) == replicas
     assert len({peer.engine for body in bodies for peer in body.peers}) == replicas
     [seconds] = {body.canary_interval_seconds for body in bodies}
@@ -47,4 +47,4 @@ def test_each_rank_of_either_role_gets_its_canary() -> None:
 
 def test_without_engines_nobody_is_told_anything() -> None:
     cluster, _ = check_manifest(manifest())
-    assert assign_peers(cluster, (), (), {}) == ()
+    assert assign_peers(cluster, (), (), {}) == {}

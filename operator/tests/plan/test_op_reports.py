@@ -251,9 +251,9 @@ def test_both_ends_of_the_peers_document_and_of_the_link_table():
     world.step()
     world.run_pods()
     world.speak()
-    (assignment,) = world.step().peers
-    document = decode_peers(encode_json(assignment.document))
-    assert document == assignment.document
+    [(decode, assignment)] = world.step().peers.items()
+    document = decode_peers(encode_json(assignment))
+    assert document == assignment
     table = LinkTable(shards=(1, 1))
     assert isinstance(document, PeersDocument)
     assert table.set_peers(document)
@@ -265,10 +265,10 @@ def test_both_ends_of_the_peers_document_and_of_the_link_table():
     [row] = table.rows(0.0)
     table.set_canary(row, CanaryReport(CanaryState.PASSED, 4096))
     rows = tuple(row.report for row in table.rows(1.0))
-    read = decode_links(encode_json(LinksReport(assignment.decode, "d", rows)))
-    world.links[assignment.decode] = read
+    read = decode_links(encode_json(LinksReport(decode, "d", rows)))
+    world.links[decode] = read
     world.route()
     world.step()
     assert world.condition("Ready")["status"] == "True"
     # The same assignment again is no news, another incarnation is.
-    assert not table.set_peers(decode_peers(encode_json(world.plan().peers[0].document)))
+    assert not table.set_peers(decode_peers(encode_json(world.plan().peers[decode])))

@@ -71,8 +71,8 @@ def test_decode_learns_how_many_ranks_its_peers_have():
     world.speak()
 
     def told() -> int:
-        (assignment,) = world.plan().peers
-        (peer,) = assignment.document.peers
+        (assignment,) = world.plan().peers.values()
+        (peer,) = assignment.peers
         return peer.data_parallel_size
 
     # A launcher that does not say it is believed to run what is asked for; what it says counts.
@@ -90,20 +90,22 @@ def test_ranks_of_follower_pods_are_named_by_their_addresses():
     world.speak()
     (name,) = world.leaders("prefill")
     follower = next(p for p in world.pods.values() if p["metadata"]["name"] == name.pod(1))
-    (peer,) = world.plan().peers[0].document.peers
+    (peer,) = next(iter(world.plan().peers.values())).peers
     assert (peer.data_parallel_size, peer.follower_hosts) == (
         4, (follower["status"]["podIP"],),
     )  # fmt: skip
-    assert isinstance(decode_peers(encode_json(world.plan().peers[0].document)), PeersDocument)
+    assert isinstance(
+        decode_peers(encode_json(next(iter(world.plan().peers.values())))), PeersDocument
+    )
     # A pod without an address has no side channels yet: the engine is no peer.
     del follower["status"]["podIP"]
-    assert world.plan().peers[0].document.peers == ()
+    assert next(iter(world.plan().peers.values())).peers == ()
     # One rank over both pods has its side channel in the leader's.
     world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 4, "nodes": 2}}))
     world.step()
     world.run_pods()
     world.speak()
-    assert world.plan().peers[0].document.peers[0].follower_hosts == ()
+    assert next(iter(world.plan().peers.values())).peers[0].follower_hosts == ()
 
 
 def test_a_ready_cluster_at_rest_needs_nothing():
@@ -216,7 +218,7 @@ def test_a_refused_spec_touches_nothing_and_says_why():
     world.edit(decode={"engine": {"blockSize": 64}}, prefill={"engine": {"blockSize": 16}})
     plan = world.step()
     assert plan.steps == ()
-    assert plan.peers == ()
+    assert plan.peers == {}
     assert world.children == children
     accepted = world.condition("Accepted")
     assert (accepted["status"], accepted["reason"]) == ("False", "PrefixCachingHeterogeneousBlocks")
@@ -285,28 +287,28 @@ def test_decode_engines_learn_their_peers_and_a_silent_one_keeps_its_place():
     )
     world.step()
     world.run_pods()
-    assert world.step().peers == ()
+    assert world.step().peers == {}
     world.speak()
-    (peer,) = world.step().peers
-    assert peer.document.model == "tiny"
-    assert [entry.engine for entry in peer.document.peers] == [
+    (peer,) = world.step().peers.values()
+    assert peer.model == "tiny"
+    assert [entry.engine for entry in peer.peers] == [
         name.logical for name in world.leaders("prefill")
     ]
     silent = world.leaders("prefill")[0].logical
     del world.engines[silent]
-    assert world.plan().peers[0].document == peer.document
+    assert next(iter(world.plan().peers.values())) == peer
     world.speak()
     # One that starts for the first time is no peer yet; one that starts again stays one.
     starting = structs.replace(world.engines[world.leaders("prefill")[1].logical], ready=False)
     world.engines[starting.engine] = starting
-    assert len(world.plan().peers[0].document.peers) == 1
+    assert len(next(iter(world.plan().peers.values())).peers) == 1
     world.link()
-    assert len(world.plan().peers[0].document.peers) == 2
+    assert len(next(iter(world.plan().peers.values())).peers) == 2
     # A new incarnation is news.
     world.speak()
     world.engines[silent] = structs.replace(world.engines[silent], engine_id=f"{silent}/ffff")
-    body = world.plan().peers[0].document
-    assert body.generation != peer.document.generation
+    body = next(iter(world.plan().peers.values()))
+    assert body.generation != peer.generation
     assert body.peers[0].engine_id == f"{silent}/ffff"
 
 

@@ -64,7 +64,8 @@ def test_a_cluster_with_very_many_links_is_ready_by_its_sample() -> None:
     world.settle()
     world.run_pods()
     world.speak()
-    peers = {one.decode: {peer.engine for peer in one.document.peers} for one in world.plan().peers}
+    found = world.plan().peers.items()
+    peers = {decode: {peer.engine for peer in document.peers} for decode, document in found}
     assert len(peers) == 9
     assert len(set().union(*peers.values())) == 9, "each prefill engine is covered"
     links = sum(map(len, peers.values()))
@@ -77,10 +78,10 @@ class Told(SimulatedCluster):
 
     def link(self, **changes: object) -> None:
         super().link(**changes)
-        for one in self.plan().peers:
-            told = {peer.engine for peer in one.document.peers}
-            rows = (row for row in self.links[one.decode].links if row.prefill in told)
-            self.links[one.decode] = LinksReport(one.decode, "any", tuple(rows))
+        for decode, document in self.plan().peers.items():
+            told = {peer.engine for peer in document.peers}
+            rows = (row for row in self.links[decode].links if row.prefill in told)
+            self.links[decode] = LinksReport(decode, "any", tuple(rows))
 
 
 @pytest.mark.parametrize("how", ["Surge", "Replace"])
@@ -146,5 +147,5 @@ def test_the_status_counts_no_links_of_engines_that_still_have_to_wait() -> None
     world.run_pods()
     world.speak()
     [new] = set(world.leaders("decode")) - old
-    [told] = [one.document.peers for one in world.plan().peers if one.decode == new.logical]
+    told = world.plan().peers[new.logical].peers
     assert len(told) == 1, "its one partner"

@@ -21,7 +21,6 @@ from pdcluster_connector.protocol.launcher_documents import (
 )
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
-from pdcluster_operator.plan.types import PeerAssignment
 from pdcluster_operator.runtime import launcher_monitor
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.interfaces import Key, LauncherError
@@ -116,7 +115,7 @@ def test_a_launcher_that_was_silent_is_told_its_peers_again() -> None:
 
     async def story(launcher: Launcher, monitor: LauncherMonitor) -> None:
         monitor.follow(KEY, [D])
-        monitor.assign(KEY, [PeerAssignment(D.engine, PeersDocument(1, (PeerEntry("p", "h:1"),)))])
+        monitor.assign(KEY, {D.engine: PeersDocument(1, (PeerEntry("p", "h:1"),))})
         await asyncio.sleep(5.5)
         assert len(launcher.moments("peers")) == 1
         launcher.fails["all"] = "refused"

@@ -18,7 +18,6 @@ from pdcluster_connector.protocol.launcher_documents import (
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.status.conditions import local_share
-from pdcluster_operator.plan.types import PeerAssignment
 from pdcluster_operator.runtime import launcher_monitor
 from pdcluster_operator.runtime.interfaces import Key, LauncherError
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
@@ -109,8 +108,8 @@ def monitor_of(launchers: Launchers) -> tuple[LauncherMonitor, list[Key]]:
     return LauncherMonitor(launchers, woken.append, period=0.01), woken
 
 
-def peers(generation: int) -> PeerAssignment:
-    return PeerAssignment(D.engine, PeersDocument(generation, (PeerEntry(P.engine, "h:1"),)))
+def peers(generation: int) -> dict[str, PeersDocument]:
+    return {D.engine: PeersDocument(generation, (PeerEntry(P.engine, "h:1"),))}
 
 
 async def test_reports_come_in_and_a_change_wakes_the_cluster_once() -> None:
@@ -149,15 +148,15 @@ async def test_peers_are_sent_once_and_again_when_they_or_the_engine_change() ->
     launchers = Launchers()
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [P, D])
-    monitor.assign(KEY, [peers(1)])
+    monitor.assign(KEY, peers(1))
     await until(lambda: launchers.told)
     await asyncio.sleep(0.05)
-    assert launchers.told == [("d/1", peers(1).document)]
-    monitor.assign(KEY, [peers(2)])
+    assert launchers.told == [("d/1", peers(1)[D.engine])]
+    monitor.assign(KEY, peers(2))
     await until(lambda: len(launchers.told) == 2)
     launchers.ids["http://d"] = "d/2"
     await until(lambda: len(launchers.told) == 3)
-    assert launchers.told[1:] == [("d/1", peers(2).document), ("d/2", peers(2).document)]
+    assert launchers.told[1:] == [("d/1", peers(2)[D.engine]), ("d/2", peers(2)[D.engine])]
     await monitor.stop()
 
 
@@ -201,7 +200,7 @@ async def test_peers_that_an_older_document_replaced_are_sent_again() -> None:
     body = PeersDocument(2, (PeerEntry(P.engine, "h:1"),))
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [D])
-    monitor.assign(KEY, [PeerAssignment(D.engine, body)])
+    monitor.assign(KEY, {D.engine: body})
     await until(lambda: len(launchers.told) >= 2)  # as long as its links do not name the peer
     launchers.linked = (LinkReport(prefill=P.engine, prefill_engine_id="p/1"),)
     await until(lambda: monitor.links(KEY)[D.engine].links)
@@ -221,7 +220,7 @@ async def test_peers_that_an_older_document_brought_back_are_taken_away_again() 
     body = PeersDocument(2, (PeerEntry(P.engine, "h:1"),))
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [D])
-    monitor.assign(KEY, [PeerAssignment(D.engine, body)])
+    monitor.assign(KEY, {D.engine: body})
     await until(lambda: len(launchers.told) == 1)
     launchers.linked = (here, gone)
     await until(lambda: len(launchers.told) >= 2)
@@ -233,12 +232,12 @@ async def test_an_engine_without_links_is_not_told_that_there_are_no_peers() -> 
     launchers.linked = ()
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [D])
-    nobody = PeerAssignment(D.engine, PeersDocument(1, ()))
-    monitor.assign(KEY, [nobody])
+    nobody = {D.engine: PeersDocument(1, ())}
+    monitor.assign(KEY, nobody)
     await until(lambda: launchers.polls > 3)
     assert launchers.told == []
     launchers.linked = (LinkReport(prefill=P.engine),)  # another operator told it
-    await until(lambda: launchers.told == [("d/1", nobody.document)])
+    await until(lambda: launchers.told == [("d/1", nobody[D.engine])])
     await monitor.stop()
 
 
@@ -247,7 +246,7 @@ async def test_refused_peers_are_sent_again() -> None:
     launchers.refuse_peers = True
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [D])
-    monitor.assign(KEY, [peers(1)])
+    monitor.assign(KEY, peers(1))
     await until(lambda: len(launchers.told) >= 3)
     await monitor.stop()
 
@@ -394,9 +393,9 @@ async def test_new_peers_do_not_wait_for_news() -> None:
     monitor.follow(KEY, [D])
     await until(lambda: launchers.waits >= 2)
     for generation in (1, 2):
-        monitor.assign(KEY, [peers(generation)])
+        monitor.assign(KEY, peers(generation))
         await until(lambda generation=generation: len(launchers.told) == generation)
-    monitor.assign(KEY, [peers(2)])
+    monitor.assign(KEY, peers(2))
     waits = launchers.waits
     await until(lambda: launchers.waits >= waits + 3)
     assert len(launchers.told) == 2
@@ -410,7 +409,7 @@ async def test_news_that_come_with_all_that_is_told_need_no_other_question() -> 
     monitor.follow(KEY, [D])
     await until(lambda: launchers.waits)
     assert D.engine in monitor.links(KEY)
-    monitor.assign(KEY, [peers(1)])
+    monitor.assign(KEY, peers(1))
     await until(lambda: launchers.told)
     assert launchers.asked == [(Role.DECODE, False), (Role.DECODE, True)], "one still waits"
     launchers.linked, launchers.revision = (LinkReport(prefill=P.engine),), "2"
@@ -427,7 +426,7 @@ async def test_an_engine_that_refused_peers_while_it_was_asked_for_news_is_follo
     monitor.follow(KEY, [D])
     await until(lambda: launchers.waits)
     launchers.refuse_peers = True
-    monitor.assign(KEY, [peers(1)])
+    monitor.assign(KEY, peers(1))
     await until(lambda: len(launchers.told) >= 2)
     launchers.refuse_peers = False
     waits = launchers.waits
@@ -487,14 +486,14 @@ async def test_peers_that_change_while_others_are_sent_are_sent_next(revision: s
     class Slow(Launchers):
         async def put_peers(self, target: Target, document: PeersDocument) -> None:
             await super().put_peers(target, document)
-            monitor.assign(KEY, [peers(2)])
+            monitor.assign(KEY, peers(2))
 
     launchers = Slow()
     launchers.revision = revision
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [D])
     await until(lambda: monitor.engines(KEY))
-    monitor.assign(KEY, [peers(1)])
+    monitor.assign(KEY, peers(1))
     await until(lambda: launchers.told)
     await asyncio.sleep(0.1)
     assert [body.generation for _, body in launchers.told] == [1, 2]

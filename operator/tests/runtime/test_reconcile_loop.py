@@ -48,7 +48,6 @@ from pdcluster_operator.plan.types import (
     Delete,
     Event,
     HeldCertificates,
-    PeerAssignment,
     ScalerStatus,
     TicketKey,
     TryOut,
@@ -881,7 +880,7 @@ async def test_a_status_that_nobody_waits_for_is_written_five_seconds_after_the_
 
 async def test_launchers_are_told_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, told, seen = reconcile.make_plan, [], []
-    peers = (PeerAssignment("ns.tiny.decode.aaaaa.0", {"peers": []}),)
+    peers = {"ns.tiny.decode.aaaaa.0": {"peers": []}}
     links = {"ns.tiny.decode.aaaaa.0": LinksReport("ns.tiny.decode.aaaaa.0", "d/1", ())}
 
     def made(observed: Any, *more: Any) -> Any:

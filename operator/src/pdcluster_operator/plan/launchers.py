@@ -20,7 +20,7 @@ from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.links import links_of
 from pdcluster_operator.plan.secrets import certificates_by_engine
-from pdcluster_operator.plan.types import Manifest, PeerAssignment
+from pdcluster_operator.plan.types import Manifest
 
 MISSES = 2
 """Polls in a row that must fail before an engine counts as unreachable."""
@@ -99,8 +99,8 @@ def assign_peers(
     prefill: tuple[EngineView, ...],
     decode: tuple[EngineView, ...],
     links: Mapping[str, LinksReport],
-) -> tuple[PeerAssignment, ...]:
-    """Return one assignment for each decode engine of a pairing key that has an address.
+) -> dict[str, PeersDocument]:
+    """Return the peers of each decode engine of a pairing key that has an address.
 
     A prefill engine becomes a peer when it is ready. Before that, its start would look like a
     failed link. It stays a peer when it no longer answers or starts again: the link then shows it.
@@ -124,11 +124,11 @@ def assign_peers(
         digest = hashlib.sha256(launcher_documents.encode_json(unnumbered)).hexdigest()
         return replace(unnumbered, generation=int(digest[:GENERATION_DIGITS], 16))
 
-    return tuple(
-        PeerAssignment(engine.name.logical, document(tuple(one.name for one in linked_to)))
+    return {
+        engine.name.logical: document(tuple(one.name for one in linked_to))
         for engine, linked_to in zip(decode, kept, strict=True)
         if engine.address and engine.engine_id
-    )
+    }
 
 
 def _canary_interval(

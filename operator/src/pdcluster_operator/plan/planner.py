@@ -6,10 +6,11 @@ object that already is as wanted is not applied.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
+from pdcluster_connector.protocol.launcher_documents import PeersDocument
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition, seconds
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.rules.validate import check_manifest
@@ -34,7 +35,6 @@ from pdcluster_operator.plan.status.progress import ChangeView, with_failure
 from pdcluster_operator.plan.types import (
     Manifest,
     Observed,
-    PeerAssignment,
     Plan,
     Step,
 )
@@ -56,7 +56,7 @@ class _Outcome:
     steps: tuple[Step, ...]
     refused: Refusal | None
     judged: Judgement
-    peers: tuple[PeerAssignment, ...]
+    peers: Mapping[str, PeersDocument]
     routed: frozenset[str]
     certified: bool
 
@@ -144,7 +144,7 @@ def _outcome(
         steps=tuple(steps),
         refused=name_conflicts.why_strange(strange) if strange else None,
         judged=judge(observed, cluster, findings, view, lost),
-        peers=tuple(_peers(observed, cluster, desired, view)) if findings.ok else (),
+        peers=_peers(observed, cluster, desired, view) if findings.ok else {},
         routed=_routed(observed, lost),
         certified=certified,
     )
@@ -152,10 +152,12 @@ def _outcome(
 
 def _peers(
     observed: Observed, cluster: Cluster, desired: Desired, view: View
-) -> Iterator[PeerAssignment]:
+) -> dict[str, PeersDocument]:
     prefill, decode = (view.engines[role] for role in Role)
+    found: dict[str, PeersDocument] = {}
     for group in by_pairing_key(prefill, decode, desired.keys):
-        yield from assign_peers(cluster, *linkable(group, desired.blocked), observed.links)
+        found |= assign_peers(cluster, *linkable(group, desired.blocked), observed.links)
+    return found
 
 
 def _routed(observed: Observed, lost: AbstractSet[str]) -> frozenset[str]:

@@ -196,19 +196,6 @@ Step = Apply | WriteTicketKey | WriteCertificates | TryOut | Delete
 
 
 @dataclass(frozen=True, slots=True)
-class PeerAssignment:
-    """The prefill engines that one decode engine reads from.
-
-    Attributes:
-        decode: logical id of the decode engine.
-        document: for ``PUT /v1/peers``.
-    """
-
-    decode: str
-    document: PeersDocument
-
-
-@dataclass(frozen=True, slots=True)
 class ScalerStatus:
     """The ``status`` to write to a PrefillScaler, if it is still the object with this UID."""
 
@@ -233,7 +220,8 @@ class Plan:
         steps: in order; those of one stage (``plan.stages``) may be carried out side by side. The
             executor begins no stage after one that failed.
         status: the whole ``status`` to write, also when a step failed.
-        peers: assignments to send to decode launchers.
+        peers: decode engine's logical id -> the prefill engines that it reads from, for
+            ``PUT /v1/peers``.
         routed: logical ids of the engines that routers may send requests to.
         requeue_after: seconds until this cluster should be looked at again; None if an
             event will come.
@@ -243,7 +231,7 @@ class Plan:
 
     steps: tuple[Step, ...]
     status: Mapping[str, Any]
-    peers: tuple[PeerAssignment, ...] = ()
+    peers: Mapping[str, PeersDocument] = field(default_factory=dict)
     routed: frozenset[str] = frozenset()
     requeue_after: float | None = None
     events: tuple[Event, ...] = ()

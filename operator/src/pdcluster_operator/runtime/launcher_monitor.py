@@ -22,7 +22,6 @@ from pdcluster_connector.protocol.launcher_documents import (
 )
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target, has_other_peers, is_unreachable
-from pdcluster_operator.plan.types import PeerAssignment
 from pdcluster_operator.runtime.interfaces import Key, LauncherError, Launchers
 
 log = logging.getLogger(__name__)
@@ -97,11 +96,11 @@ class LauncherMonitor:
         with contextlib.suppress(LauncherError):  # it waits no longer than a minute
             await self._launchers.tell_routed(target, routed=False)
 
-    def assign(self, key: Key, peers: Iterable[PeerAssignment]) -> None:
+    def assign(self, key: Key, peers: Mapping[str, PeersDocument]) -> None:
         """Send each decode engine its peers when they change, and when the engine restarts."""
-        for assignment in peers:
-            if (watch := self._watches.get(key, {}).get(assignment.decode)) is not None:
-                watch.assign(assignment)
+        for engine, document in peers.items():
+            if (watch := self._watches.get(key, {}).get(engine)) is not None:
+                watch.assign(document)
 
     def route(self, key: Key, routed: AbstractSet[str]) -> None:
         """Tell each engine of a cluster whether routers may send it requests, when that changes.
@@ -158,7 +157,7 @@ class LauncherWatch:
         self.target = target
         self.report: EngineReport | None = None
         self.links: LinksReport | None = None
-        self.peers: PeerAssignment | None = None
+        self.peers: PeersDocument | None = None
         self.routed: bool | None = None
         self.heard = False
         self._launchers = launchers
@@ -178,9 +177,9 @@ class LauncherWatch:
         """End it."""
         self.task.cancel()
 
-    def assign(self, peers: PeerAssignment) -> None:
+    def assign(self, peers: PeersDocument) -> None:
         """Send the launcher these peers soon."""
-        if self.peers is None or self.peers.document != peers.document:
+        if self.peers != peers:
             self._assigned.set()
         self.peers = peers
 
@@ -222,9 +221,9 @@ class LauncherWatch:
         if self.report is None or self.peers is None or self.target.role is not Role.DECODE:
             return False
         linked = self.links is None or self.links.links
-        if self._sent is None and not linked and self.peers.document.peers == ():
+        if self._sent is None and not linked and self.peers.peers == ():
             return False  # it has no peer, and there is none yet
-        return self._sent != (self.report.engine_id, self.peers.document)
+        return self._sent != (self.report.engine_id, self.peers)
 
     async def _long_poll(self) -> None:
         """Return when its state changed, when something is to be sent, or after a while.
@@ -301,6 +300,6 @@ class LauncherWatch:
             await self._launchers.tell_routed(self.target, routed=self.routed)
             self.report = replace(self.report, routed=self.routed)
         if self.peers is not None and self._has_other_peers():
-            sent = self.peers.document  # others may be assigned before the launcher answers
+            sent = self.peers  # others may be assigned before the launcher answers
             await self._launchers.put_peers(self.target, sent)
             self._sent = (self.report.engine_id, sent)
