@@ -295,9 +295,9 @@ def test_engines_of_two_keys_are_never_linked() -> None:
     keys = {child["metadata"]["labels"][PAIRING_LABEL] for child in world.pods.values()
             if engine_of(child)}  # fmt: skip
     assert len(keys) == 2
-    for assignment in world.plan().peers:
-        (peer,) = assignment.document.peers
-        decode, prefill = assignment.decode.split("."), peer.engine.split(".")
+    for reader, document in world.plan().peers.items():
+        (peer,) = document.peers
+        decode, prefill = reader.split("."), peer.engine.split(".")
         key = {
             engine_of(pod).revision: pod["metadata"]["labels"][PAIRING_LABEL]
             for pod in world.pods.values()
