@@ -1,4 +1,7 @@
-"""Run all parts, each in processes of its own, and print one page in Markdown."""
+"""Run all parts, each in processes of its own, and print one page in Markdown.
+
+Stage 1 is the connector over NIXL. Stage 2 is whole vLLM engines, where vLLM is installed.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,14 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+
+from gpu.hand_over import GROUPS, run_part
 
 PARTS = ("oracle", "probe", "fence", "quarantine", "idle", "speed")
 TRANSPORTS = {
@@ -20,6 +26,7 @@ TRANSPORTS = {
 }
 NEEDS = ("torch", "numpy", "msgspec", "aiohttp", "nixl")
 SECONDS = 240
+ENGINE_SECONDS = 600
 
 
 def main() -> int:
@@ -30,11 +37,19 @@ def main() -> int:
         help="where the KV caches lie; auto takes a GPU if torch sees one",
     )  # fmt: skip
     parser.add_argument("--small", action="store_true", help="the same with little data")
-    parser.add_argument("--parts", default=",".join(PARTS), help="which parts, with commas")
+    parser.add_argument(
+        "--parts",
+        help=f"which parts, with commas: {', '.join(PARTS)}; where vLLM is installed, also"
+        f" {', '.join(GROUPS['cuda'])} (on a CPU only vllm). All of them by default",
+    )
     parser.add_argument("--transport", help="one of those that are tried, for example TCP")
     parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     device = arguments.device
+    if arguments.folder:
+        right = run_part(arguments.part, device, arguments.folder, small=arguments.small)
+        return 0 if right else 1
     if arguments.part:
         _functions()[arguments.part](device, arguments.small)
         return 0
@@ -46,17 +61,23 @@ def main() -> int:
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device.partition(":")[0]
+    parts = arguments.parts.split(",") if arguments.parts else [*PARTS, *GROUPS[device]]
+    if unknown := set(parts) - {*PARTS, *GROUPS[device]}:
+        parser.error(f"there is no part {', '.join(sorted(unknown))} on {device}")
     on = "cuda:0" if device == "cuda" else device
     print("\n".join(_machine(device)), flush=True)
     failed = 0
     for transport, tls in TRANSPORTS[device].items():
         if arguments.transport not in (None, transport):
             continue
-        for part in arguments.parts.split(","):
+        for part in (part for part in parts if part in PARTS):
             if part in ("speed", "idle") and tls and device == "cuda":
                 continue  # staging is proven, not timed
             print(f"\n### {part} ({transport})\n", flush=True)
-            failed += _run(part, on, tls, small=arguments.small)
+            environment = {"UCX_TLS": tls} if tls else {}
+            failed += _run(part, on, environment, small=arguments.small)
+    failed += _stage_2([part for part in parts if part not in PARTS], on, small=arguments.small)
     print(f"\n{'FAILED' if failed else 'All parts were right'}.")
     return 1 if failed else 0
 
@@ -74,20 +95,33 @@ def _functions() -> dict[str, Callable[[str, bool], None]]:
     }
 
 
-def _run(part: str, device: str, tls: str, *, small: bool) -> int:
+def _stage_2(parts: list[str], device: str, *, small: bool) -> int:
+    """Run real engines, with one model for all parts; return how many parts failed."""
+    if parts and find_spec("vllm") is None:
+        print(f"\nStage 2 ({', '.join(parts)}) needs vLLM, which is not installed here.")
+        return 0
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="pdcluster-gpu-") as folder:
+        for part in parts:
+            print(f"\n### {part}\n", flush=True)
+            failed += _run(part, device, {}, small=small, folder=folder)
+    return failed
+
+
+def _run(
+    part: str, device: str, environment: dict[str, str], *, small: bool, folder: str = ""
+) -> int:
     quiet = {"NIXL_LOG_LEVEL": "WARN", "UCX_WARN_UNUSED_ENV_VARS": "n"}
-    environment = {**quiet, **os.environ, "PYTHONUNBUFFERED": "1"}
-    if tls:
-        environment["UCX_TLS"] = tls
+    variables = {**quiet, **os.environ, "PYTHONUNBUFFERED": "1", **environment}
     command = [sys.executable, "-m", "gpu", "--device", device, "--part", part]
+    command += ["--small"] * small + ["--folder", folder] * bool(folder)
+    seconds = ENGINE_SECONDS if folder else SECONDS
     began = time.monotonic()
     try:
-        done = subprocess.run(
-            command + ["--small"] * small, env=environment, timeout=SECONDS, check=False
-        ).returncode
+        done = subprocess.run(command, env=variables, timeout=seconds, check=False).returncode
     except subprocess.TimeoutExpired:
         done = -1
-        print(f"{part} did not end within {SECONDS} s")
+        print(f"{part} did not end within {seconds} s")
     print(f"\n({part}: {'right' if done == 0 else 'FAILED'}, {time.monotonic() - began:.0f} s)")
     return int(done != 0)
 
