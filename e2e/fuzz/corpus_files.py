@@ -17,8 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from fuzz.targets import TARGETS
-from pdcluster_connector.protocol import messages as m
-from pdcluster_connector.protocol import ticket
+from pdcluster_connector.protocol import messages as m, ticket
 from pdcluster_connector.protocol.engine_id import engine_name
 from pdcluster_connector.testing.engines import Size
 from ticket_key import KEYS

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from cluster import images as node_images
-from cluster import lifecycle
+from cluster import images as node_images, lifecycle
 from cluster.places import Places
 from cluster.report import ClusterError, say
 from images.built import Image

@@ -15,8 +15,7 @@ from typing import Any
 
 from cluster_access import Proxy, ask, refuses
 from kv_load import Load, text
-from local_run import START_SECONDS, condition
-from local_run import manifest as local_manifest
+from local_run import START_SECONDS, condition, manifest as local_manifest
 from reply import Reply
 from status_watch import StatusWatch
 

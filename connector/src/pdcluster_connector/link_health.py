@@ -33,15 +33,7 @@ from pdcluster_connector.protocol import launcher_documents as documents
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata, Malformed
-from pdcluster_connector.sidechannel.handshake import (
-    NETWORK_ERRORS,
-    TryAgain,
-    ask_health,
-    client_session,
-    describe,
-    read_bounded,
-    unreachable,
-)
+from pdcluster_connector.sidechannel import handshake
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.peers import PeerBook
 
@@ -124,9 +116,11 @@ class LinkKeeper:
     async def _once(self, session: aiohttp.ClientSession) -> Failure:
         """Establish the link and hold it; return why it could not be, or was lost."""
         address = self.entry.address(self._data_rank)
-        health = await ask_health(session, self.entry.engine, *address, HEALTH_SECONDS, self._tls)
-        if isinstance(health, TryAgain):
-            return unreachable(health)
+        health = await handshake.ask_health(
+            session, self.entry.engine, *address, HEALTH_SECONDS, self._tls
+        )
+        if isinstance(health, handshake.TryAgain):
+            return handshake.unreachable(health)
         if isinstance(health, Failure):
             return health
         if wrong := self._mistaken(health.engine_id):
@@ -294,7 +288,7 @@ class LauncherClient:
             keeper.gone(engine_id, failure)
 
     async def _run(self) -> None:
-        async with client_session() as session:
+        async with handshake.client_session() as session:
             await asyncio.gather(self._follow(session), self._report(session))
 
     async def _follow(self, session: aiohttp.ClientSession) -> None:
@@ -323,10 +317,10 @@ class LauncherClient:
                 allow_redirects=False,
                 **own_arguments(self._tls),
             ) as response:
-                body = await read_bounded(response, documents.MAX_DOCUMENT_BYTES)
+                body = await handshake.read_bounded(response, documents.MAX_DOCUMENT_BYTES)
                 status = response.status
-        except (*NETWORK_ERRORS, ValueError) as error:
-            self._complain(f"cannot ask the launcher for peers: {describe(error)}")
+        except (*handshake.NETWORK_ERRORS, ValueError) as error:
+            self._complain(f"cannot ask the launcher for peers: {handshake.describe(error)}")
             return None
         document = documents.decode_peers(body)
         if status != 200 or isinstance(document, Malformed):
@@ -383,10 +377,10 @@ class LauncherClient:
                 if response.status == 204:
                     self._complaint = ""
                     return True
-                text = (await read_bounded(response, 300)).decode("utf-8", "replace")
+                text = (await handshake.read_bounded(response, 300)).decode("utf-8", "replace")
                 self._complain(f"the launcher answered {response.status} to a report: {text}")
-        except (*NETWORK_ERRORS, ValueError) as error:
-            self._complain(f"cannot report to the launcher: {describe(error)}")
+        except (*handshake.NETWORK_ERRORS, ValueError) as error:
+            self._complain(f"cannot report to the launcher: {handshake.describe(error)}")
         return False
 
     def _complain(self, message: str) -> None:

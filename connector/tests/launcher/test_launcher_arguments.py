@@ -6,8 +6,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pdcluster_connector.launcher import inside_vllm
 from pdcluster_connector.launcher.arguments import ArgumentError, EngineCommand, engine_command

@@ -6,8 +6,7 @@ import itertools
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pdcluster_connector.launcher.links.link_table import REPORT_LIFETIME, LinkTable
 from pdcluster_connector.protocol.launcher_documents import (

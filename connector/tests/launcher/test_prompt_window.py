@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from launched import http, wait_for
 
 from pdcluster_connector.launcher.engine.prompt_window import (

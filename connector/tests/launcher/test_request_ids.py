@@ -9,8 +9,7 @@ import uuid
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pdcluster_connector.launcher import inside_vllm
 from pdcluster_connector.launcher.arguments import engine_command

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from layout_cases import FULL, MAMBA, MLA, WINDOW, Case, Choices, build, each, findings, named, run
 from modelled_engine import Array, Grid, Group, Layout, Model, Modelled
 from wrong_plans import SPOILERS

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from cache_orders import laid_out
 from flat_rows import descriptors
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from layout_cases import FULL, MAMBA, WINDOW, Choices, build, chunks
 from modelled_engine import Modelled
 

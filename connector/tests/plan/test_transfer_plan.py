@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from cache_orders import laid_out
 from flat_rows import descriptors
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason

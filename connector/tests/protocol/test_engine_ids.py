@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pdcluster_connector.protocol.engine_id import EngineId, id_of_rank, parse_engine_id
 

@@ -6,8 +6,7 @@ import json
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pdcluster_connector.protocol import launcher_documents as links
 from pdcluster_connector.protocol.messages import Malformed

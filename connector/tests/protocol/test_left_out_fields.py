@@ -16,8 +16,7 @@ from pdcluster_connector.compat.shape import (
     Memory,
 )
 from pdcluster_connector.plan.geometry import Region
-from pdcluster_connector.protocol import launcher_documents as links
-from pdcluster_connector.protocol import messages as m
+from pdcluster_connector.protocol import launcher_documents as links, messages as m
 
 
 def read(kind: Any, value: object) -> Any:

@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure

@@ -16,8 +16,7 @@ from pdcluster_connector.compat.shape import (
     PartShape,
 )
 from pdcluster_connector.plan.geometry import Region
-from pdcluster_connector.protocol import launcher_documents as links
-from pdcluster_connector.protocol import messages as m
+from pdcluster_connector.protocol import launcher_documents as links, messages as m
 
 SHARD = m.ShardMetadata("e/1", (0, 0), "agent", b"blob", (), m.ProbeRegion(4096, 65536))
 ENGINE = m.EngineMetadata(1, "e/1", EngineShape(), (SHARD,))

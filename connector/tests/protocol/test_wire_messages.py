@@ -7,8 +7,7 @@ import tracemalloc
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pdcluster_connector.compat.shape import (
     EngineShape,

@@ -18,8 +18,7 @@ import virtual_time
 from pdcluster_connector import link_health
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
-from pdcluster_connector.protocol import launcher_documents as links
-from pdcluster_connector.protocol import messages as m
+from pdcluster_connector.protocol import launcher_documents as links, messages as m
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.launcher_documents import LinkState, RankLink
 from pdcluster_connector.sidechannel.handshake import TryAgain

@@ -19,8 +19,7 @@ from authority import Authority
 from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.sidechannel import listening
-from pdcluster_connector.sidechannel import server as server_module
+from pdcluster_connector.sidechannel import listening, server as server_module
 from pdcluster_connector.sidechannel.handshake import (
     Introduction,
     TryAgain,

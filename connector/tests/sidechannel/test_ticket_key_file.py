@@ -8,8 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pdcluster_connector.certificate_files import LOOK_SECONDS
 from pdcluster_connector.protocol.ticket_keys import ROTATION_SECONDS, parse_keys

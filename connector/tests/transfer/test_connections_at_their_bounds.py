@@ -8,8 +8,10 @@ from turn_by_turn import LEASE, PROBE_SECONDS, Bench
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer import connections as connections_module
-from pdcluster_connector.transfer import probing as probing_module
+from pdcluster_connector.transfer import (
+    connections as connections_module,
+    probing as probing_module,
+)
 from pdcluster_connector.transfer.job import HANDSHAKE_GRACE_SECONDS
 from pdcluster_connector.transfer.probing import NO_ROOM, PROBE_SLOTS
 

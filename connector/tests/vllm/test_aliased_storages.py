@@ -15,8 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from registered_caches import Attention, vllm_config
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,

@@ -10,8 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from registered_caches import full, vllm_config
 
 from pdcluster_connector.compat.shape import LayerKind

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from pdcluster_connector.protocol.prompt_outcomes import TOKENS_PER_STEP
 from pdcluster_connector.vllm.scheduler_side.local_prompts import (

@@ -8,8 +8,7 @@ import sys
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fuzz import corpus_files
 from fuzz.targets import TARGETS

@@ -8,8 +8,6 @@ watches what the operator creates, which is more, and reports more often (docs/a
 ``pdcluster-operator webhook`` runs another registry, with the admission handler alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

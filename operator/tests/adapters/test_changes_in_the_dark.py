@@ -23,8 +23,8 @@ from operator_runs import (
     edit,
     get,
     owned,
+    until as wait,
 )
-from operator_runs import until as wait
 from played_nodes import PlayedNodes
 from real_api import RealApi
 

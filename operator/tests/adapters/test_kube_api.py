@@ -8,8 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from operator_runs import CHILDREN, GROUP, create, events, get
-from operator_runs import cluster as pdcluster
+from operator_runs import CHILDREN, GROUP, cluster as pdcluster, create, events, get
 
 from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import ContentTypeError, web
 from aiohttp.test_utils import TestServer
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from reached import reaching
 
 from pdcluster_operator import handlers

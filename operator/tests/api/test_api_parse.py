@@ -6,8 +6,7 @@ import copy
 import datetime as dt
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from said_findings import check_manifest
 
 from pdcluster_operator.api.spec.enums import Device, Role, RouterPolicy, Switch

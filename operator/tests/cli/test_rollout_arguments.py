@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
-from pdcluster_operator.cli import against, rollout
-from pdcluster_operator.cli import main as command
-from pdcluster_operator.cli import plan as plan_command
-from pdcluster_operator.cli import up as up_command
+from pdcluster_operator.cli import (
+    against,
+    main as command,
+    plan as plan_command,
+    rollout,
+    up as up_command,
+)
 from pdcluster_operator.cli.exits import Exit
 from pdcluster_operator.cli.main import main
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from simulated_cluster import START, SimulatedCluster
-from simulated_cluster import manifest as cluster
+from simulated_cluster import START, SimulatedCluster, manifest as cluster
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.object_names import TLS_LABEL

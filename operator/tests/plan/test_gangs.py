@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import StatusReason

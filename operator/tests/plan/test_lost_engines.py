@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import timestamp

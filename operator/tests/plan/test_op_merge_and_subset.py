@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pdcluster_operator.api.spec.pod_templates import merge
 from pdcluster_operator.api.spec.resources import parse_quantity

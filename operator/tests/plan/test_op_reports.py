@@ -6,8 +6,7 @@ import json
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_connector.launcher.links.link_table import LinkTable

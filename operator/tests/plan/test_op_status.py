@@ -8,8 +8,7 @@ from dataclasses import replace
 import jsonschema
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from msgspec import structs
 from simulated_cluster import START, SimulatedCluster, manifest
 from valid_specs import manifests

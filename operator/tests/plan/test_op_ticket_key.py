@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from simulated_cluster import SimulatedCluster
-from simulated_cluster import manifest as cluster
+from simulated_cluster import SimulatedCluster, manifest as cluster
 
 from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.plan.builders.secrets import TICKET_KEY_VOLUME

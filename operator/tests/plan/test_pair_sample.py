@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_connector.protocol.launcher_documents import LinksReport

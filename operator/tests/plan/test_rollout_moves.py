@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role, RolloutType

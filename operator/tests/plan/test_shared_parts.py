@@ -8,8 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.plan.objects import shared_parts

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import virtual_time
 from pdcluster_operator.runtime import queue

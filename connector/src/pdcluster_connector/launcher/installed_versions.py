@@ -12,8 +12,7 @@ from typing import Final
 
 from pdcluster_connector import __version__
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.supported import ANY_VERSION, SUPPORTED
-from pdcluster_connector.compat.supported import text_of as _text
+from pdcluster_connector.compat.supported import ANY_VERSION, SUPPORTED, text_of as _text
 
 # The distributions that can hold each module. The first one that is installed names the version.
 DISTRIBUTIONS: Final[Mapping[str, tuple[str, ...]]] = {

@@ -4,8 +4,6 @@ The real one is :class:`pdcluster_connector.nixl_io.nixl_agent.NixlAgent`; the o
 with faults on request, is in :mod:`pdcluster_connector.testing.nixl`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum

@@ -7,8 +7,6 @@ nixl's agent alive, and only the end of the agent stops a DMA.
 
 # ruff: noqa: D102 - the methods are documented in AgentInterface
 
-from __future__ import annotations
-
 import gc
 import importlib
 import logging

@@ -5,8 +5,6 @@ bytes of a probe lie where KV lies. :class:`HostMemory` is for KV in host memory
 has one for KV on a device. Lease words stay in host memory: the engine step writes them.
 """
 
-from __future__ import annotations
-
 import mmap
 from typing import Protocol
 

@@ -4,8 +4,6 @@ Another agent serves this engine's memory to peers, so this one can be destroyed
 that stops a transfer that is under way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,12 +28,8 @@ from pdcluster_connector.nixl_io.serving_agent import word_rows
 from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.plan.held_blocks import groups_of
 from pdcluster_connector.plan.peer_plan import PeerPlan, SourcePlan
+from pdcluster_connector.protocol import messages
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.messages import (
-    EngineMetadata,
-    ProbeRegion,
-    ShardMetadata,
-)
 
 FIRST: NDArray[np.int32] = np.zeros(1, np.int32)
 
@@ -61,7 +55,7 @@ class Source:
     rank: tuple[int, int]
     agent: AgentInterface
     peer: str
-    probe: ProbeRegion
+    probe: messages.ProbeRegion
     local: Dlist
     remote: Dlist
     local_words: Dlist
@@ -88,7 +82,7 @@ class Connection:
             connection to close; None when there is nothing to wait for.
     """
 
-    metadata: EngineMetadata
+    metadata: messages.EngineMetadata
     plan: PeerPlan
     groups: tuple[GroupShape, ...] = ()
     sources: list[Source] = field(default_factory=list)
@@ -176,7 +170,7 @@ class ReadingAgent:
             self._nixl.close()
             raise
 
-    def open(self, metadata: EngineMetadata, plan: PeerPlan) -> Connection:
+    def open(self, metadata: messages.EngineMetadata, plan: PeerPlan) -> Connection:
         """Load the peer's agents and prepare the descriptor lists, once per peer."""
         shards = {shard.rank: shard for shard in metadata.shards}
         connection = Connection(metadata, plan, groups_of(metadata.shape))
@@ -188,7 +182,7 @@ class ReadingAgent:
             raise
         return connection
 
-    def _open_source(self, shard: ShardMetadata, source: SourcePlan) -> Source:
+    def _open_source(self, shard: messages.ShardMetadata, source: SourcePlan) -> Source:
         peer = self._nixl.add_peer(shard.agent_metadata)
         self._peers[peer] = self._peers.get(peer, 0) + 1
         words = shard.lease_words

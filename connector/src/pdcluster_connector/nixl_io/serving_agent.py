@@ -19,8 +19,6 @@ which vLLM calls the two roles:
   it is out. Its word is replaced or cleared all the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 

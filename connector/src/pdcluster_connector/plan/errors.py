@@ -1,7 +1,5 @@
 """Why a plan cannot be made, or a request cannot be carried out with it."""
 
-from __future__ import annotations
-
 from pdcluster_connector.compat.reasons import Reason
 
 

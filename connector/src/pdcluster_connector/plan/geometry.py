@@ -24,8 +24,6 @@ region with a fault, and the planner computes addresses only from regions withou
 descriptor lies inside of its region.
 """
 
-from __future__ import annotations
-
 from msgspec import Struct
 
 from pdcluster_connector.compat import shape

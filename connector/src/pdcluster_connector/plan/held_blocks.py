@@ -4,8 +4,6 @@ Prefill's block ids come from the ticket and decode's from its scheduler. Each h
 group, in the order of the shape's ``groups``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

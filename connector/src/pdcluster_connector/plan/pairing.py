@@ -5,8 +5,6 @@ the required interval is cut at every block boundary of either side. Each interv
 cuts then lies in one prefill block and in one decode block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -5,8 +5,6 @@ them (``request.py``). The plan does not say who moves the bytes: a read and a w
 same one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -11,8 +11,6 @@ At last the pairs become indices, without a loop over descriptors. This is where
 peer become addresses. Every id and offset is checked against the cache's bounds before that.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ each strided row to lie in one slice, so a row that reaches over a seam becomes 
 descriptors stay the same, because they are counted over all rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

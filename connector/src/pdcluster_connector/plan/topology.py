@@ -1,7 +1,5 @@
 """Which prefill shard a decode shard takes each (layer, head interval) from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

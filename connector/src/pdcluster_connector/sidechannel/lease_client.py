@@ -20,12 +20,7 @@ from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.protocol import messages
 from pdcluster_connector.protocol.lease import Standing
 from pdcluster_connector.protocol.messages import LeaseKey, LeaseReply, LeaseRequest, Malformed
-from pdcluster_connector.sidechannel.handshake import (
-    NETWORK_ERRORS,
-    client_session,
-    describe,
-    request,
-)
+from pdcluster_connector.sidechannel import handshake
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
@@ -179,9 +174,9 @@ class LeaseClient:
         host, port, engine_id = address
         body = messages.encode(LeaseRequest(engine_id, self._holder, releases, renewals))
         if self._session is None:
-            self._session = client_session()
+            self._session = handshake.client_session()
         try:
-            status, raw = await request(
+            status, raw = await handshake.request(
                 self._session,
                 "POST",
                 "/v1/leases",
@@ -193,8 +188,8 @@ class LeaseClient:
                 limit=messages.MAX_REQUEST_BYTES,
                 body=body,
             )
-        except NETWORK_ERRORS as error:
-            logger.debug("leases of %s: %s", engine_id, describe(error))
+        except handshake.NETWORK_ERRORS as error:
+            logger.debug("leases of %s: %s", engine_id, handshake.describe(error))
             return "retry"
         except ValueError as error:  # a host that makes no URL
             logger.warning("leases of %s: %s", engine_id, error)

@@ -22,15 +22,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata, HealthReply
-from pdcluster_connector.sidechannel.handshake import (
-    Introduction,
-    TryAgain,
-    ask_health,
-    client_session,
-    restarted,
-    shake_hands,
-    unreachable,
-)
+from pdcluster_connector.sidechannel import handshake
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
@@ -89,7 +81,7 @@ class KnownPeer:
     port: int
     waiters: list[Waiter] = field(default_factory=list)
     answer: EngineMetadata | Failure | None = None
-    last_error: TryAgain | None = None
+    last_error: handshake.TryAgain | None = None
     task: asyncio.Task[None] | None = None
 
     def answer_all(self, outcome: EngineMetadata | Failure) -> None:
@@ -124,7 +116,7 @@ class PeerBook:
         self, engine_id: str, shape: EngineShape, rank: tuple[int, int], tls: Tls | None = None
     ) -> None:
         self.on_gone: OnGone | None = None
-        self._me = Introduction(engine_id, shape)
+        self._me = handshake.Introduction(engine_id, shape)
         self._tls = tls
         self._asks_often = rank == FIRST_RANK
         self._thread = LoopThread("pdcluster-peers")
@@ -211,10 +203,10 @@ class PeerBook:
     async def _shake_hands(self, peer: KnownPeer) -> None:
         pause = FIRST_RETRY_SECONDS
         while peer.waiters:
-            outcome = await shake_hands(
+            outcome = await handshake.shake_hands(
                 self._http(), self._me, peer.engine_id, peer.host, peer.port, self._tls
             )
-            if isinstance(outcome, TryAgain):
+            if isinstance(outcome, handshake.TryAgain):
                 peer.last_error = outcome
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
                 pause = min(2 * pause, LAST_RETRY_SECONDS)
@@ -231,17 +223,21 @@ class PeerBook:
             rarely = random.uniform(*RARE_POLL_SECONDS)  # noqa: S311
             await asyncio.sleep(POLL_SECONDS if self._asks_often else rarely)
             reply = await self._health(peer, HEALTH_SECONDS[0])
-            if isinstance(reply, TryAgain):  # the second time over a fresh connection
+            if isinstance(reply, handshake.TryAgain):  # the second time over a fresh connection
                 reply = await self._health(peer, HEALTH_SECONDS[1])
-            if isinstance(reply, TryAgain):
-                return unreachable(reply)
+            if isinstance(reply, handshake.TryAgain):
+                return handshake.unreachable(reply)
             if isinstance(reply, Failure):
                 return reply
             if reply.engine_id != peer.engine_id:
-                return restarted(peer.engine_id, reply.engine_id, f"{peer.host}:{peer.port}")
+                return handshake.restarted(
+                    peer.engine_id, reply.engine_id, f"{peer.host}:{peer.port}"
+                )
 
-    async def _health(self, peer: KnownPeer, seconds: float) -> HealthReply | Failure | TryAgain:
-        return await ask_health(
+    async def _health(
+        self, peer: KnownPeer, seconds: float
+    ) -> HealthReply | Failure | handshake.TryAgain:
+        return await handshake.ask_health(
             self._http(), peer.engine_id, peer.host, peer.port, seconds, self._tls
         )
 
@@ -270,7 +266,9 @@ class PeerBook:
             self._wait(peer, waiter)
         elif waiter in peer.waiters:
             peer.waiters.remove(waiter)
-            last = peer.last_error or TryAgain(f"{peer.host}:{peer.port} has not answered yet")
+            last = peer.last_error or handshake.TryAgain(
+                f"{peer.host}:{peer.port} has not answered yet"
+            )
             message = f"no handshake before the deadline; last: {last.message}"
             waiter.answer(Failure(last.reason, message))
             if not peer.waiters and peer.task is not None:
@@ -299,7 +297,7 @@ class PeerBook:
 
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = client_session()
+            self._session = handshake.client_session()
         return self._session
 
     async def _close(self) -> None:

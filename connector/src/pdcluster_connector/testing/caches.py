@@ -4,8 +4,6 @@ A byte is a hash of (seed, layer, global head, token, offset in the token's entr
 therefore see a byte that arrived from the wrong layer, head, token or request.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -10,8 +10,6 @@ Nothing happens by itself but what the transfer threads and side channels do: ca
 engines again and again, as vLLM does. Engines are used by one thread.
 """
 
-from __future__ import annotations
-
 import itertools
 import secrets
 import time

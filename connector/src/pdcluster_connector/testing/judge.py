@@ -4,8 +4,6 @@ The connector may fail a request, and a policy may have it computed anew; it mus
 bytes that are not the request's own. :class:`Judge` counts what it saw, in one table.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum

@@ -9,8 +9,6 @@ a whole process is a method of :class:`Fabric`: ``kill``, ``cut`` and ``mend``, 
 ``thaw``. The page docs/testing.md has an example.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import threading

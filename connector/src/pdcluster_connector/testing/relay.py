@@ -4,8 +4,6 @@ A silent relay still takes connections and what is sent over them, as a host doe
 stopped. Nothing is answered before :meth:`Relay.mend`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import closing, suppress
 

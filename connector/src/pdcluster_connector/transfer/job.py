@@ -5,8 +5,6 @@ each rank that KV came from. It is planned when all the KV was seen to land: a w
 earlier proves nothing. ``receives.py`` has the reads posted, and reports the job when it has ended.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.nixl_io import serving_agent
 from pdcluster_connector.nixl_io.interface import NixlError
 from pdcluster_connector.nixl_io.probe_memory import ProbeMemory
 from pdcluster_connector.nixl_io.reading_agent import (
@@ -20,12 +21,6 @@ from pdcluster_connector.nixl_io.reading_agent import (
     ReadingAgent,
     Source,
     SourceProbe,
-)
-from pdcluster_connector.nixl_io.serving_agent import (
-    PROBE_BYTES,
-    WARM_UP_BYTES,
-    describe_difference,
-    pattern,
 )
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
@@ -180,8 +175,8 @@ class ProbeRun:
                     release(source.agent, handle)
                 self._agent.release_dlists(lists)
         found = self._slots.bytes_of(self._slot, length)
-        expected = pattern(self.connection.engine_id, source.rank, length)
-        wrong = describe_difference(expected, found, source.rank)
+        expected = serving_agent.pattern(self.connection.engine_id, source.rank, length)
+        wrong = serving_agent.describe_difference(expected, found, source.rank)
         if wrong is None:
             self._probes.append(SourceProbe(source.rank, length, seconds))
         else:
@@ -223,8 +218,8 @@ class Probing:
         self._options = options
         self._clock = clock
         self.scratch = {
-            WARM_UP_BYTES: Slots(WARM_UP_BYTES, WARM_UP_SLOTS, memory),
-            PROBE_BYTES: Slots(PROBE_BYTES, PROBE_SLOTS, memory),
+            serving_agent.WARM_UP_BYTES: Slots(serving_agent.WARM_UP_BYTES, WARM_UP_SLOTS, memory),
+            serving_agent.PROBE_BYTES: Slots(serving_agent.PROBE_BYTES, PROBE_SLOTS, memory),
         }
         self.runs: list[ProbeRun] = []
         self.waiting: dict[Future[ProbeResult], EngineMetadata] = {}
@@ -240,7 +235,7 @@ class Probing:
         self, connection: Connection, done: Callable[[Connection, ProbeResult], None]
     ) -> None:
         """Read a little over a new connection."""
-        self._start(connection, WARM_UP_BYTES, done)
+        self._start(connection, serving_agent.WARM_UP_BYTES, done)
 
     def probe(self, metadata: EngineMetadata, future: Future[ProbeResult]) -> None:
         """Probe a peer when its turn comes. Probes run one at a time, or they would be slower."""
@@ -275,7 +270,9 @@ class Probing:
             if connection.broken is not None or connection.waiting is not None:
                 answer(future, ProbeResult(metadata.engine_id, (), connection.broken))
             else:
-                self._start(connection, WARM_UP_BYTES, self._answering(future), check=True)
+                self._start(
+                    connection, serving_agent.WARM_UP_BYTES, self._answering(future), check=True
+                )
         except Exception as error:  # noqa: BLE001 - one check fails, whatever the cause
             answer(future, _no_probe(metadata, f"{type(error).__name__}: {error}"))
 
@@ -342,7 +339,9 @@ class Probing:
                 if connection.broken is not None:
                     answer(future, ProbeResult(metadata.engine_id, (), connection.broken))
                 else:
-                    run = self._start(connection, PROBE_BYTES, self._answering(future))
+                    run = self._start(
+                        connection, serving_agent.PROBE_BYTES, self._answering(future)
+                    )
                     self._probe = _Probe(run, future)
             except Exception as error:  # noqa: BLE001 - one probe fails, whatever the cause
                 self.waiting.pop(future, None)

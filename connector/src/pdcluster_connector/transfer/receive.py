@@ -20,8 +20,6 @@ events to it and carries out the actions that it returns. It keeps three promise
   it was seen broken by the transport, or the agent that ran it was destroyed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from math import inf

@@ -4,8 +4,6 @@
 and never raise. Everything else happens on the transfer thread.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future

@@ -11,8 +11,6 @@ Everything here runs on the transfer thread. An error of one request fails that 
 error is left to the thread, which destroys the agent and goes on.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -10,8 +10,6 @@ fails and none ends, and a process cannot end such a call. So the watchdog ends 
 launcher starts the engine anew.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

@@ -6,8 +6,6 @@ endpoints for developers answer. This middleware
 (``--middleware pdcluster_connector.vllm.api_guard.RequireKey``) guards the other paths too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Awaitable, Callable, MutableMapping

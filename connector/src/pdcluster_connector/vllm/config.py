@@ -4,8 +4,6 @@ Everything wrong is reported at once, when the engine starts, with the key, the 
 remedy: a typo that is silently ignored would only be noticed when a transfer misbehaves.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Joins what the ranks of one engine say of themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -27,10 +27,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pdcluster_connector.protocol.engine_id import engine_name
-from pdcluster_operator.api.object_names import (
-    CERTIFICATES_ANNOTATION,
-    CERTIFICATES_HASH_ANNOTATION,
-)
+from pdcluster_operator.api import object_names
 from pdcluster_operator.plan.builders.secrets import AUTHORITY_FILE
 from pdcluster_operator.plan.types import HeldCertificates, Manifest, WriteCertificates
 
@@ -185,9 +182,9 @@ def held_certificates(secret: Manifest | None, authority: EngineAuthority) -> He
         return HeldCertificates(authority.fingerprint)
     annotations = secret["metadata"].get("annotations") or {}
     data = secret.get("data") or {}
-    written = _written(annotations.get(CERTIFICATES_HASH_ANNOTATION, ""))
+    written = _written(annotations.get(object_names.CERTIFICATES_HASH_ANNOTATION, ""))
     whole = {entry for entry, value in written.items() if value == _hash(data, entry)}
-    issue = str(annotations.get(CERTIFICATES_ANNOTATION, ""))
+    issue = str(annotations.get(object_names.CERTIFICATES_ANNOTATION, ""))
     if AUTHORITY_FILE not in whole:
         issue = ""
     uid = str(secret["metadata"].get("uid") or "")
@@ -205,7 +202,7 @@ def with_certificates(step: WriteCertificates, authority: EngineAuthority) -> di
     metadata = step.manifest["metadata"]
     annotations = {
         **metadata["annotations"],
-        CERTIFICATES_HASH_ANNOTATION: json.dumps(hashes, sort_keys=True),
+        object_names.CERTIFICATES_HASH_ANNOTATION: json.dumps(hashes, sort_keys=True),
     }
     return {**step.manifest, "metadata": {**metadata, "annotations": annotations}, "data": data}
 

@@ -21,14 +21,8 @@ from urllib.parse import quote
 import aiohttp
 
 from pdcluster_connector.certificate_files import TlsError, TlsFiles, Watched, client_context
+from pdcluster_connector.protocol import launcher_documents
 from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, engine_name, role_name
-from pdcluster_connector.protocol.launcher_documents import (
-    MAX_ANSWER_BYTES,
-    ChangesReport,
-    PeersDocument,
-    decode_changes,
-    encode_json,
-)
 from pdcluster_connector.protocol.messages import Malformed
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.api.spec.enums import Certificates
@@ -83,20 +77,26 @@ class EnginesHttp:
     async def __aexit__(self, *_: object) -> None:
         await self._http.close()
 
-    async def changes(self, target: Target, seen: str, *, wait: bool) -> ChangesReport:
+    async def changes(
+        self, target: Target, seen: str, *, wait: bool
+    ) -> launcher_documents.ChangesReport:
         """See :class:`..runtime.interfaces.Launchers`."""
         path = f"/v1/changes?seen={quote(seen)}&wait={WAIT_SECONDS if wait else 0}"
         timeout = WAIT_TIMEOUT if wait else TIMEOUT
-        report = decode_changes(await self._call("GET", target, path, (200,), timeout=timeout))
+        report = launcher_documents.decode_changes(
+            await self._call("GET", target, path, (200,), timeout=timeout)
+        )
         if isinstance(report, Malformed):
             raise LauncherError(
                 f"{target.url}{path} did not answer with the state of an engine: {report.message}"
             )
         return report
 
-    async def put_peers(self, target: Target, document: PeersDocument) -> None:
+    async def put_peers(self, target: Target, document: launcher_documents.PeersDocument) -> None:
         """See :class:`..runtime.interfaces.Launchers`."""
-        await self._call("PUT", target, "/v1/peers", (200, 204), encode_json(document))
+        await self._call(
+            "PUT", target, "/v1/peers", (200, 204), launcher_documents.encode_json(document)
+        )
 
     async def tell_routed(self, target: Target, *, routed: bool) -> None:
         """See :class:`..runtime.interfaces.Launchers`."""
@@ -181,8 +181,10 @@ async def _read(stream: aiohttp.StreamReader) -> bytes:
     size = 0
     async for part in stream.iter_chunked(1 << 16):
         size += len(part)
-        if size > MAX_ANSWER_BYTES:
-            raise LauncherError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+        if size > launcher_documents.MAX_ANSWER_BYTES:
+            raise LauncherError(
+                f"the answer is longer than {launcher_documents.MAX_ANSWER_BYTES} bytes"
+            )
         parts.append(part)
     return b"".join(parts)
 

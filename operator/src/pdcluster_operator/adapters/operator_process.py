@@ -14,23 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdcluster_operator.adapters.api_server import kubeconfig
+from pdcluster_operator.adapters import engines_http
+from pdcluster_operator.adapters.api_server import connector_collector, kubeconfig
 from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import KubeClient
-from pdcluster_operator.adapters.api_server.connector_collector import (
-    PERIOD_SECONDS,
-    ConnectorCollector,
-)
 from pdcluster_operator.adapters.api_server.events import KubeEvents
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, PREFILL_SCALER
 from pdcluster_operator.adapters.api_server.namespace_leases import NamespaceLeases
 from pdcluster_operator.adapters.api_server.reflector import Reflectors
 from pdcluster_operator.adapters.connector_bundle import build_connector
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
-from pdcluster_operator.adapters.engines_http import (
-    EnginesHttp,
-    use_small_buffers,
-)
 from pdcluster_operator.adapters.metrics import Metrics, serve_pages
 from pdcluster_operator.adapters.own_secrets import WebhookPlace, find_authority, keep_certificate
 from pdcluster_operator.plan.connectors import KEEP_SECONDS
@@ -105,7 +98,7 @@ class OperatorProcess:
 
     async def _start(self, stack: AsyncExitStack) -> None:
         _allow_many_connections()
-        use_small_buffers()
+        engines_http.use_small_buffers()
         options, metrics = self._options, Metrics()
 
         async def readiness() -> str | None:
@@ -136,7 +129,9 @@ class OperatorProcess:
         else:
             authority = await find_authority(client, options.authority)
         folder = options.engine_certificate
-        engines = await stack.enter_async_context(EnginesHttp(authority, identity=folder))
+        engines = await stack.enter_async_context(
+            engines_http.EnginesHttp(authority, identity=folder)
+        )
         if folder is not None:
             try:
                 engines.mounted_context()
@@ -174,8 +169,10 @@ class OperatorProcess:
         stack.push_async_callback(leases.stop)  # after the loop has stopped
         stack.push_async_callback(loop.stop)
         keep = options.keep_connector_seconds
-        period = max(1.0, min(PERIOD_SECONDS, keep))
-        collector = ConnectorCollector(loop.store, api, period=period, keep=keep)
+        period = max(1.0, min(connector_collector.PERIOD_SECONDS, keep))
+        collector = connector_collector.ConnectorCollector(
+            loop.store, api, period=period, keep=keep
+        )
         self._go_on(stack, reflectors.run())
         if options.webhook is not None:
             expires = metrics.certificate_expiry.set

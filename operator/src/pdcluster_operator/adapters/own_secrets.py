@@ -13,16 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pdcluster_operator.adapters import webhook_certificate
 from pdcluster_operator.adapters.api_server.children import ABSENT
 from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient
 from pdcluster_operator.adapters.api_server.kinds import SECRET, WEBHOOK_CONFIGURATION
 from pdcluster_operator.adapters.engine_authority import AuthorityError, EngineAuthority
-from pdcluster_operator.adapters.webhook_certificate import (
-    Certificate,
-    expiry,
-    make_certificate,
-    why_renew,
-)
 from pdcluster_operator.api.object_names import FIELD_MANAGER
 from pdcluster_operator.runtime.interfaces import ApiError
 
@@ -83,15 +78,17 @@ async def renew_certificate(client: KubeClient, place: WebhookPlace, now: float)
     webhook pod uses the certificate. Return when it expires, in seconds since the epoch.
     """
     secret = await client.read(SECRET.path(*place.secret)) or {}
-    held = Certificate(*(_decoded(secret.get("data") or {}, key) for key in KEYS))
-    if (why := why_renew(held, place.names, now)) is not None:
+    held = webhook_certificate.Certificate(
+        *(_decoded(secret.get("data") or {}, key) for key in KEYS)
+    )
+    if (why := webhook_certificate.why_renew(held, place.names, now)) is not None:
         log.info("making a new certificate for the webhook: %s", why)
-        held = make_certificate(place.names, now, held.authorities)
+        held = webhook_certificate.make_certificate(place.names, now, held.authorities)
     await _trust(client, place.configuration, held.authorities)
     if why is not None:
         parts = (held.certificate, held.key, held.authorities)
         await _apply(client, place.secret, dict(zip(KEYS, parts, strict=True)))
-    return expiry(held.certificate) or now
+    return webhook_certificate.expiry(held.certificate) or now
 
 
 async def _trust(client: KubeClient, configuration: str, authorities: bytes) -> None:

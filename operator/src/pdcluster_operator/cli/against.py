@@ -1,7 +1,5 @@
 """``pdcluster plan FILE --against``: the steps of the operator for a cluster that runs."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import time

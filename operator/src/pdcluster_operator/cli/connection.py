@@ -1,7 +1,5 @@
 """Connects a command to the API server of a kubeconfig's context."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 

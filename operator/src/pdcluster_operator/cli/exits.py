@@ -1,7 +1,5 @@
 """How commands end: exit codes, and the error that a user can correct."""
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 

@@ -3,8 +3,6 @@
 Other commands use its functions that read manifests and print findings.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The ``pdcluster`` command and its help."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import math

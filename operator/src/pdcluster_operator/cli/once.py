@@ -1,7 +1,5 @@
 """``pdcluster up --once``: one prompt through the router, and the path of its KV cache."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

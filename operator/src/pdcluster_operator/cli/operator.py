@@ -1,7 +1,5 @@
 """``pdcluster-operator run`` and ``pdcluster-operator webhook``: the processes of a cluster."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """``pdcluster plan``: prints the steps of the operator's own planner, and performs none."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Mapping

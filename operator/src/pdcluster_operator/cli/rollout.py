@@ -1,7 +1,5 @@
 """``pdcluster rollout``: follow, hold back, let go and undo the rollout of a PDCluster."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import time

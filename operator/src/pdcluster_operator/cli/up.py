@@ -1,7 +1,5 @@
 """``pdcluster up``: runs a manifest on this machine, with the operator's own control loop."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

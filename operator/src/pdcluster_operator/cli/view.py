@@ -5,8 +5,6 @@ columns leave too little room for it, it is printed below its row. If even the o
 wide, a row continues on the next line. Output into a pipe has no limit of width.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

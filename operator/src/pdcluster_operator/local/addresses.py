@@ -1,7 +1,5 @@
 """Addresses of pods on this machine: one loopback address a pod, free ports, and cluster DNS."""
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import os

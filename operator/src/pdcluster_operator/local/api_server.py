@@ -7,8 +7,6 @@ with preconditions; deletion of pods in two steps; garbage collection by owner U
 It has no schemas, defaults, admission or other field managers.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 import uuid

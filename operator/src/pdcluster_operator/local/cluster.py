@@ -1,7 +1,5 @@
 """A whole control plane in one process: the operator's control loop, an API server, a kubelet."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys
@@ -11,11 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
-from pdcluster_operator.adapters.engine_authority import (
-    EngineAuthority,
-    held_certificates,
-    with_certificates,
-)
+from pdcluster_operator.adapters import engine_authority
 from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api import object_names as names
 from pdcluster_operator.local.addresses import AddressBook, Names
@@ -88,7 +82,7 @@ class LocalCluster:
             self.api, self._addresses, folder, self.names.resolve, container_environment()
         )
         self._workloads = Workloads(self.api)
-        self.authority, _ = EngineAuthority.new(time.time())
+        self.authority, _ = engine_authority.EngineAuthority.new(time.time())
         self._engines = EnginesHttp(self.authority)
         self.loop = ControlLoop(
             api_server=_ApiPort(self.api, self.authority),
@@ -140,7 +134,7 @@ def container_environment() -> dict[str, str]:
 class _ApiPort:
     """The control loop's port, over the in-memory API."""
 
-    def __init__(self, api: LocalApi, authority: EngineAuthority) -> None:
+    def __init__(self, api: LocalApi, authority: engine_authority.EngineAuthority) -> None:
         self._api = api
         self._authority = authority
 
@@ -159,11 +153,11 @@ class _ApiPort:
 
     async def read_certificates(self, key: Key, uid: str) -> types.HeldCertificates:
         live = self._api.get("Secret", key.namespace, names.certificates_name(key.name))
-        return held_certificates(live, self._authority)
+        return engine_authority.held_certificates(live, self._authority)
 
     async def write_certificates(self, step: types.WriteCertificates) -> types.HeldCertificates:
-        secret = self._api.apply(with_certificates(step, self._authority))
-        return held_certificates(secret, self._authority)
+        secret = self._api.apply(engine_authority.with_certificates(step, self._authority))
+        return engine_authority.held_certificates(secret, self._authority)
 
     async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> Mapping[str, Any]:
         return self._api.apply(dict(manifest))

@@ -5,8 +5,6 @@ becomes its pod's address, and a bind to 0.0.0.0 becomes a bind to the pod's own
 other arguments and variables of a container are those that it has in a cluster.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

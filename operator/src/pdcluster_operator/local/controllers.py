@@ -6,8 +6,6 @@ others. Deployments replace old pods once the new ones are ready. Local mode has
 no revisions.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import hashlib

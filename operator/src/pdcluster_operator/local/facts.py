@@ -4,8 +4,6 @@ The versions in the engines' Python are read by a process of that Python. It doe
 so it takes about a second.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

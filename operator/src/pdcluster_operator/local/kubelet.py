@@ -5,8 +5,6 @@ cluster, the container runtime (:mod:`.shim`) and the network plugin (:mod:`.add
 of it. The pre-flight has found what the machine lacks for good, so the kubelet looks for nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import os

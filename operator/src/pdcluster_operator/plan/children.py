@@ -11,8 +11,7 @@ process of the operator goes on with it.
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
 from typing import Any
 
 from pdcluster_operator.api import object_names

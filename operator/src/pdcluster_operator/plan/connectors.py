@@ -27,6 +27,7 @@ from pdcluster_operator.plan.types import ConnectorBundle, Delete, Manifest, Obs
 
 CONNECTOR_FILE = "connector.pyz"
 CONNECTOR_FOLDER = "/pdcluster"
+CONNECTOR_PATH = f"{CONNECTOR_FOLDER}/{CONNECTOR_FILE}"
 CONNECTOR_COMPONENT = "connector"
 CONNECTOR_VOLUME = "connector"
 MOUNTING_KINDS = frozenset({"StatefulSet", "Deployment", "ControllerRevision", "Pod"})

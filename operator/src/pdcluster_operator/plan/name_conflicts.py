@@ -5,8 +5,7 @@ deleted. A ConfigMap that PDClusters share belongs to none of them, so its conte
 are started that would mount a connector whose content is not the one of its name.
 """
 
-from collections.abc import Iterable
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Set as AbstractSet
 from dataclasses import dataclass
 
 from pdcluster_operator.api.object_names import connector_name

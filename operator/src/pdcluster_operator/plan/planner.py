@@ -6,8 +6,7 @@ object that already is as wanted is not applied.
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping, Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from pdcluster_connector.protocol.launcher_documents import PeersDocument
@@ -32,12 +31,7 @@ from pdcluster_operator.plan.rollout.wanted_children import Wanted
 from pdcluster_operator.plan.status.build import Judgement, View, build_status, judge, view_of
 from pdcluster_operator.plan.status.events import transitions
 from pdcluster_operator.plan.status.progress import ChangeView, with_failure
-from pdcluster_operator.plan.types import (
-    Manifest,
-    Observed,
-    Plan,
-    Step,
-)
+from pdcluster_operator.plan.types import Manifest, Observed, Plan, Step
 
 BUSY_SECONDS = 10.0
 """How often a cluster on its way to Ready is looked at without an event, to be sure."""

@@ -16,12 +16,7 @@ from pdcluster_operator.plan.lifecycle import Stage, stage_of
 from pdcluster_operator.plan.namespace_lease import belongs_to
 from pdcluster_operator.plan.status.conditions import local_share
 from pdcluster_operator.plan.types import ConnectorBundle
-from pdcluster_operator.runtime.interfaces import (
-    ApiServer,
-    EventSink,
-    Key,
-    Launchers,
-)
+from pdcluster_operator.runtime import interfaces
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.queue import Backoff, KeyedQueue
 from pdcluster_operator.runtime.reconcile import Place, Reconciler
@@ -43,9 +38,9 @@ class ControlLoop:
     def __init__(
         self,
         *,
-        api_server: ApiServer,
-        launchers: Launchers,
-        events: EventSink,
+        api_server: interfaces.ApiServer,
+        launchers: interfaces.Launchers,
+        events: interfaces.EventSink,
         connector: ConnectorBundle,
         clock: Callable[[], float] = time.time,
         poll_seconds: float = 1.0,
@@ -93,13 +88,13 @@ class ControlLoop:
         if manifest["kind"] in (CLUSTER_KIND, SCALER_KIND) and before is not None:
             metadata = manifest["metadata"]
             if metadata.get("generation") != before["metadata"].get("generation"):
-                self._queue(Key(metadata["namespace"], metadata["name"]), manifest)
+                self._queue(interfaces.Key(metadata["namespace"], metadata["name"]), manifest)
 
-    def _queue(self, key: Key, manifest: Manifest) -> None:
+    def _queue(self, key: interfaces.Key, manifest: Manifest) -> None:
         urgent = manifest["kind"] == CLUSTER_KIND and self._is_urgent(key)
         self.queue.add(key, urgent=urgent)
 
-    def _is_urgent(self, key: Key) -> bool:
+    def _is_urgent(self, key: interfaces.Key) -> bool:
         cluster = self.store.cluster(key)
         return cluster is not None and stage_of(cluster, has_children=True) is Stage.CHANGED
 
@@ -160,13 +155,13 @@ class ControlLoop:
         for key in self.store.clusters_in(namespace):
             self.queue.add(key)
 
-    def _is_ours(self, key: Key) -> bool:
+    def _is_ours(self, key: interfaces.Key) -> bool:
         cluster = self.store.cluster(key)
         if cluster is None or key.namespace in self.unlisted:
             return False
         return belongs_to(cluster, self._place.operator_class)
 
-    async def _work(self, key: Key) -> float | None:
+    async def _work(self, key: interfaces.Key) -> float | None:
         ours = self._is_ours(key) and self._holds(key.namespace)
         if self.store.cluster(key) is not None and not ours:
             self._reconciler.leave(key)  # another operator's, or nobody's yet

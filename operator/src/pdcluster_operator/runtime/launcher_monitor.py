@@ -9,17 +9,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Mapping, Set as AbstractSet
 
 from msgspec.structs import replace
 
-from pdcluster_connector.protocol.launcher_documents import (
-    ChangesReport,
-    EngineReport,
-    LinksReport,
-    PeersDocument,
-)
+from pdcluster_connector.protocol import launcher_documents
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target, has_other_peers, is_unreachable
 from pdcluster_operator.runtime.interfaces import Key, LauncherError, Launchers
@@ -96,7 +90,7 @@ class LauncherMonitor:
         with contextlib.suppress(LauncherError):  # it waits no longer than a minute
             await self._launchers.tell_routed(target, routed=False)
 
-    def assign(self, key: Key, peers: Mapping[str, PeersDocument]) -> None:
+    def assign(self, key: Key, peers: Mapping[str, launcher_documents.PeersDocument]) -> None:
         """Send each decode engine its peers when they change, and when the engine restarts."""
         for engine, document in peers.items():
             if (watch := self._watches.get(key, {}).get(engine)) is not None:
@@ -111,7 +105,7 @@ class LauncherMonitor:
         for engine, watch in self._watches.get(key, {}).items():
             watch.route(routed=engine in routed)
 
-    def engines(self, key: Key) -> Mapping[str, EngineReport]:
+    def engines(self, key: Key) -> Mapping[str, launcher_documents.EngineReport]:
         """Return the last report of each reachable engine of a cluster."""
         return {
             engine: watch.report
@@ -119,7 +113,7 @@ class LauncherMonitor:
             if watch.report is not None
         }
 
-    def links(self, key: Key) -> Mapping[str, LinksReport]:
+    def links(self, key: Key) -> Mapping[str, launcher_documents.LinksReport]:
         """Return the last report on links of each reachable decode engine of a cluster."""
         return {
             engine: watch.links
@@ -155,9 +149,9 @@ class LauncherWatch:
         self, target: Target, launchers: Launchers, period: float, changed: Callable[[], None]
     ) -> None:
         self.target = target
-        self.report: EngineReport | None = None
-        self.links: LinksReport | None = None
-        self.peers: PeersDocument | None = None
+        self.report: launcher_documents.EngineReport | None = None
+        self.links: launcher_documents.LinksReport | None = None
+        self.peers: launcher_documents.PeersDocument | None = None
         self.routed: bool | None = None
         self.heard = False
         self._launchers = launchers
@@ -165,19 +159,21 @@ class LauncherWatch:
         self._changed = changed
         self._misses = 0
         self._logged = ""  # why it does not answer
-        self._sent: tuple[str, PeersDocument] | None = None  # engine id, and its peers
+        self._sent: tuple[str, launcher_documents.PeersDocument] | None = (
+            None  # engine id, and its peers
+        )
         self._revision = ""
         self._read_at = 0.0  # when its whole state was last read
         self._next = 0.0  # when it may be polled again
         self._assigned = asyncio.Event()
-        self._waiting: asyncio.Task[ChangesReport] | None = None
+        self._waiting: asyncio.Task[launcher_documents.ChangesReport] | None = None
         self.task = asyncio.create_task(self._run(), name=f"links-{target.engine}")
 
     def stop(self) -> None:
         """End it."""
         self.task.cancel()
 
-    def assign(self, peers: PeersDocument) -> None:
+    def assign(self, peers: launcher_documents.PeersDocument) -> None:
         """Send the launcher these peers soon."""
         if self.peers != peers:
             self._assigned.set()
@@ -253,7 +249,7 @@ class LauncherWatch:
         self._rest()
         self._take(await self._launchers.changes(self.target, "", wait=False))
 
-    def _take(self, changes: ChangesReport) -> None:
+    def _take(self, changes: launcher_documents.ChangesReport) -> None:
         """Store an answer that holds the whole state."""
         report, links = changes.readyz, changes.links
         if report is None:

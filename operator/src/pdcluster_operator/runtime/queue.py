@@ -17,8 +17,7 @@ import asyncio
 import logging
 import random
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterable
-from collections.abc import Set as AbstractSet
+from collections.abc import Awaitable, Callable, Iterable, Set as AbstractSet
 from dataclasses import dataclass
 
 from pdcluster_operator.runtime.interfaces import Key

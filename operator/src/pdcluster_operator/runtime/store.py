@@ -17,8 +17,7 @@ event belongs to.
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set as AbstractSet
 from typing import Any, NamedTuple
 
 from pdcluster_operator.api.object_names import CLUSTER_LABEL, SCALER_KIND

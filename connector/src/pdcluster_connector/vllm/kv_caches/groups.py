@@ -1,7 +1,5 @@
 """KV cache groups, and which of a request's blocks hold which tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -19,8 +19,6 @@ group beside its heads. Any other state is one part that cannot be cut. Both eng
 same tensor parallel size. The comparison of the parts ensures this.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

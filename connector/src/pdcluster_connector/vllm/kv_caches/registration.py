@@ -11,8 +11,6 @@ The shape also describes layers whose rules this connector does not know, and a 
 name at the handshake. They get no region. Their engine starts and serves normally.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +18,7 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 
-from pdcluster_connector.compat.shape import (
-    EngineShape,
-    GroupShape,
-    LayerKind,
-    LayerShape,
-    Memory,
-    PartShape,
-)
+from pdcluster_connector.compat import shape as shapes
 from pdcluster_connector.compat.supported import SCALED, token_sliceable
 from pdcluster_connector.nixl_io.interface import MemoryRange
 from pdcluster_connector.plan.geometry import Region, Shard
@@ -48,7 +39,7 @@ from pdcluster_connector.vllm.kv_caches.layers import (
 class Registration:
     """One worker's caches, described for the handshake (shape, shard) and for NIXL (memory)."""
 
-    shape: EngineShape
+    shape: shapes.EngineShape
     shard: Shard
     memory: tuple[MemoryRange, ...]
 
@@ -70,7 +61,7 @@ def register(
     """
     parallel = vllm_config.parallel_config
     cache_config = vllm_config.cache_config
-    layers: list[LayerShape] = []
+    layers: list[shapes.LayerShape] = []
     regions: list[Region] = []
     storages: set[MemoryRange] = set()
     packings: set[str | None] = set()
@@ -84,32 +75,32 @@ def register(
             continue
         kind = kind_of(spec)
         heads = heads_of(spec, kind, vllm_config, rank[1])
-        parts: tuple[PartShape, ...] = ()
+        parts: tuple[shapes.PartShape, ...] = ()
         held: list[Region] = []
         own_dtype = ""
         scales: str | None = ""
         module = modules.get(name)
-        if kind is not LayerKind.MAMBA and hasattr(spec, "dtype"):
+        if kind is not shapes.LayerKind.MAMBA and hasattr(spec, "dtype"):
             dtype = engine_dtype(vllm_config)
             own_dtype = layer_dtype(module, spec)
             scales = layer_scales(module, own_dtype)
-        if kind is LayerKind.MAMBA:
+        if kind is shapes.LayerKind.MAMBA:
             ranks = rank[1], parallel.tensor_parallel_size
             parts, held = describe_states(name, cache, spec, group, module, ranks)
         elif cache.dim() != 4 or heads is None:
-            kind = LayerKind.OTHER
-        elif kind is not LayerKind.OTHER:
+            kind = shapes.LayerKind.OTHER
+        elif kind is not shapes.LayerKind.OTHER:
             packing = _packing(module, own_dtype)
             packings.add(packing)
             ratio = max(1, cache.shape[0] // max(1, kv_cache_config.num_blocks))
             ratios.setdefault(group, set()).add(ratio)
             held = [_region(name, cache, (heads[1], heads[2]), packing is None, group)]
         layers.append(
-            LayerShape(
+            shapes.LayerShape(
                 name=name,
                 kind=kind,
                 group=group,
-                kv_heads=1 if kind is LayerKind.MAMBA or heads is None else heads[0],
+                kv_heads=1 if kind is shapes.LayerKind.MAMBA or heads is None else heads[0],
                 token_bytes=token_bytes(spec, parts),
                 window=getattr(spec, "sliding_window", None) or None,
                 dtype="" if own_dtype == dtype else own_dtype,
@@ -123,7 +114,7 @@ def register(
             place = held[0].device, held[0].memory
             storages.add(MemoryRange(storage.data_ptr(), storage.nbytes(), *place))
 
-    shape = EngineShape(
+    shape = shapes.EngineShape(
         model=model,
         kv_dtype=dtype,
         block_size=cache_config.block_size,
@@ -162,10 +153,10 @@ def _memory(
     return tuple(found)
 
 
-def _groups(config: KVCacheConfig, ratios: Mapping[int, set[int]]) -> tuple[GroupShape, ...]:
+def _groups(config: KVCacheConfig, ratios: Mapping[int, set[int]]) -> tuple[shapes.GroupShape, ...]:
     """Return every group of the engine. The ratio is 1 if this rank has no layer of the group."""
     return tuple(
-        GroupShape(
+        shapes.GroupShape(
             kind_of(group.spec), group.block_size, max(ratios.get(number, {1})), group.window
         )
         for number, group in enumerate(cache_groups(config))
@@ -215,7 +206,7 @@ def _region(
         token_stride=cache.stride(2) * size if sliceable else None,
         token_bytes=content * size,
         device=max(cache.get_device(), 0),
-        memory=Memory.DRAM if cache.device.type == "cpu" else Memory.VRAM,
+        memory=shapes.Memory.DRAM if cache.device.type == "cpu" else shapes.Memory.VRAM,
         group=group,
     )
 

@@ -9,8 +9,6 @@ longer needed: after the receive (also a failed one), or without one when the re
 far.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

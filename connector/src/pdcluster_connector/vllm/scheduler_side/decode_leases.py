@@ -8,8 +8,6 @@ Prefill answers each renewal. The first answer claims the lease for this engine,
 may be used only while the last one stands.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """One live request of a decode engine: how far its KV has come, and what its client learns."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum

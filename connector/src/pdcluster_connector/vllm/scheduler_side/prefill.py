@@ -6,8 +6,6 @@ is ordered to clear its lease word and to report the request as sent, once: vLLM
 blocks when all ranks have. ``sidechannel/lease_desk.py`` judges which leases have expired.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import time

@@ -4,8 +4,6 @@ Runs in vLLM's EngineCore, on the step's critical path: everything that waits fo
 has a thread of its own (sidechannel.server, sidechannel.lease_client).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ configuration, without the fields that only record how the files were written, a
 of the weights (sizes, headers and one piece of many tensors).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

@@ -4,8 +4,6 @@ The engine step only swaps queues: NIXL belongs to the receiver's transfer threa
 (transfer.receiver), handshakes to the peer book's (sidechannel.peers).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time
@@ -32,17 +30,11 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.sidechannel.peers import CONCERNS_ALL_RANKS, FIRST_RANK, PeerBook
 from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
 from pdcluster_connector.transfer.receiver import Receiver, ReceiveResults
+from pdcluster_connector.vllm import step_messages
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.joined_shape import join_shapes
 from pdcluster_connector.vllm.kv_caches.registration import Registration, register
 from pdcluster_connector.vllm.metrics import StatsCollector
-from pdcluster_connector.vllm.step_messages import (
-    Receipt,
-    ReceiveOrder,
-    StepOrders,
-    StepReport,
-    WorkerHandshake,
-)
 from pdcluster_connector.vllm.worker_side.device_memory import probe_memory_of
 from pdcluster_connector.vllm.worker_side.fingerprint import digest_of_engine
 
@@ -123,7 +115,7 @@ class WorkerRole:
         self._bound_at = inf
         self._sent: set[str] = set()  # requests whose blocks prefill may free
         self._unreceivable: dict[str, str] = {}  # requests whose receive could not start, and why
-        self._receipts: dict[str, Receipt] = {}
+        self._receipts: dict[str, step_messages.Receipt] = {}
         # When the first rank found which peer gone; thread-safe at both ends.
         self._gone: deque[tuple[float, str, Failure]] = deque()
 
@@ -181,7 +173,7 @@ class WorkerRole:
         if self._launcher is not None:
             self._launcher.start()
 
-    def handshake(self) -> WorkerHandshake | None:
+    def handshake(self) -> step_messages.WorkerHandshake | None:
         """What the scheduler side publishes on behalf of this rank."""
         if self._registration is None:
             return None
@@ -189,7 +181,7 @@ class WorkerRole:
         if self._serving is not None:
             regions = self._registration.shard.regions
             shard = self._serving.metadata(self._engine_id, self._rank, regions)
-        return WorkerHandshake(self._engine_id, self._registration.shape, shard)
+        return step_messages.WorkerHandshake(self._engine_id, self._registration.shape, shard)
 
     def _new_agent(self, threads: int) -> NixlAgent:
         options = self._options
@@ -208,7 +200,7 @@ class WorkerRole:
 
     # Every step.
 
-    def bound(self, orders: StepOrders) -> None:
+    def bound(self, orders: step_messages.StepOrders) -> None:
         """Before the forward pass: report leases and peers to the transfer thread."""
         self._bound_at = time.monotonic()
         if self._peers is not None and self._rank != FIRST_RANK:
@@ -216,7 +208,7 @@ class WorkerRole:
                 self._peers.hear(engine_id, failure)
         self._report_leases(orders)
 
-    def start(self, orders: StepOrders) -> None:
+    def start(self, orders: step_messages.StepOrders) -> None:
         """Write lease words, and hand orders to the transfer thread."""
         if self._serving is not None:
             self._serving.lease_words.write(orders.lease_words)
@@ -235,7 +227,7 @@ class WorkerRole:
             self._receiver.receive(requests)
             self._report_leases(orders)  # those that have just been ordered
 
-    def _report_leases(self, orders: StepOrders) -> None:
+    def _report_leases(self, orders: step_messages.StepOrders) -> None:
         if self._receiver is not None:
             self._receiver.acknowledge(
                 {request_id: self._until(left) for request_id, left in orders.renewed.items()}
@@ -246,7 +238,7 @@ class WorkerRole:
         """Return when a lease ends that had ``seconds`` left at the beginning of this step."""
         return min(self._bound_at, time.monotonic()) + seconds
 
-    def fail_orders(self, orders: StepOrders, error: Exception) -> None:
+    def fail_orders(self, orders: step_messages.StepOrders, error: Exception) -> None:
         """Report every receive of these orders as failed: starting them went wrong."""
         for order in orders.receive:
             self._unreceivable[order.request_id] = repr(error)
@@ -264,11 +256,13 @@ class WorkerRole:
             if request_id in ended.abandoned:
                 continue
             self.stats.count("failures", failure.reason.value)
-            self._receipts[request_id] = Receipt(0, 0.0, failure.reason.value, failure.message)
+            self._receipts[request_id] = step_messages.Receipt(
+                0, 0.0, failure.reason.value, failure.message
+            )
             logger.warning("KV of %s was not received: %s", request_id, failure)
         for request_id, received in ended.received.items():
             self.stats.count("received_bytes", amount=received.nbytes)
-            self._receipts[request_id] = Receipt(received.nbytes, received.seconds)
+            self._receipts[request_id] = step_messages.Receipt(received.nbytes, received.seconds)
         for phase, seconds in ended.phase_seconds.items():
             self.stats.sample("receive_seconds", seconds, phase)
         return KVConnectorTransferResults(
@@ -277,7 +271,7 @@ class WorkerRole:
             failed_recving=set(ended.failed),
         )
 
-    def report(self) -> StepReport | None:
+    def report(self) -> step_messages.StepReport | None:
         """What became of the receives in :meth:`results`, and which peers are gone."""
         oldest, gone = time.monotonic() - GONE_SECONDS, {}
         while self._gone:
@@ -285,7 +279,7 @@ class WorkerRole:
             if at >= oldest:
                 gone[engine_id] = failure
         receipts, self._receipts = self._receipts, {}
-        return StepReport(receipts, gone) if receipts or gone else None
+        return step_messages.StepReport(receipts, gone) if receipts or gone else None
 
     def peer_gone(self, engine_id: str, failure: Failure) -> None:
         """Note on the first rank that a peer is gone, for the other ranks. Any thread calls it."""
@@ -298,7 +292,7 @@ class WorkerRole:
             if part is not None:
                 part.close()
 
-    def _request(self, order: ReceiveOrder) -> ReceiveRequest:
+    def _request(self, order: step_messages.ReceiveOrder) -> ReceiveRequest:
         shape = EngineShape() if self._registration is None else self._registration.shape
         return ReceiveRequest(
             request_id=order.request_id,

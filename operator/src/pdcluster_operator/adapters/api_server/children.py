@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from pdcluster_operator.adapters import engine_authority
 from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.kinds import (
     BY_NAME,
@@ -21,11 +22,6 @@ from pdcluster_operator.adapters.api_server.kinds import (
     WATCHED,
     Kind,
     slim,
-)
-from pdcluster_operator.adapters.engine_authority import (
-    EngineAuthority,
-    held_certificates,
-    with_certificates,
 )
 from pdcluster_operator.api import object_names
 from pdcluster_operator.api.conditions import StatusReason
@@ -61,7 +57,7 @@ class KubeApi:
     def __init__(
         self,
         client: KubeClient,
-        authority: EngineAuthority,
+        authority: engine_authority.EngineAuthority,
         remember: Callable[[dict[str, Any]], object] | None = None,
     ) -> None:
         self._client = client
@@ -83,12 +79,14 @@ class KubeApi:
     async def read_certificates(self, key: Key, uid: str) -> types.HeldCertificates:
         """Return what the Secret with the engines' certificates says beside their keys."""
         live = await self._own_secret(key.namespace, object_names.certificates_name(key.name), uid)
-        return held_certificates(live, self._authority)
+        return engine_authority.held_certificates(live, self._authority)
 
     async def write_certificates(self, step: types.WriteCertificates) -> types.HeldCertificates:
         """Sign the certificates and apply the Secret; return what it says then."""
-        secret = await asyncio.to_thread(with_certificates, step, self._authority)
-        return held_certificates(await self.apply(secret, step.uid), self._authority)
+        secret = await asyncio.to_thread(engine_authority.with_certificates, step, self._authority)
+        return engine_authority.held_certificates(
+            await self.apply(secret, step.uid), self._authority
+        )
 
     async def _own_secret(self, namespace: str, name: str, uid: str) -> dict[str, Any] | None:
         """Return a Secret of the cluster ``uid``; None if there is none."""

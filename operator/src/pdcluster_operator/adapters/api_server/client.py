@@ -1,4 +1,4 @@
-"""HTTP to the API server. Every failure is an :class:`ApiError`.
+"""HTTP to the API server. Every failure is an :class:`interfaces.ApiError`.
 
 Of ``kubernetes.aio``, only the configuration, TLS and the authentication are used. Its models drop
 fields that they do not know, and write nulls for those that were not set. To turn a document into a
@@ -28,12 +28,7 @@ import msgspec
 from kubernetes.aio import client
 from yarl import URL
 
-from pdcluster_operator.runtime.interfaces import (
-    ApiError,
-    Conflict,
-    Invalid,
-    NamespaceTerminating,
-)
+from pdcluster_operator.runtime import interfaces
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +159,7 @@ class KubeClient:
                     yield line
         except (TimeoutError, ValueError, aiohttp.ClientError, OSError) as error:
             said = str(error) or type(error).__name__
-            raise ApiError("ApiServerUnreachable", f"GET {path}: {said}") from error
+            raise interfaces.ApiError("ApiServerUnreachable", f"GET {path}: {said}") from error
 
     async def read(self, path: str) -> dict[str, Any] | None:
         """Return an object; None if there is none."""
@@ -235,7 +230,7 @@ class KubeClient:
             return status, await answer.read(), answer.headers.get("Retry-After", "")
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             said = str(error) or type(error).__name__
-            raise ApiError("ApiServerUnreachable", f"{method} {path}: {said}") from error
+            raise interfaces.ApiError("ApiServerUnreachable", f"{method} {path}: {said}") from error
         finally:
             self._seen(method, path, status, time.monotonic() - started)
 
@@ -301,25 +296,25 @@ class Overload:
         self._asked[namespace] = _Asked(until, asked)
 
 
-class NotFound(ApiError):  # noqa: N818 - the API server's own name for it
+class NotFound(interfaces.ApiError):
     """There is no such object."""
 
     def __init__(self, message: str) -> None:
         super().__init__("NotFound", message)
 
 
-def classified(status: int, document: Mapping[str, Any]) -> ApiError:
+def classified(status: int, document: Mapping[str, Any]) -> interfaces.ApiError:
     """Return the error of an answer."""
     message = str(document.get("message") or f"the API server answers {status}")
     if status == NOT_FOUND:
         return NotFound(message)
     if status == CONFLICT:
-        return Conflict(message)
+        return interfaces.Conflict(message)
     if status == INVALID:
-        return Invalid(message)
+        return interfaces.Invalid(message)
     if TERMINATING in _causes(document):
-        return NamespaceTerminating(message)
-    return ApiError(str(document.get("reason") or f"Http{status}"), message)
+        return interfaces.NamespaceTerminating(message)
+    return interfaces.ApiError(str(document.get("reason") or f"Http{status}"), message)
 
 
 def _causes(document: Mapping[str, Any]) -> list[object]:
@@ -337,7 +332,9 @@ def _answer(request: str, text: bytes) -> dict[str, Any]:
     """
     if (document := _object_of(text)) is None:
         said = text[:200].decode(errors="replace").strip()
-        raise ApiError("ApiServerUnreachable", f"{request}: the answer is no JSON object: {said}")
+        raise interfaces.ApiError(
+            "ApiServerUnreachable", f"{request}: the answer is no JSON object: {said}"
+        )
     return document
 
 

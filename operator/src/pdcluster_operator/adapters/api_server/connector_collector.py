@@ -11,12 +11,7 @@ import time
 from collections.abc import Callable
 
 from pdcluster_operator.adapters.api_server.children import KubeApi
-from pdcluster_operator.plan.connectors import (
-    KEEP_SECONDS,
-    MarkConnector,
-    shared_connectors_of,
-    step_for_connector,
-)
+from pdcluster_operator.plan import connectors
 from pdcluster_operator.plan.types import Delete, Manifest
 from pdcluster_operator.runtime.interfaces import ApiError
 from pdcluster_operator.runtime.store import Store
@@ -36,7 +31,7 @@ class ConnectorCollector:
         *,
         clock: Callable[[], float] = time.time,
         period: float = PERIOD_SECONDS,
-        keep: float = KEEP_SECONDS,
+        keep: float = connectors.KEEP_SECONDS,
     ) -> None:
         self._store, self._api, self._clock = store, api, clock
         self._period, self._keep = period, keep
@@ -62,15 +57,17 @@ class ConnectorCollector:
         step = self._step(live, mounted=self._store.is_mounted(namespace, name))
         if isinstance(step, Delete):  # the store may be stale, and holds only our objects
             there = await self._api.list_mounting(namespace)
-            step = self._step(live, mounted=any(name in shared_connectors_of(one) for one in there))
+            step = self._step(
+                live, mounted=any(name in connectors.shared_connectors_of(one) for one in there)
+            )
         if step is None:
             return
-        if isinstance(step, MarkConnector):
+        if isinstance(step, connectors.MarkConnector):
             await self._api.mark_connector(step)
         else:
             await self._api.delete(step)
         log.info("%s/%s: %s: %s", namespace, name, type(step).__name__, step.why)
 
-    def _step(self, live: Manifest, *, mounted: bool) -> MarkConnector | Delete | None:
+    def _step(self, live: Manifest, *, mounted: bool) -> connectors.MarkConnector | Delete | None:
         now = self._clock()
-        return step_for_connector(live, mounted=mounted, now=now, keep=self._keep)
+        return connectors.step_for_connector(live, mounted=mounted, now=now, keep=self._keep)

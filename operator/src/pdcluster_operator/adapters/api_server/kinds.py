@@ -7,11 +7,7 @@ from typing import Any
 from pdcluster_operator.api import object_names
 from pdcluster_operator.api.object_names import KIND as CLUSTER_KIND
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
-from pdcluster_operator.plan.objects.contents import (
-    pod_spec_that_is_read,
-    status_that_is_read,
-    without_contents,
-)
+from pdcluster_operator.plan.objects import contents
 from pdcluster_operator.plan.rollout.revisions import REVISION_COMPONENT, REVISION_KIND
 
 
@@ -116,12 +112,12 @@ def slim(manifest: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     kept = {**manifest, **named}
     if kind is POD:
         kept.pop("spec", None)
-        if spec := pod_spec_that_is_read(manifest.get("spec") or {}):
+        if spec := contents.pod_spec_that_is_read(manifest.get("spec") or {}):
             kept["spec"] = spec
     if kind is PDCLUSTER and "observedGeneration" not in (manifest.get("status") or {}):
         kept.pop("status", None)  # the CRD's default, which nobody wrote
     if kind not in (PDCLUSTER, PREFILL_SCALER):
         kept.pop("status", None)
-        if status := status_that_is_read(kind.name, manifest.get("status") or {}):
+        if status := contents.status_that_is_read(kind.name, manifest.get("status") or {}):
             kept["status"] = status
-    return dict(without_contents(kept))
+    return dict(contents.without_contents(kept))

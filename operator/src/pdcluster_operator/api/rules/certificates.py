@@ -13,16 +13,8 @@ from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.object_names import certificates_name
+from pdcluster_operator.api.spec import pod_templates
 from pdcluster_operator.api.spec.enums import Role, TlsMode
-from pdcluster_operator.api.spec.pod_templates import (
-    CERTIFICATE_FOLDER,
-    ENGINE_CONTAINER,
-    as_list,
-    as_mapping,
-    containers,
-    engine_container,
-    pod_spec,
-)
 from pdcluster_operator.api.spec.types import Cluster
 
 NAMES = ("ca.crt", "tls.crt", "tls.key")
@@ -48,7 +40,7 @@ def mount_warnings(cluster: Cluster) -> Iterator[FieldError]:
     for role in Role:
         if cluster.spec.transfer.tls is TlsMode.MOUNTED:
             volumes = _volumes(cluster, role)
-            for _, mount, at_folder in _mounts(engine_container(cluster, role)[1]):
+            for _, mount, at_folder in _mounts(pod_templates.engine_container(cluster, role)[1]):
                 if at_folder and (named := volumes.get(str(mount.get("name")))) is not None:
                     yield from volume_warnings(cluster, role, *named)
 
@@ -69,14 +61,14 @@ def support_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 def _hidden(cluster: Cluster, role: Role) -> Iterator[FieldError]:
     """Yield mounts that would hide the operator's certificate: engines could not start."""
-    place, container = engine_container(cluster, role)
+    place, container = pod_templates.engine_container(cluster, role)
     for number, mount, _ in _mounts(container):
         yield FieldError(
             f"{place}.volumeMounts[{number}].mountPath",
             shown(mount.get("mountPath")),
             Rule.CERTIFICATE_HIDDEN,
-            f"hides the certificate that the operator mounts at {CERTIFICATE_FOLDER}, because "
-            f"{TLS} is Enabled",
+            "hides the certificate that the operator mounts at "
+            f"{pod_templates.CERTIFICATE_FOLDER}, because {TLS} is Enabled",
             f"Remove this mount. To use certificates of your own, set {TLS} to Mounted.",
             (TLS,),
         )
@@ -84,15 +76,17 @@ def _hidden(cluster: Cluster, role: Role) -> Iterator[FieldError]:
 
 def _mounts(container: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any], bool]]:
     """Yield the mounts at the folder and below it: number, mount, whether it is at the folder."""
-    for number, mount in enumerate(as_list(container.get("volumeMounts"))):
+    for number, mount in enumerate(pod_templates.as_list(container.get("volumeMounts"))):
         if isinstance(mount, Mapping):
             path = posixpath.normpath(str(mount.get("mountPath")))
-            if path == CERTIFICATE_FOLDER or path.startswith(f"{CERTIFICATE_FOLDER}/"):
-                yield number, mount, path == CERTIFICATE_FOLDER
+            if path == pod_templates.CERTIFICATE_FOLDER or path.startswith(
+                f"{pod_templates.CERTIFICATE_FOLDER}/"
+            ):
+                yield number, mount, path == pod_templates.CERTIFICATE_FOLDER
 
 
 def _of_role(cluster: Cluster, role: Role) -> Iterator[FieldError]:
-    place, container = engine_container(cluster, role)
+    place, container = pod_templates.engine_container(cluster, role)
     path = f"{place}.volumeMounts" if container else place
     mounts = list(_mounts(container))
     if not any(at_folder for _, _, at_folder in mounts):
@@ -100,10 +94,10 @@ def _of_role(cluster: Cluster, role: Role) -> Iterator[FieldError]:
             path,
             "",
             Rule.CERTIFICATE_NOT_MOUNTED,
-            f"mounts nothing at {CERTIFICATE_FOLDER}, where {role} engines look for {FILES}, "
-            f"because {TLS} is Mounted",
+            f"mounts nothing at {pod_templates.CERTIFICATE_FOLDER}, where {role} engines look for "
+            f"{FILES}, because {TLS} is Mounted",
             f"Add a volume with the {role} engines' certificate to spec.{role}.podTemplate, and "
-            f"mount it there in the container {ENGINE_CONTAINER}.",
+            f"mount it there in the container {pod_templates.ENGINE_CONTAINER}.",
         )
     volumes = _volumes(cluster, role)
     for number, mount, at_folder in mounts:
@@ -141,7 +135,9 @@ def _of_role(cluster: Cluster, role: Role) -> Iterator[FieldError]:
 
 def _volumes(cluster: Cluster, role: Role) -> dict[str, Volume]:
     """Return the volumes of a role's pod template by name."""
-    volumes = as_list(pod_spec(cluster.spec.role(role).pod_template).get("volumes"))
+    volumes = pod_templates.as_list(
+        pod_templates.pod_spec(cluster.spec.role(role).pod_template).get("volumes")
+    )
     return {
         str(one.get("name")): (f"spec.{role}.podTemplate.spec.volumes[{number}]", one)
         for number, one in enumerate(volumes)
@@ -175,7 +171,7 @@ def volume_errors(role: Role, path: str, volume: Mapping[str, Any]) -> Iterator[
             ", ".join(sorted(held)),
             Rule.CERTIFICATE_NOT_MOUNTED,
             f"leaves out {', '.join(missing)}, which {role} engines look for in "
-            f"{CERTIFICATE_FOLDER}",
+            f"{pod_templates.CERTIFICATE_FOLDER}",
             f"Give files with the paths {FILES}, or leave items out.",
         )
 
@@ -235,8 +231,12 @@ def _writers(
     """
     return {
         path: one
-        for path, one in containers(cluster.spec.role(role).pod_template)
-        if (one.get("name") != ENGINE_CONTAINER or "command" in one or "lifecycle" in one)
+        for path, one in pod_templates.containers(cluster.spec.role(role).pod_template)
+        if (
+            one.get("name") != pod_templates.ENGINE_CONTAINER
+            or "command" in one
+            or "lifecycle" in one
+        )
         and any(
             mount.get("name") == volume.get("name") and mount.get("readOnly") is not True
             for mount in _mappings(one.get("volumeMounts"))
@@ -278,8 +278,8 @@ def _paths(source: Mapping[str, Any]) -> set[str] | None:
 
 def _projected(volume: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the sources of a projected volume; nothing for another volume."""
-    return _mappings(as_mapping(volume.get("projected")).get("sources"))
+    return _mappings(pod_templates.as_mapping(volume.get("projected")).get("sources"))
 
 
 def _mappings(value: object) -> Iterator[Mapping[str, Any]]:
-    return (one for one in as_list(value) if isinstance(one, Mapping))
+    return (one for one in pod_templates.as_list(value) if isinstance(one, Mapping))

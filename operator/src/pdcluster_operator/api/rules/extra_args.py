@@ -14,10 +14,7 @@ from pdcluster_operator.api.rules.pod_template import env_source_errors
 from pdcluster_operator.api.spec.arguments import OWNED_FLAGS, Flag, owned_flag, parse_flags
 from pdcluster_operator.api.spec.enums import Device, Role
 from pdcluster_operator.api.spec.fields import camel
-from pdcluster_operator.api.spec.pod_templates import (
-    containers,
-    pod_templates,
-)
+from pdcluster_operator.api.spec.pod_templates import containers, pod_templates
 from pdcluster_operator.api.spec.resolve import READ_FLAGS, engine_places, flag_path, resolve_engine
 from pdcluster_operator.api.spec.types import Cluster
 

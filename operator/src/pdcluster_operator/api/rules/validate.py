@@ -11,16 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Findings, Rule, under
-from pdcluster_operator.api.rules import certificates, engines, extra_args, images_and_weights
-from pdcluster_operator.api.rules.network import backend_errors, network_errors, rdma_warnings
-from pdcluster_operator.api.rules.pod_template import (
-    exposure_warnings,
-    host_path_errors,
-    node_local_warnings,
-    overlay_warnings,
-    pod_template_errors,
-    pod_template_warnings,
+from pdcluster_operator.api.rules import (
+    certificates,
+    engines,
+    extra_args,
+    images_and_weights,
+    pod_template,
 )
+from pdcluster_operator.api.rules.network import backend_errors, network_errors, rdma_warnings
 from pdcluster_operator.api.rules.resources import (
     gang_errors,
     pod_group_errors,
@@ -78,13 +76,13 @@ def check_manifest(
 
     cluster = parsed.cluster
     supported = (
-        (host_paths, host_path_errors(cluster)),
+        (host_paths, pod_template.host_path_errors(cluster)),
         (False if one_node else mounted_certificates, certificates.support_errors(cluster)),
         (True if one_node else pod_groups, pod_group_errors(cluster)),
     )
     refused = [error for one, errors in supported if one is False for error in errors]
     by_default = [error for one, errors in supported if one is None for error in errors]
-    warned = [] if one_node else list(node_local_warnings(cluster))
+    warned = [] if one_node else list(pod_template.node_local_warnings(cluster))
     warned += [replace(error, message=BY_DEFAULT[error.rule]) for error in by_default]
     errors = (*parsed.errors, *filter(stands, (*found.errors, *refused)))
     return cluster, Findings(
@@ -107,7 +105,7 @@ def validate(cluster: Cluster) -> Findings:
 def _errors(cluster: Cluster, pair: Findings) -> Iterator[FieldError]:
     yield from engines.size_errors(cluster)
     yield from resource_errors(cluster)
-    yield from pod_template_errors(cluster)
+    yield from pod_template.pod_template_errors(cluster)
     yield from images_and_weights.image_errors(cluster)
     yield from extra_args.argument_errors(cluster)
     yield from extra_args.flag_errors(cluster)
@@ -124,17 +122,19 @@ def _warnings(cluster: Cluster) -> Iterator[FieldError]:
     yield from images_and_weights.image_warnings(cluster)
     yield from images_and_weights.weight_warnings(cluster)
     yield from resource_warnings(cluster)
-    yield from pod_template_warnings(cluster)
+    yield from pod_template.pod_template_warnings(cluster)
     yield from extra_args.variable_warnings(cluster)
     for role in Role:
         template = cluster.spec.role(role).pod_template
-        yield from overlay_warnings(f"spec.{role}.podTemplate", template, ENGINE_CONTAINER)
+        yield from pod_template.overlay_warnings(
+            f"spec.{role}.podTemplate", template, ENGINE_CONTAINER
+        )
         yield from engines.idle_warnings(cluster, role)
     router = cluster.spec.router.pod_template
-    yield from overlay_warnings("spec.router.podTemplate", router, ROUTER_CONTAINER)
+    yield from pod_template.overlay_warnings("spec.router.podTemplate", router, ROUTER_CONTAINER)
     yield from rdma_warnings(cluster)
     yield from certificates.mount_warnings(cluster)
-    yield from exposure_warnings(cluster)
+    yield from pod_template.exposure_warnings(cluster)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,8 @@ from dataclasses import dataclass, fields
 
 from pdcluster_connector.compat.shape import EngineShape, Memory
 from pdcluster_connector.compat.supported import PLAIN, dtype_name, token_sliceable
+from pdcluster_operator.api.spec import engine_types
 from pdcluster_operator.api.spec.arguments import Flag, merge_flags, parse_flags
-from pdcluster_operator.api.spec.engine_types import (
-    EngineOverride,
-    EnvVar,
-    Parallelism,
-    SharedEngine,
-)
 from pdcluster_operator.api.spec.enums import Device, Role, Switch
 from pdcluster_operator.api.spec.types import Cluster
 
@@ -24,7 +19,7 @@ CACHE_FOLDER = "/models/cache"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine(SharedEngine):
+class Engine(engine_types.SharedEngine):
     """The settings of one role's engines; None leaves the choice to vLLM.
 
     Attributes:
@@ -35,7 +30,7 @@ class Engine(SharedEngine):
     model: str
     model_revision: str | None
     image: str
-    parallelism: Parallelism
+    parallelism: engine_types.Parallelism
     startup_timeout_seconds: int
 
     @property
@@ -52,7 +47,7 @@ def resolve_engine(cluster: Cluster, role: Role) -> Engine:
     """Merge ``spec.engine`` with the role's own; the role wins field by field."""
     shared, spec = cluster.spec.engine, cluster.spec.role(role)
     own = spec.engine
-    names = [field.name for field in fields(SharedEngine)]
+    names = [field.name for field in fields(engine_types.SharedEngine)]
     merged = {name: getattr(own, name) or getattr(shared, name) for name in names}
     merged["extra_args"] = merge_flags(shared.extra_args, own.extra_args)
     merged["env"] = _merge_env(shared, own)
@@ -62,7 +57,9 @@ def resolve_engine(cluster: Cluster, role: Role) -> Engine:
     )
 
 
-def _merge_env(shared: SharedEngine, own: EngineOverride) -> tuple[EnvVar, ...]:
+def _merge_env(
+    shared: engine_types.SharedEngine, own: engine_types.EngineOverride
+) -> tuple[engine_types.EnvVar, ...]:
     replaced = {var.name for var in own.env}
     return (*(var for var in shared.env if var.name not in replaced), *own.env)
 
@@ -117,7 +114,7 @@ def router_grace_period(cluster: Cluster) -> int:
     return ROUTER_LINGER_SECONDS + cluster.spec.request_timeout_seconds + STOP_MARGIN_SECONDS
 
 
-def engine_places(cluster: Cluster) -> Iterator[tuple[str, EngineOverride]]:
+def engine_places(cluster: Cluster) -> Iterator[tuple[str, engine_types.EngineOverride]]:
     """Yield all engine settings of a spec, each with its path."""
     yield "spec.engine", cluster.spec.engine
     for role in Role:

@@ -12,21 +12,7 @@ from typing import Annotated
 
 from pdcluster_connector.protocol.lease import LEASE_SECONDS
 from pdcluster_connector.protocol.prompt_outcomes import MOST_TOKENS_PER_STEP
-from pdcluster_operator.api.spec.engine_types import (
-    Model,
-    RoleSpec,
-    SharedEngine,
-)
-from pdcluster_operator.api.spec.enums import (
-    Backend,
-    Device,
-    LoadFailurePolicy,
-    Role,
-    RolloutType,
-    Switch,
-    TlsMode,
-    Visibility,
-)
+from pdcluster_operator.api.spec import engine_types, enums
 from pdcluster_operator.api.spec.fields import (
     CLASS,
     EXTENDED_RESOURCE,
@@ -71,23 +57,23 @@ class Transfer:
     """How KV moves from prefill to decode."""
 
     device: Annotated[
-        Device,
+        enums.Device,
         Example("CUDA"),
         Doc("is where KV lives: CUDA for GPU memory, CPU for host memory."),
-    ] = Device.CUDA
+    ] = enums.Device.CUDA
     backends: Annotated[
-        tuple[Backend, ...],
+        tuple[enums.Backend, ...],
         Example(["UCX"]),
         Doc(
             "are NIXL's transport backends, best first. GDS is refused: it reads and writes files."
         ),
         Items(4, 1),
-    ] = (Backend.UCX,)
+    ] = (enums.Backend.UCX,)
     load_failure_policy: Annotated[
-        LoadFailurePolicy,
+        enums.LoadFailurePolicy,
         Example("Recompute"),
         Doc("says what happens to a request whose KV did not arrive."),
-    ] = LoadFailurePolicy.FAIL
+    ] = enums.LoadFailurePolicy.FAIL
     local_tokens_per_step: Annotated[
         int | None,
         Example(256),
@@ -115,7 +101,7 @@ class Transfer:
     ] = None
     rdma: Annotated[Rdma | None, Doc("asks for RDMA devices.")] = None
     tls: Annotated[
-        TlsMode,
+        enums.TlsMode,
         Example("Disabled"),
         Doc(
             "says whether engines speak TLS with each other and with the operator. With Enabled, "
@@ -124,16 +110,16 @@ class Transfer:
             "roles mounts at /pdcluster-tls. With Disabled, whoever reaches an engine's ports can "
             "read where its KV lies. KV itself is not encrypted in any case."
         ),
-    ] = TlsMode.ENABLED
+    ] = enums.TlsMode.ENABLED
     internal_names: Annotated[
-        Visibility,
+        enums.Visibility,
         Example("Hidden"),
         Doc(
             "says whether answers to clients name the engines that KV moved between: their "
             "addresses in the answer's id, and their ids in kv_path. It does not change the "
             "router's own errors and its page /workers, which always name engines."
         ),
-    ] = Visibility.HIDDEN
+    ] = enums.Visibility.HIDDEN
     nixl_threads: Annotated[
         int | None,
         Example(4),
@@ -147,7 +133,7 @@ class Scheduling:
     """How the pods of engines get their nodes."""
 
     gang: Annotated[
-        Switch,
+        enums.Switch,
         Example("Enabled"),
         Doc(
             "says whether pods that need each other get their nodes together or not at all. With "
@@ -155,7 +141,7 @@ class Scheduling:
             "engine, and the pods of each engine that has several. The API server has to serve "
             "PodGroup of scheduling.k8s.io/v1beta1. Engines that exist are not replaced."
         ),
-    ] = Switch.DISABLED
+    ] = enums.Switch.DISABLED
     queue_name: Annotated[
         str | None,
         Example("team-a"),
@@ -172,7 +158,7 @@ class Rollout:
     """How a change of the spec reaches the engines."""
 
     type: Annotated[
-        RolloutType,
+        enums.RolloutType,
         Example("Replace"),
         Doc(
             "is how engines are replaced when their revision changes. Surge starts new engines "
@@ -180,7 +166,7 @@ class Rollout:
             "the next new one starts, and the others serve. Recreate stops all old engines first, "
             "so nothing is served for a while."
         ),
-    ] = RolloutType.SURGE
+    ] = enums.RolloutType.SURGE
     max_surge: Annotated[
         int,
         Example(2),
@@ -280,18 +266,18 @@ class Monitoring:
 class Spec:
     """What a user wants of a PDCluster."""
 
-    model: Annotated[Model, Doc("is the model that the cluster serves.")]
-    engine: Annotated[SharedEngine, Doc("is how the engines of both roles run.")] = field(
-        default_factory=SharedEngine
+    model: Annotated[engine_types.Model, Doc("is the model that the cluster serves.")]
+    engine: Annotated[engine_types.SharedEngine, Doc("is how the engines of both roles run.")] = (
+        field(default_factory=engine_types.SharedEngine)
     )
     transfer: Annotated[Transfer, Doc("is how KV moves from prefill to decode.")] = field(
         default_factory=Transfer
     )
-    prefill: Annotated[RoleSpec, Doc("are the engines that compute prompts.")] = field(
-        default_factory=RoleSpec
+    prefill: Annotated[engine_types.RoleSpec, Doc("are the engines that compute prompts.")] = field(
+        default_factory=engine_types.RoleSpec
     )
-    decode: Annotated[RoleSpec, Doc("are the engines that produce tokens.")] = field(
-        default_factory=RoleSpec
+    decode: Annotated[engine_types.RoleSpec, Doc("are the engines that produce tokens.")] = field(
+        default_factory=engine_types.RoleSpec
     )
     router: Annotated[Router, Doc("is the router before the engines.")] = field(
         default_factory=Router
@@ -328,9 +314,9 @@ class Spec:
         CLASS,
     ] = None
 
-    def role(self, role: Role) -> RoleSpec:
+    def role(self, role: enums.Role) -> engine_types.RoleSpec:
         """Return the spec of one role."""
-        return self.prefill if role is Role.PREFILL else self.decode
+        return self.prefill if role is enums.Role.PREFILL else self.decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,7 +155,7 @@ def _container(
     cluster: Cluster, engine: Engine, name: EngineName, pairing_key: str
 ) -> dict[str, Any]:
     bundled = engine.connector is enums.ConnectorSource.BUNDLED
-    command = ["python3", f"{connectors.CONNECTOR_FOLDER}/{connectors.CONNECTOR_FILE}"]
+    command = ["python3", connectors.CONNECTOR_PATH]
     if not bundled:
         command = ["python3", "-m", "pdcluster_connector.launcher"]
     signed = secrets.certificates_of(cluster) is enums.Certificates.OPERATOR

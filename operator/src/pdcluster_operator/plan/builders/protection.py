@@ -6,18 +6,7 @@ Without ``spec.transfer.tls``, only the NetworkPolicies protect the side channel
 from collections.abc import Mapping
 from typing import Any
 
-from pdcluster_operator.api.object_names import (
-    CLUSTER_LABEL,
-    ENGINE_METRICS_PORT,
-    HTTP_PORT,
-    LAUNCHER_PORT,
-    OPERATOR_LABELS,
-    ROLE_LABEL,
-    ROUTER_METRICS_PORT,
-    ROUTER_PORT,
-    cluster_labels,
-    service_account_name,
-)
+from pdcluster_operator.api import object_names
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.fields import as_manifest
 from pdcluster_operator.api.spec.types import Cluster
@@ -27,7 +16,10 @@ from pdcluster_operator.plan.objects.ownership import child_object
 
 def build_service_account(cluster: Cluster) -> dict[str, Any]:
     """Return the ServiceAccount; nothing in the pods talks to the Kubernetes API."""
-    name, labels = service_account_name(cluster.name), cluster_labels(cluster.name, "identity")
+    name, labels = (
+        object_names.service_account_name(cluster.name),
+        object_names.cluster_labels(cluster.name, "identity"),
+    )
     return child_object(
         cluster, "v1", "ServiceAccount", name, labels, automountServiceAccountToken=False
     )
@@ -48,15 +40,15 @@ def build_engines_policy(cluster: Cluster, operator_namespace: str | None) -> di
     namespace = {NAMESPACE_LABEL: operator_namespace} if operator_namespace else {}
     operator = {
         "namespaceSelector": {"matchLabels": namespace} if namespace else {},
-        "podSelector": {"matchLabels": dict(OPERATOR_LABELS)},
+        "podSelector": {"matchLabels": dict(object_names.OPERATOR_LABELS)},
     }
     router = {"podSelector": {"matchLabels": _router(cluster)}}
     clients = [router] if cluster.spec.router.replicas else _clients(cluster)
     ingress = [
         {"from": [{"podSelector": _engines(cluster)}]},
-        {"from": [operator], "ports": _ports(LAUNCHER_PORT)},
-        _rule(clients, HTTP_PORT),
-        *_scrapers(cluster, ENGINE_METRICS_PORT),
+        {"from": [operator], "ports": _ports(object_names.LAUNCHER_PORT)},
+        _rule(clients, object_names.HTTP_PORT),
+        *_scrapers(cluster, object_names.ENGINE_METRICS_PORT),
     ]
     return _policy(cluster, f"{cluster.name}-engines", "engine", _engines(cluster), ingress)
 
@@ -66,7 +58,7 @@ def operator_namespace_in(policy: Mapping[str, Any]) -> str | None:
     for rule in (policy.get("spec") or {}).get("ingress") or ():
         for peer in rule.get("from") or ():
             pods = (peer.get("podSelector") or {}).get("matchLabels")
-            if pods == OPERATOR_LABELS:
+            if pods == object_names.OPERATOR_LABELS:
                 labels = (peer.get("namespaceSelector") or {}).get("matchLabels") or {}
                 return labels.get(NAMESPACE_LABEL)
     return None
@@ -76,7 +68,10 @@ def build_router_policy(cluster: Cluster) -> dict[str, Any] | None:
     """Return what routers let in: their clients, and scrapers to their metrics."""
     if cluster.spec.router.replicas == 0:
         return None
-    ingress = [_rule(_clients(cluster), ROUTER_PORT), *_scrapers(cluster, ROUTER_METRICS_PORT)]
+    ingress = [
+        _rule(_clients(cluster), object_names.ROUTER_PORT),
+        *_scrapers(cluster, object_names.ROUTER_METRICS_PORT),
+    ]
     name, pods = f"{cluster.name}-router", {"matchLabels": _router(cluster)}
     return _policy(cluster, name, ROUTER_COMPONENT, pods, ingress)
 
@@ -99,7 +94,7 @@ def _policy(
     pods: dict[str, Any],
     ingress: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    labels = cluster_labels(cluster.name, component)
+    labels = object_names.cluster_labels(cluster.name, component)
     spec = {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": ingress}
     return child_object(cluster, "networking.k8s.io/v1", "NetworkPolicy", name, labels, spec=spec)
 
@@ -111,12 +106,19 @@ def _scrapers(cluster: Cluster, port: int) -> list[dict[str, Any]]:
 
 
 def _engines(cluster: Cluster) -> dict[str, Any]:
-    roles = {"key": ROLE_LABEL, "operator": "In", "values": sorted(role.value for role in Role)}
-    return {"matchLabels": {CLUSTER_LABEL: cluster.name}, "matchExpressions": [roles]}
+    roles = {
+        "key": object_names.ROLE_LABEL,
+        "operator": "In",
+        "values": sorted(role.value for role in Role),
+    }
+    return {"matchLabels": {object_names.CLUSTER_LABEL: cluster.name}, "matchExpressions": [roles]}
 
 
 def _router(cluster: Cluster) -> dict[str, str]:
-    return {CLUSTER_LABEL: cluster.name, "app.kubernetes.io/component": ROUTER_COMPONENT}
+    return {
+        object_names.CLUSTER_LABEL: cluster.name,
+        "app.kubernetes.io/component": ROUTER_COMPONENT,
+    }
 
 
 def _ports(*numbers: int) -> list[dict[str, Any]]:
@@ -137,7 +139,7 @@ def build_disruption_budget(cluster: Cluster, role: Role, pods: int) -> dict[str
     Args:
         pods: how many pods all engines of the role should have.
     """
-    selector = {CLUSTER_LABEL: cluster.name, ROLE_LABEL: role.value}
+    selector = {object_names.CLUSTER_LABEL: cluster.name, object_names.ROLE_LABEL: role.value}
     return _budget(cluster, role.value, selector, {"minAvailable": max(pods - 1, 0)})
 
 
@@ -152,7 +154,10 @@ def build_router_budget(cluster: Cluster, pairing_key: str) -> dict[str, Any] | 
 def _budget(
     cluster: Cluster, component: str, selector: Mapping[str, str], bound: Mapping[str, int]
 ) -> dict[str, Any]:
-    name, labels = f"{cluster.name}-{component}", cluster_labels(cluster.name, component)
+    name, labels = (
+        f"{cluster.name}-{component}",
+        object_names.cluster_labels(cluster.name, component),
+    )
     spec = {
         **bound,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",

@@ -3,29 +3,13 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pdcluster_operator.api.object_names import (
-    CLUSTER_LABEL,
-    LAUNCHER_PORT,
-    PAIRING_LABEL,
-    ROUTER_METRICS_PORT,
-    ROUTER_PORT,
-    EngineName,
-    cluster_labels,
-    router_deployment_name,
-    router_name,
-    service_account_name,
-)
+from pdcluster_operator.api import object_names
 from pdcluster_operator.api.spec.enums import Role, RouterPolicy
 from pdcluster_operator.api.spec.pod_templates import ROUTER_CONTAINER, merge
 from pdcluster_operator.api.spec.resolve import ROUTER_LINGER_SECONDS, router_grace_period
 from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan import connectors
 from pdcluster_operator.plan.builders.secrets import api_key_env
-from pdcluster_operator.plan.connectors import (
-    CONNECTOR_FILE,
-    CONNECTOR_FOLDER,
-    connector_mount,
-    connector_volume,
-)
 from pdcluster_operator.plan.objects.ownership import child_object
 
 ROUTER_COMPONENT = "router"
@@ -63,7 +47,7 @@ def build_router_template(cluster: Cluster, pairing_key: str, connector: str) ->
     template: dict[str, Any] = {
         "metadata": {"labels": labels},
         "spec": {
-            "serviceAccountName": service_account_name(cluster.name),
+            "serviceAccountName": object_names.service_account_name(cluster.name),
             "automountServiceAccountToken": False,
             "securityContext": {
                 "runAsNonRoot": True,
@@ -80,14 +64,16 @@ def build_router_template(cluster: Cluster, pairing_key: str, connector: str) ->
         },
     }
     if router.api_key_secret_ref is not None:
-        template["spec"]["volumes"] = [connector_volume(connector)]
+        template["spec"]["volumes"] = [connectors.connector_volume(connector)]
     merged: dict[str, Any] = merge(
         merge(template, router.pod_template or {}), {"metadata": {"labels": labels}}
     )
     return merged
 
 
-def bound(template: Mapping[str, Any], engines: Iterable[EngineName]) -> dict[str, Any]:
+def bound(
+    template: Mapping[str, Any], engines: Iterable[object_names.EngineName]
+) -> dict[str, Any]:
     """Return a template whose router sends requests to these engines."""
     words = {
         word: [
@@ -112,7 +98,7 @@ def build_router_deployment(
     An old router goes when a new one is ready, not before. With ``stop`` it goes at once: its
     engines are being ended, and each of them ends only when it gets no more requests.
     """
-    name = router_deployment_name(cluster.name, pairing_key)
+    name = object_names.router_deployment_name(cluster.name, pairing_key)
     spec = {
         "replicas": cluster.spec.router.replicas,
         "strategy": {
@@ -129,15 +115,17 @@ def build_router_deployment(
 def router_selector(cluster: Cluster, pairing_key: str) -> dict[str, str]:
     """Return the immutable labels that find a router's pods."""
     return {
-        CLUSTER_LABEL: cluster.name,
+        object_names.CLUSTER_LABEL: cluster.name,
         "app.kubernetes.io/component": ROUTER_COMPONENT,
-        PAIRING_LABEL: pairing_key,
+        object_names.PAIRING_LABEL: pairing_key,
     }
 
 
 def router_labels(cluster: Cluster, pairing_key: str) -> dict[str, str]:
     """Return all labels of a router and its pods."""
-    return cluster_labels(cluster.name, ROUTER_COMPONENT) | {PAIRING_LABEL: pairing_key}
+    return object_names.cluster_labels(cluster.name, ROUTER_COMPONENT) | {
+        object_names.PAIRING_LABEL: pairing_key
+    }
 
 
 def _container(cluster: Cluster) -> dict[str, Any]:
@@ -145,7 +133,7 @@ def _container(cluster: Cluster) -> dict[str, Any]:
         "--vllm-pd-disaggregation",
         *PLACEHOLDERS.values(),
         "--host", "0.0.0.0",  # noqa: S104 (a pod's own network)
-        "--port", str(ROUTER_PORT),
+        "--port", str(object_names.ROUTER_PORT),
         "--policy", POLICIES[cluster.spec.router.policy],
         "--worker-startup-timeout-secs", str(WORKER_STARTUP_SECONDS),
         "--worker-startup-check-interval", "1",
@@ -154,7 +142,7 @@ def _container(cluster: Cluster) -> dict[str, Any]:
         "--health-success-threshold", "1",
         "--request-timeout-secs", str(cluster.spec.request_timeout_seconds),
         "--prometheus-host", "0.0.0.0",  # noqa: S104 (a pod's own network)
-        "--prometheus-port", str(ROUTER_METRICS_PORT),
+        "--prometheus-port", str(object_names.ROUTER_METRICS_PORT),
     ]  # fmt: skip
     container = {
         "name": ROUTER_CONTAINER,
@@ -162,8 +150,12 @@ def _container(cluster: Cluster) -> dict[str, Any]:
         "command": ["vllm-router"],
         "args": args,
         "ports": [
-            {"name": "http", "containerPort": ROUTER_PORT, "protocol": "TCP"},
-            {"name": "metrics", "containerPort": ROUTER_METRICS_PORT, "protocol": "TCP"},
+            {"name": "http", "containerPort": object_names.ROUTER_PORT, "protocol": "TCP"},
+            {
+                "name": "metrics",
+                "containerPort": object_names.ROUTER_METRICS_PORT,
+                "protocol": "TCP",
+            },
         ],
         "resources": _resources(cluster),
         "readinessProbe": {
@@ -196,19 +188,19 @@ def _gated(cluster: Cluster, container: Mapping[str, Any]) -> dict[str, Any]:
         "command": ["python3", "-m", GATE_MODULE],
         "args": [
             "--host", "0.0.0.0",  # noqa: S104 (a pod's own network)
-            "--port", str(LAUNCHER_PORT),
+            "--port", str(object_names.LAUNCHER_PORT),
             "--",
             *container["args"],
         ],
         "env": [
-            {"name": "PYTHONPATH", "value": f"{CONNECTOR_FOLDER}/{CONNECTOR_FILE}"},
+            {"name": "PYTHONPATH", "value": connectors.CONNECTOR_PATH},
             *api_key_env(cluster),
         ],
         "ports": [
             *container["ports"],
-            {"name": "gate", "containerPort": LAUNCHER_PORT, "protocol": "TCP"},
+            {"name": "gate", "containerPort": object_names.LAUNCHER_PORT, "protocol": "TCP"},
         ],
-        "volumeMounts": [connector_mount()],
+        "volumeMounts": [connectors.connector_mount()],
         "readinessProbe": {
             **container["readinessProbe"],
             "httpGet": {"path": "/readyz", "port": "gate"},
@@ -226,20 +218,22 @@ def build_router_service(cluster: Cluster, pairing_key: str) -> dict[str, Any] |
     """Return the Service of the routers of one pairing key; None without routers."""
     if cluster.spec.router.replicas == 0:
         return None
-    labels = cluster_labels(cluster.name, ROUTER_COMPONENT)
+    labels = object_names.cluster_labels(cluster.name, ROUTER_COMPONENT)
     port = {
         "name": "http",
-        "port": ROUTER_PORT,
+        "port": object_names.ROUTER_PORT,
         "targetPort": "http",
         "protocol": "TCP",
         "appProtocol": "http",
     }
     spec = {"selector": router_selector(cluster, pairing_key), "ports": [port]}
-    return child_object(cluster, "v1", "Service", router_name(cluster.name), labels, spec=spec)
+    return child_object(
+        cluster, "v1", "Service", object_names.router_name(cluster.name), labels, spec=spec
+    )
 
 
 def endpoint(cluster: Cluster) -> str:
     """Return the base URL for clients inside the Kubernetes cluster; empty without routers."""
     if cluster.spec.router.replicas == 0:
         return ""
-    return f"http://{router_name(cluster.name)}.{cluster.namespace}.svc:{ROUTER_PORT}"
+    return f"http://{object_names.router_name(cluster.name)}.{cluster.namespace}.svc:{object_names.ROUTER_PORT}"

@@ -12,15 +12,7 @@ Engines ask clients for the API key by ``vllm/api_guard.py`` of the connector. R
 from typing import Any
 
 from pdcluster_connector.protocol.api_key import VARIABLE
-from pdcluster_operator.api.object_names import (
-    CERTIFICATES_ANNOTATION,
-    ROTATE_TICKET_KEY_ANNOTATION,
-    TLS_LABEL,
-    EngineName,
-    certificates_name,
-    cluster_labels,
-    ticket_key_name,
-)
+from pdcluster_operator.api import object_names
 from pdcluster_operator.api.spec.enums import Certificates, TlsMode
 from pdcluster_operator.api.spec.pod_templates import CERTIFICATE_FOLDER, ENGINE_CONTAINER
 from pdcluster_operator.api.spec.types import Cluster
@@ -51,30 +43,33 @@ def has_certificates(cluster: Cluster) -> bool:
 def tls_labels(cluster: Cluster) -> dict[str, str]:
     """Return the labels by which pods with mounted certificates are known."""
     tls = cluster.spec.transfer.tls
-    return {TLS_LABEL: tls.value} if tls is TlsMode.MOUNTED else {}
+    return {object_names.TLS_LABEL: tls.value} if tls is TlsMode.MOUNTED else {}
 
 
 def build_certificates_secret(cluster: Cluster, issue: str) -> dict[str, Any]:
     """Return the Secret without its data; ``issue`` is noted in an annotation."""
-    name, noted = certificates_name(cluster.name), {CERTIFICATES_ANNOTATION: issue}
+    name, noted = (
+        object_names.certificates_name(cluster.name),
+        {object_names.CERTIFICATES_ANNOTATION: issue},
+    )
     return _secret(cluster, name, "certificates", noted)
 
 
 def _secret(
     cluster: Cluster, name: str, component: str, annotations: dict[str, str]
 ) -> dict[str, Any]:
-    labels = cluster_labels(cluster.name, component)
+    labels = object_names.cluster_labels(cluster.name, component)
     made = child_object(cluster, "v1", "Secret", name, labels)
     metadata = {**made["metadata"], "annotations": annotations}
     return {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata}
 
 
-def entry_of(name: EngineName) -> str:
+def entry_of(name: object_names.EngineName) -> str:
     """Return the name of an engine's certificate in the Secret: ``prefill-7f9c4-0``."""
     return f"{name.role}-{name.revision}-{name.index}"
 
 
-def certificate_volume(cluster: Cluster, name: EngineName) -> dict[str, Any]:
+def certificate_volume(cluster: Cluster, name: object_names.EngineName) -> dict[str, Any]:
     """Return the volume of a pod that mounts the certificate of its engine, and no other one."""
     entry = entry_of(name)
     files = {
@@ -83,14 +78,19 @@ def certificate_volume(cluster: Cluster, name: EngineName) -> dict[str, Any]:
         f"{entry}.key": KEY_FILE,
     }
     items = [{"key": key, "path": path} for key, path in files.items()]
-    secret = {"secretName": certificates_name(cluster.name), "items": items}
+    secret = {"secretName": object_names.certificates_name(cluster.name), "items": items}
     return {"name": CERTIFICATE_VOLUME, "secret": secret}
 
 
-def renamed_volume(volume: Manifest, old: EngineName, new: EngineName) -> Manifest:
+def renamed_volume(
+    volume: Manifest, old: object_names.EngineName, new: object_names.EngineName
+) -> Manifest:
     """Return a volume of a pod of ``old`` as the pods of ``new`` have it."""
     secret = volume.get("secret") or {}
-    if secret.get("secretName") != certificates_name(old.cluster) or "items" not in secret:
+    if (
+        secret.get("secretName") != object_names.certificates_name(old.cluster)
+        or "items" not in secret
+    ):
         return volume
     keys = {f"{entry_of(old)}.{kind}": f"{entry_of(new)}.{kind}" for kind in ("crt", "key")}
     items = [{**item, "key": keys.get(item["key"], item["key"])} for item in secret["items"]]
@@ -117,10 +117,10 @@ def certificates_of_template(template: Manifest, cluster: str) -> Certificates:
             labels of a pod.
         cluster: the name of the PDCluster.
     """
-    if _mounts_own_volume(template.get("spec") or {}, certificates_name(cluster)):
+    if _mounts_own_volume(template.get("spec") or {}, object_names.certificates_name(cluster)):
         return Certificates.OPERATOR
     labels = (template.get("metadata") or {}).get("labels") or {}
-    mounted = labels.get(TLS_LABEL) == TlsMode.MOUNTED
+    mounted = labels.get(object_names.TLS_LABEL) == TlsMode.MOUNTED
     return Certificates.MOUNTED if mounted else Certificates.NONE
 
 
@@ -145,13 +145,19 @@ TICKET_KEY_FILE = "ticket"
 
 def build_ticket_key_secret(cluster: Cluster, rotation: str) -> dict[str, Any]:
     """Return the Secret without its data; ``rotation`` is noted in an annotation."""
-    name, noted = ticket_key_name(cluster.name), {ROTATE_TICKET_KEY_ANNOTATION: rotation}
+    name, noted = (
+        object_names.ticket_key_name(cluster.name),
+        {object_names.ROTATE_TICKET_KEY_ANNOTATION: rotation},
+    )
     return _secret(cluster, name, "ticket-key", noted)
 
 
 def ticket_key_volume(cluster: Cluster) -> dict[str, Any]:
     """Return the volume of a pod that mounts the keys."""
-    return {"name": TICKET_KEY_VOLUME, "secret": {"secretName": ticket_key_name(cluster.name)}}
+    return {
+        "name": TICKET_KEY_VOLUME,
+        "secret": {"secretName": object_names.ticket_key_name(cluster.name)},
+    }
 
 
 def ticket_key_mount() -> dict[str, Any]:

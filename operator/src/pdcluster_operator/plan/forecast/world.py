@@ -13,8 +13,7 @@ not in this one are removed, and fields of others, such as an autoscaler's repli
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Iterator, Mapping, Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,7 @@ An engine is ready, not ready for a stated reason, or unknown. It is unknown onl
 ready and its launcher does not answer the operator.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass
 
 from pdcluster_connector.compat.counted import counted

@@ -12,8 +12,7 @@ of the other engines (rendezvous hashing).
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Iterator, Mapping, Set as AbstractSet
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from heapq import nsmallest

@@ -7,8 +7,7 @@ until somebody removes the node. Its StatefulSet makes no other pod of that name
 as lost after a time, and its engine is replaced under another index.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Iterator, Mapping, Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 

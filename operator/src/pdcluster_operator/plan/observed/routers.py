@@ -1,7 +1,6 @@
 """The state of a cluster's routers, from their Deployments and pods."""
 
-from collections.abc import Iterable, Iterator
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Iterator, Set as AbstractSet
 
 from pdcluster_operator.api.object_names import PAIRING_LABEL, EngineName, router_name
 from pdcluster_operator.api.spec.types import Cluster

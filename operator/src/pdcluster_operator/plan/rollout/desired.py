@@ -5,8 +5,7 @@ revisions, :mod:`.moves` places engines while others are still there, :mod:`.rou
 engines the routers know, and :mod:`.wanted_children` makes the objects.
 """
 
-from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping, Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from pdcluster_operator.api.object_names import PAIRING_LABEL, EngineName, engine_of

@@ -1,7 +1,6 @@
 """The engines of a cluster as they were observed, for :mod:`.moves` to decide from."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass
 
 from pdcluster_connector.protocol.launcher_documents import LinkState
@@ -10,12 +9,7 @@ from pdcluster_operator.api.schema.status_schema import MAX_ENGINES
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.observed import links
-from pdcluster_operator.plan.observed.engines import (
-    EngineView,
-    Live,
-    known_ids,
-    observe_engines,
-)
+from pdcluster_operator.plan.observed.engines import EngineView, Live, known_ids, observe_engines
 from pdcluster_operator.plan.observed.links import PairView
 from pdcluster_operator.plan.observed.pods import gpus
 from pdcluster_operator.plan.observed.routers import listed_engines, routed_engines, served_key

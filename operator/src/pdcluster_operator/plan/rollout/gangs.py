@@ -12,8 +12,7 @@ A pod never leaves its group, and a changed template would restart engines. So a
 exists keeps the group that its StatefulSet names, or none. Only the count of a group changes.
 """
 
-from collections.abc import Iterable, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Mapping, Set as AbstractSet
 from dataclasses import dataclass, field
 
 from pdcluster_operator.api.object_names import EngineName, engine_of, is_group_of, start_group_name

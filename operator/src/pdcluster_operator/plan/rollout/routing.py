@@ -11,8 +11,7 @@ carries, in an annotation, its template and the part of the spec that it was ren
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping, Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 

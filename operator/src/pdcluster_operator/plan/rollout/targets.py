@@ -9,8 +9,7 @@ A connector's bytes exist only in its ConfigMap, and in the operator that brough
 whose connector is gone is used only while its engines exist.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Iterator, Mapping, Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 

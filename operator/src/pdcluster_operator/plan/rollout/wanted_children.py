@@ -7,8 +7,7 @@ once the server would take its objects. So a stored revision has passed, and one
 leaves the engines as they are.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Iterator, Mapping, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 

@@ -9,8 +9,7 @@ judged from the templates of the pods that run, not from the spec. Engines can b
 field of the spec, and ``rollout.paused`` keeps engines of another revision.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
