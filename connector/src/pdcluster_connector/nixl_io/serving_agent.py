@@ -17,6 +17,10 @@ which vLLM calls the two roles:
   that block one step later at the earliest, with asynchronous scheduling two.
 * A request that is preempted or aborted while it computes loses its blocks at once. No ticket of
   it is out. Its word is replaced or cleared all the same.
+
+vLLM's V2 model runner carries out a step's orders after the step's forward pass, not before it. The
+order above is the same there: that pass writes no block whose lease these orders end, because the
+block is still its request's until the step's output has come back.
 """
 
 from collections.abc import Callable, Mapping, Sequence
