@@ -88,8 +88,26 @@ async def test_readyz_follows_the_engine():
         assert (answer.status, (await answer.json())["state"]) == (503, "Draining")
 
 
+async def test_workers_get_no_peers_while_the_engine_starts():
+    """A probe into GPU memory would break the CUDA graphs that vLLM captures then."""
+    async with launcher() as (client, readiness, _):
+        await client.put("/v1/peers", json=PEERS)
+        for line in ("Starting to load model", "Capturing CUDA graphs: 50%| 1/2 ["):
+            readiness.line(line)
+            document = await (await client.get("/v1/peers")).json()
+            assert (document["generation"], document["peers"]) == (0, [])
+        waiting = asyncio.create_task(client.get("/v1/peers?after=0&wait=20"))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        readiness.healthy()
+        assert await (await asyncio.wait_for(waiting, 5)).json() == PEERS
+        readiness.unhealthy("no answer")  # links stay, whatever comes later
+        assert await (await client.get("/v1/peers")).json() == PEERS
+
+
 async def test_peers_go_to_the_workers_and_reports_become_links():
-    async with launcher() as (client, _, _):
+    async with launcher() as (client, readiness, _):
+        readiness.healthy()
         assert (await client.put("/v1/peers", json=PEERS)).status == 204
         assert await (await client.get("/v1/peers?after=0&wait=5")).json() == PEERS
         assert (await client.post("/v1/reports", json=REPORT, headers=TOKEN)).status == 204
@@ -113,7 +131,8 @@ async def test_peers_go_to_the_workers_and_reports_become_links():
 
 
 async def test_a_worker_waits_for_the_next_document():
-    async with launcher() as (client, _, _):
+    async with launcher() as (client, readiness, _):
+        readiness.healthy()
         await client.put("/v1/peers", json=PEERS)
         waiting = asyncio.create_task(client.get("/v1/peers?after=3&wait=20"))
         await asyncio.sleep(0.1)
@@ -219,7 +238,8 @@ BAD_PEERS = [
 
 @pytest.mark.parametrize("body", BAD_PEERS, ids=lambda body: repr(body[:24]))
 async def test_bad_peers_are_refused_and_change_nothing(body):
-    async with launcher() as (client, _, _):
+    async with launcher() as (client, readiness, _):
+        readiness.healthy()
         await client.put("/v1/peers", json=PEERS)
         answer = await client.put("/v1/peers", data=body)
         assert answer.status == 400

@@ -70,7 +70,6 @@ async def test_a_decode_launcher_answers_as_it_was_recorded() -> None:
         await answers("/readyz", " of an engine that starts")
         await answers("/v1/links", " before anything is known")
         await client.put("/v1/peers", json=RECORDED["GET /v1/peers"])
-        await answers("/v1/peers")
         token = {"Authorization": "Bearer secret"}
         report = RECORDED["POST /v1/reports"]
         assert (await client.post("/v1/reports", json=report, headers=token)).status == 204
@@ -83,6 +82,7 @@ async def test_a_decode_launcher_answers_as_it_was_recorded() -> None:
         window.add({("remote", ""): 70, ("local", "LeaseExpired"): 30}, now)
         ready.healthy()
         ready.routed = True
+        await answers("/v1/peers")
         await answers("/v1/links")
         await answers("/v1/changes")
         revision = (await (await client.get("/v1/changes")).json())["revision"]

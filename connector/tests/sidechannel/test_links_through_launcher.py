@@ -56,6 +56,7 @@ def launcher() -> Iterator[int]:
             role="decode",
         )
         readiness = Readiness(identity, "decode", command, {})
+        readiness.healthy()
         server = LauncherServer(readiness, LinkTable((1, 2)), "secret", lambda: None)
         await server.start("127.0.0.1", 0)
         return server

@@ -138,8 +138,16 @@ class LauncherServer:
 
     async def _get_peers(self, request: web.Request) -> web.Response:
         after = _number(request, "after", -1)
-        await self._wait(request, lambda: self._links.peers.generation == after)
-        return _json(self._links.peers)
+        await self._wait(request, lambda: self._peers().generation == after)
+        return _json(self._peers())
+
+    def _peers(self) -> documents.PeersDocument:
+        """Return the peers that the workers link to: none until the engine was ready once.
+
+        While vLLM captures CUDA graphs, calls to CUDA on other threads fail the capture, and with
+        it the engine's start. A probe makes such calls: it reads into GPU memory.
+        """
+        return documents.PeersDocument(0, ()) if self._readiness.loading else self._links.peers
 
     async def _wait(self, request: web.Request, unchanged: Callable[[], bool]) -> None:
         """Wait while nothing has changed, for at most the query's ``wait`` seconds."""
