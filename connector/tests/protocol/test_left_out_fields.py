@@ -119,3 +119,18 @@ def test_what_a_group_without_a_ratio_and_a_state_count_as() -> None:
     assert read(GroupShape, ["full_attention", 48, 3]).kernel_tokens == 16
     assert read(GroupShape, ["mamba", 544]).kernel_tokens == 1
     assert read(GroupShape, ["of a newer peer", 16]).kind is LayerKind.OTHER
+
+
+@pytest.mark.parametrize(
+    ("message", "required"),
+    [
+        (m.HandshakeRequest((3, 3), "d/1", EngineShape()), {"rank": [0, 0]}),
+        (m.EngineMetadata(3, "p/1", EngineShape(), ()), {"lease_seconds": 60.0}),
+    ],
+)
+def test_a_handshake_holds_what_engines_of_0_1_0_require(
+    message: Any, required: dict[str, Any]
+) -> None:
+    """They speak the same protocol: in a rollout, engines of both versions pair."""
+    sent = msgspec.msgpack.decode(m.encode(message))
+    assert sent.items() >= required.items()

@@ -24,6 +24,7 @@ from pdcluster_connector.compat.shape import (
     Memory,
 )
 from pdcluster_connector.plan.geometry import Region, Shard
+from pdcluster_connector.protocol.lease import LEASE_SECONDS
 
 PROTOCOL_OLDEST = 3  # since 3: signed tickets, lease words and claims; there is no way without
 PROTOCOL_NEWEST = 3
@@ -93,6 +94,7 @@ class EngineMetadata(Struct, frozen=True, tag="engine"):
     engine_id: Identifier
     shape: EngineShape
     shards: Annotated[tuple[ShardMetadata, ...], Meta(max_length=4096)]
+    lease_seconds: float = LEASE_SECONDS  # not read; 0.1.0 refuses an answer without it
 
 
 class Refusal(Struct, frozen=True, tag="refusal"):
@@ -110,6 +112,7 @@ class HandshakeRequest(Struct, frozen=True):
     protocols: tuple[int, int]
     engine_id: Identifier
     shape: EngineShape
+    rank: Rank = (0, 0)  # not read; 0.1.0 refuses a request without it
 
 
 class LeaseRequest(Struct, frozen=True):
