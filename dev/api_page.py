@@ -108,7 +108,7 @@ def _example(field: FieldInfo, path: str) -> Any:
         return given.value
     if field.kind != "object":
         raise ExampleMissingError(
-            f"{where} has no example for docs/api.md; write Example(VALUE) beside its Doc"
+            f"{where} has no example for docs/api.md; write Example(VALUE) beside its description"
         )
     fields = describe(field.item)
     if getattr(field.item, "ONE_OF", False):

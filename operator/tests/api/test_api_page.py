@@ -19,7 +19,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.rules import RULES
 from pdcluster_operator.api.conditions import ConditionType, StatusReason
 from pdcluster_operator.api.schema.crd import crd
-from pdcluster_operator.api.spec.fields import Doc, Example, Items, Text, describe
+from pdcluster_operator.api.spec.fields import Example, Items, Text, describe
 from pdcluster_operator.api.spec.parse import parse_cluster
 
 PAGE = Path(__file__).parents[3] / "docs" / "api.md"
@@ -138,18 +138,18 @@ def without_required(properties: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Item:
-    name: Annotated[str, Doc("is a name."), Text(10)]
-    value: Annotated[str | None, Doc("is a value."), Text(10)] = None
+    name: Annotated[str, "is a name.", Text(10)]
+    value: Annotated[str | None, "is a value.", Text(10)] = None
 
 
 @dataclass(frozen=True)
 class WithoutExample:
-    plain: Annotated[str | None, Doc("is a word."), Text(10)] = None
+    plain: Annotated[str | None, "is a word.", Text(10)] = None
 
 
 @dataclass(frozen=True)
 class HalfAnExample:
-    items: Annotated[tuple[Item, ...], Doc("are items."), Items(4), Example([{"name": "a"}])] = ()
+    items: Annotated[tuple[Item, ...], "are items.", Items(4), Example([{"name": "a"}])] = ()
 
 
 @pytest.mark.parametrize(

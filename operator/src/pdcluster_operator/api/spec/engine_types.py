@@ -12,7 +12,6 @@ from pdcluster_operator.api.spec.fields import (
     REPOSITORY,
     WORD,
     Cel,
-    Doc,
     Example,
     Free,
     Items,
@@ -26,8 +25,8 @@ from pdcluster_operator.api.spec.fields import (
 class SecretKeyRef:
     """One key of a Secret in the cluster's namespace."""
 
-    name: Annotated[str, Example("hub-token"), Doc("is the name of the Secret."), NAME]
-    key: Annotated[str, Example("token"), Doc("is the key in the Secret."), Text(253)] = "token"
+    name: Annotated[str, Example("hub-token"), "is the name of the Secret.", NAME]
+    key: Annotated[str, Example("token"), "is the key in the Secret.", Text(253)] = "token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,7 @@ class HuggingFaceSource:
     repo: Annotated[
         str,
         Example("Qwen/Qwen2.5-0.5B-Instruct"),
-        Doc("is the repository, as owner/name."),
+        "is the repository, as owner/name.",
         Text(
             200,
             pattern=REPOSITORY,
@@ -47,11 +46,11 @@ class HuggingFaceSource:
     revision: Annotated[
         str | None,
         Example("7ae557604adf67be50417f59c2c2f167def9a775"),
-        Doc("is the branch, tag or commit. A commit keeps both roles on the same weights."),
+        "is the branch, tag or commit. A commit keeps both roles on the same weights.",
         WORD,
     ] = None
     token_secret_ref: Annotated[
-        SecretKeyRef | None, Doc("is the Secret that holds the access token of a gated model.")
+        SecretKeyRef | None, "is the Secret that holds the access token of a gated model."
     ] = None
 
 
@@ -62,13 +61,13 @@ class ClaimSource:
     claim_name: Annotated[
         str,
         Example("weights"),
-        Doc("is the name of a PersistentVolumeClaim in the cluster's namespace."),
+        "is the name of a PersistentVolumeClaim in the cluster's namespace.",
         NAME,
     ]
     path: Annotated[
         str | None,
         Example("llama-3.3-70b"),
-        Doc("is the folder in the volume. The default is the volume's root."),
+        "is the folder in the volume. The default is the volume's root.",
         RELATIVE,
     ] = None
 
@@ -80,7 +79,7 @@ class HostPathSource:
     path: Annotated[
         str,
         Example("/var/lib/pdcluster/models/tiny-llama"),
-        Doc("is the absolute path of the folder on the node."),
+        "is the absolute path of the folder on the node.",
         ABSOLUTE,
     ]
 
@@ -92,14 +91,14 @@ class ModelSource:
     ONE_OF: ClassVar[bool] = True
 
     hugging_face: Annotated[
-        HuggingFaceSource | None, Doc("is a repository on the Hugging Face hub.")
+        HuggingFaceSource | None, "is a repository on the Hugging Face hub."
     ] = None
     persistent_volume_claim: Annotated[
-        ClaimSource | None, Doc("is a folder on a PersistentVolumeClaim, mounted read-only.")
+        ClaimSource | None, "is a folder on a PersistentVolumeClaim, mounted read-only."
     ] = None
     host_path: Annotated[
         HostPathSource | None,
-        Doc("is a folder on every node, mounted read-only. The operator must admit such folders."),
+        "is a folder on every node, mounted read-only. The operator must admit such folders.",
     ] = None
 
 
@@ -109,7 +108,7 @@ class ModelCache:
 
     persistent_volume_claim: Annotated[
         ClaimSource | None,
-        Doc("is a claim that keeps downloaded weights over restarts. All engines share it."),
+        "is a claim that keeps downloaded weights over restarts. All engines share it.",
     ] = None
 
 
@@ -117,16 +116,16 @@ class ModelCache:
 class Model:
     """The model that the cluster serves."""
 
-    source: Annotated[ModelSource, Doc("is where the weights come from: exactly one field.")]
+    source: Annotated[ModelSource, "is where the weights come from: exactly one field."]
     name: Annotated[
         str | None,
         Example("llama-3.3-70b"),
-        Doc("is the name that clients ask for. The default is metadata.name."),
+        "is the name that clients ask for. The default is metadata.name.",
         WORD,
     ] = None
     cache: Annotated[
-        ModelCache, Doc("is where downloaded weights are kept. The default is the pod's own disk.")
-    ] = field(default_factory=ModelCache)
+        ModelCache, "is where downloaded weights are kept. The default is the pod's own disk."
+    ] = ModelCache()
 
 
 # Two hours: docs/operations.md says which downloads fit in.
@@ -143,39 +142,35 @@ class EnvVar:
 
     name: Annotated[
         str,
-        Doc("is the variable's name."),
+        "is the variable's name.",
         Text(256, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", says="a C identifier"),
     ]
-    value: Annotated[str | None, Doc("is the variable's value."), Text(8192, shortest=0)] = None
-    value_from: Annotated[Free | None, Doc("is a source of the value, as in a Kubernetes pod.")] = (
-        None
-    )
+    value: Annotated[str | None, "is the variable's value.", Text(8192, shortest=0)] = None
+    value_from: Annotated[Free | None, "is a source of the value, as in a Kubernetes pod."] = None
 
 
 # The fields whose default differs between the two types below.
 EngineImage = Annotated[
     str | None,
     Example("docker.io/vllm/vllm-openai:v0.32.0"),
-    Doc("is the engine's container image: vLLM with nixl."),
+    "is the engine's container image: vLLM with nixl.",
     IMAGE,
 ]
 PrefixCaching = Annotated[
     Switch | None,
     Example("Disabled"),
-    Doc("says whether vLLM keeps and reuses KV of equal prompt prefixes."),
+    "says whether vLLM keeps and reuses KV of equal prompt prefixes.",
 ]
 Connector = Annotated[
     ConnectorSource | None,
     Example("Bundled"),
-    Doc("says where the connector comes from: Bundled mounts the operator's own copy."),
+    "says where the connector comes from: Bundled mounts the operator's own copy.",
 ]
 StartupTimeout = Annotated[
     int | None,
     Example(14_400),
-    Doc(
-        "is how long an engine may take until it serves, in seconds, with download, load and "
-        "compilation. After that Kubernetes restarts its container."
-    ),
+    "is how long an engine may take until it serves, in seconds, with download, load and "
+    "compilation. After that Kubernetes restarts its container.",
     Whole(60, 604_800),
 ]
 
@@ -188,7 +183,7 @@ class EngineOverride:
     block_size: Annotated[
         int | None,
         Example(64),
-        Doc("is the number of tokens in a KV cache block. Without it vLLM chooses."),
+        "is the number of tokens in a KV cache block. Without it vLLM chooses.",
         # Far above 1024: vLLM grows a hybrid's attention blocks until their page holds a Mamba
         # state, as 66 kernel blocks x 16 tokens = 1056 (vLLM's PR #42097).
         Whole(1, 65_536),
@@ -197,28 +192,26 @@ class EngineOverride:
     kv_cache_dtype: Annotated[
         str | None,
         Example("fp8"),
-        Doc("is the element type of the KV cache, as vLLM names it."),
+        "is the element type of the KV cache, as vLLM names it.",
         Text(40, pattern=r"^[a-z0-9_]+$", says="a KV cache type of vLLM, e.g. auto or fp8"),
     ] = None
     max_model_len: Annotated[
         int | None,
         Example(32768),
-        Doc("is the longest context in tokens. The default is the model's own."),
+        "is the longest context in tokens. The default is the model's own.",
         Whole(1, 100_000_000),
     ] = None
     attention_backend: Annotated[
         str | None,
         Example("FLASH_ATTN"),
-        Doc("is the attention backend of vLLM. Without it vLLM chooses."),
+        "is the attention backend of vLLM. Without it vLLM chooses.",
         Text(60, pattern=r"^[A-Z0-9_]+$", says="a backend of vLLM, e.g. FLASH_ATTN"),
     ] = None
     extra_args: Annotated[
         tuple[Annotated[str, Text(16384, shortest=0)], ...],
         Example(["--max-num-seqs", "128"]),
-        Doc(
-            "are further arguments of vllm serve. Shared ones come first. A role's flag replaces "
-            "the shared one of the same name."
-        ),
+        "are further arguments of vllm serve. Shared ones come first. A role's flag replaces "
+        "the shared one of the same name.",
         Items(128),
     ] = ()
     env: Annotated[
@@ -232,10 +225,8 @@ class EngineOverride:
                 },
             ]
         ),
-        Doc(
-            "are environment variables. Shared ones come first. A role's variable replaces the "
-            "shared one of the same name."
-        ),
+        "are environment variables. Shared ones come first. A role's variable replaces the "
+        "shared one of the same name.",
         Items(128, key="name"),
     ] = ()
     connector: Connector = None
@@ -263,12 +254,10 @@ class Parallelism:
         ),
     )
 
-    tensor: Annotated[int, Example(8), Doc("is the tensor parallel size."), Whole(1, 1024)] = 1
-    pipeline: Annotated[int, Example(2), Doc("is the pipeline parallel size."), Whole(1, 256)] = 1
-    data: Annotated[int, Example(1), Doc("is the data parallel size."), Whole(1, 1024)] = 1
-    nodes: Annotated[
-        int, Example(2), Doc("is the number of pods of one engine."), Whole(1, 256)
-    ] = 1
+    tensor: Annotated[int, Example(8), "is the tensor parallel size.", Whole(1, 1024)] = 1
+    pipeline: Annotated[int, Example(2), "is the pipeline parallel size.", Whole(1, 256)] = 1
+    data: Annotated[int, Example(1), "is the data parallel size.", Whole(1, 1024)] = 1
+    nodes: Annotated[int, Example(2), "is the number of pods of one engine.", Whole(1, 256)] = 1
 
     @property
     def workers(self) -> int:
@@ -288,12 +277,12 @@ class Resources:
     requests: Annotated[
         Quantities,
         Example({"cpu": "16", "memory": "200Gi"}),
-        Doc("are the resources that Kubernetes reserves for a pod."),
+        "are the resources that Kubernetes reserves for a pod.",
     ] = field(default_factory=Quantities)
     limits: Annotated[
         Quantities,
         Example({"memory": "200Gi", "nvidia.com/gpu": "8"}),
-        Doc("are the resources that a pod may use at most."),
+        "are the resources that a pod may use at most.",
     ] = field(default_factory=Quantities)
 
 
@@ -301,11 +290,11 @@ class Resources:
 class RoleSpec:
     """The engines of one role."""
 
-    replicas: Annotated[int, Example(2), Doc("is the number of engines."), Whole(0, 1000)] = 1
-    parallelism: Annotated[Parallelism, Doc("is how one engine is spread over GPUs and pods.")] = (
-        field(default_factory=Parallelism)
+    replicas: Annotated[int, Example(2), "is the number of engines.", Whole(0, 1000)] = 1
+    parallelism: Annotated[Parallelism, "is how one engine is spread over GPUs and pods."] = (
+        Parallelism()
     )
-    resources: Annotated[Resources, Doc("are the compute resources of each engine pod.")] = field(
+    resources: Annotated[Resources, "are the compute resources of each engine pod."] = field(
         default_factory=Resources
     )
     pod_template: Annotated[
@@ -320,12 +309,10 @@ class RoleSpec:
                 }
             }
         ),
-        Doc(
-            "is a Kubernetes pod template. It is merged over the operator's own, containers by "
-            "name. The engine's container is called engine."
-        ),
+        "is a Kubernetes pod template. It is merged over the operator's own, containers by "
+        "name. The engine's container is called engine.",
     ] = None
     engine: Annotated[
         EngineOverride,
-        Doc("is how this role's engines run. A field given here replaces that of spec.engine."),
-    ] = field(default_factory=EngineOverride)
+        "is how this role's engines run. A field given here replaces that of spec.engine.",
+    ] = EngineOverride()

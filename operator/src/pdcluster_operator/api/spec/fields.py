@@ -1,8 +1,9 @@
 """How a field of the API describes itself, and the bounds that several fields share.
 
-The dataclasses of :mod:`.types` carry these marks in ``Annotated`` hints. The parser and the
-generators of the CRD and of docs/api.md use the same marks, so each bound, default and
-description is written once.
+The dataclasses of :mod:`.types` carry these marks in ``Annotated`` hints. A mark that is a string
+is the field's description, to follow its JSON name: ``is the …``. The parser and the generators of
+the CRD and of docs/api.md use the same marks, so each bound, default and description is written
+once.
 """
 
 from __future__ import annotations
@@ -12,18 +13,12 @@ import types
 import typing
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import Any, Literal
 
 Kind = Literal[
     "text", "whole", "flag", "choice", "object", "list", "quantities", "labels", "free"
 ]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Doc:
-    """The field's description, to follow its JSON name: ``is the …``."""
-
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,21 +120,13 @@ def camel(name: str) -> str:
     return head + "".join(part.capitalize() for part in tail)
 
 
-_described: dict[type[Any], tuple[FieldInfo, ...]] = {}
-
-
+@cache
 def describe(cls: type[Any]) -> tuple[FieldInfo, ...]:
     """Return all fields of an API dataclass, in order.
 
     Raises:
-        TypeError: a field has no Doc, or a type that is not supported.
+        TypeError: a field has no description, or a type that is not supported.
     """
-    if cls not in _described:
-        _described[cls] = _describe_all(cls)
-    return _described[cls]
-
-
-def _describe_all(cls: type[Any]) -> tuple[FieldInfo, ...]:
     hints = typing.get_type_hints(cls, include_extras=True)
     found = []
     for field in dataclasses.fields(cls):
@@ -159,9 +146,9 @@ def _describe(name: str, hint: Any, *, required: bool, default: Any, doc: str = 
         marks = tuple(rest)
     bare, optional = _without_none(hint)
     kind, item = _kind(bare)
-    doc = next((mark.text for mark in marks if isinstance(mark, Doc)), doc)
+    doc = next((mark for mark in marks if isinstance(mark, str)), doc)
     if not doc:
-        raise TypeError(f"field {name} has no Doc")
+        raise TypeError(f"field {name} has no description")
     named = next((mark.name for mark in marks if isinstance(mark, JsonName)), camel(name))
     return FieldInfo(name, named, kind, optional, required, default, doc, marks, item)
 

@@ -15,7 +15,6 @@ from pdcluster_operator.api.spec.fields import (
     LABEL_KEY,
     LABEL_VALUE,
     Cel,
-    Doc,
     Example,
     Free,
     Items,
@@ -37,11 +36,11 @@ class LabelRequirement:
         ),
     )
 
-    key: Annotated[str, Doc("is the key of the label."), LABEL_KEY]
-    operator: Annotated[SelectorOperator, Doc("is how the label is compared with values.")]
+    key: Annotated[str, "is the key of the label.", LABEL_KEY]
+    operator: Annotated[SelectorOperator, "is how the label is compared with values."]
     values: Annotated[
         tuple[Annotated[str, LABEL_VALUE], ...],
-        Doc("are the values for In and NotIn."),
+        "are the values for In and NotIn.",
         Items(32),
     ] = ()
 
@@ -50,11 +49,11 @@ class LabelRequirement:
 class LabelSelector:
     """Objects with certain labels. Without fields it selects all objects."""
 
-    match_labels: Annotated[Labels, Doc("are labels that an object must have.")] = field(
+    match_labels: Annotated[Labels, "are labels that an object must have."] = field(
         default_factory=Labels
     )
     match_expressions: Annotated[
-        tuple[LabelRequirement, ...], Doc("are expressions that must all hold."), Items(32)
+        tuple[LabelRequirement, ...], "are expressions that must all hold.", Items(32)
     ] = ()
 
 
@@ -62,11 +61,11 @@ class LabelSelector:
 class IpBlock:
     """A range of addresses."""
 
-    cidr: Annotated[str, Doc("is the range of addresses, e.g. 10.0.0.0/8."), CIDR]
+    cidr: Annotated[str, "is the range of addresses, e.g. 10.0.0.0/8.", CIDR]
     excluded: Annotated[
         tuple[Annotated[str, CIDR], ...],
         JsonName("except"),
-        Doc("are ranges within cidr that are left out."),
+        "are ranges within cidr that are left out.",
         Items(32),
     ] = ()
 
@@ -84,13 +83,13 @@ class NetworkPeer:
 
     pod_selector: Annotated[
         LabelSelector | None,
-        Doc("selects pods. Without namespaceSelector, they are those of the cluster's namespace."),
+        "selects pods. Without namespaceSelector, they are those of the cluster's namespace.",
     ] = None
     namespace_selector: Annotated[
         LabelSelector | None,
-        Doc("selects namespaces. Without podSelector, it means all pods in them."),
+        "selects namespaces. Without podSelector, it means all pods in them.",
     ] = None
-    ip_block: Annotated[IpBlock | None, Doc("is a range of addresses.")] = None
+    ip_block: Annotated[IpBlock | None, "is a range of addresses."] = None
 
 
 # An example of a list of peers: Prometheus' pods in one namespace, and a range of addresses.
@@ -120,12 +119,12 @@ class RouterResources:
     requests: Annotated[
         Quantities,
         Example({"cpu": "1", "memory": "512Mi"}),
-        Doc("are the resources that Kubernetes reserves for a pod."),
+        "are the resources that Kubernetes reserves for a pod.",
     ] = field(default_factory=lambda: Quantities(cpu="250m", memory="256Mi"))
     limits: Annotated[
         Quantities,
         Example({"memory": "4Gi"}),
-        Doc("are the resources that a pod may use at most."),
+        "are the resources that a pod may use at most.",
     ] = field(default_factory=lambda: Quantities(memory="2Gi"))
 
 
@@ -134,45 +133,37 @@ class Router:
     """The router before the engines: vLLM's own vllm-router."""
 
     replicas: Annotated[
-        int, Example(2), Doc("is the number of router pods. 0 means no router."), Whole(0, 64)
+        int, Example(2), "is the number of router pods. 0 means no router.", Whole(0, 64)
     ] = 1
-    policy: Annotated[
-        RouterPolicy, Example("CacheAware"), Doc("is how the router picks engines.")
-    ] = RouterPolicy.ROUND_ROBIN
+    policy: Annotated[RouterPolicy, Example("CacheAware"), "is how the router picks engines."] = (
+        RouterPolicy.ROUND_ROBIN
+    )
     image: Annotated[
         str,
         Example("registry.example/team/vllm-router:0.1.17"),
-        Doc(
-            "is the router's container image, which must hold vllm-router. The default is a tag "
-            "that moves every day, because tags with a date are deleted after two weeks. If the "
-            "image must not change, name one of your own (docs/images.md)."
-        ),
+        "is the router's container image, which must hold vllm-router. The default is a tag "
+        "that moves every day, because tags with a date are deleted after two weeks. If the "
+        "image must not change, name one of your own (docs/images.md).",
         IMAGE,
     ] = "docker.io/vllm/vllm-router:nightly"
-    resources: Annotated[RouterResources, Doc("are the compute resources of each router pod.")] = (
-        field(default_factory=RouterResources)
+    resources: Annotated[RouterResources, "are the compute resources of each router pod."] = field(
+        default_factory=RouterResources
     )
     api_key_secret_ref: Annotated[
         SecretKeyRef | None,
-        Doc(
-            "is the Secret with the API key. Clients send the key as Authorization: Bearer KEY, "
-            "and the router and the engines ask for it. Without this field they ask for no key."
-        ),
+        "is the Secret with the API key. Clients send the key as Authorization: Bearer KEY, "
+        "and the router and the engines ask for it. Without this field they ask for no key.",
     ] = None
     allow_from: Annotated[
         tuple[NetworkPeer, ...] | None,
         Example(PEERS),
-        Doc(
-            "are the peers that may reach the router, or the engines' API if replicas is 0. "
-            "Without this field everybody may."
-        ),
+        "are the peers that may reach the router, or the engines' API if replicas is 0. "
+        "Without this field everybody may.",
         Items(64, 1),
     ] = None
     pod_template: Annotated[
         Free | None,
         Example({"spec": {"priorityClassName": "high"}}),
-        Doc(
-            "is a Kubernetes pod template. It is merged over the operator's own, containers by "
-            "name. The router's container is called router."
-        ),
+        "is a Kubernetes pod template. It is merged over the operator's own, containers by "
+        "name. The router's container is called router.",
     ] = None

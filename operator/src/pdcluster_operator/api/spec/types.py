@@ -17,7 +17,6 @@ from pdcluster_operator.api.spec.fields import (
     CLASS,
     EXTENDED_RESOURCE,
     QUEUE,
-    Doc,
     Example,
     Items,
     JsonName,
@@ -34,20 +33,20 @@ class Rdma:
     resource: Annotated[
         str,
         Example("rdma/ib"),
-        Doc("is the extended resource that a device plugin offers, e.g. rdma/ib."),
+        "is the extended resource that a device plugin offers, e.g. rdma/ib.",
         EXTENDED_RESOURCE,
     ]
     per_gpu: Annotated[
         int,
         JsonName("perGPU"),
         Example(1),
-        Doc("is how many of them a pod asks for each GPU."),
+        "is how many of them a pod asks for each GPU.",
         Whole(1, 16),
     ] = 1
     networks: Annotated[
         tuple[Annotated[str, Text(253)], ...],
         Example(["roce-a", "roce-b"]),
-        Doc("are Multus networks that the pods join, in order."),
+        "are Multus networks that the pods join, in order.",
         Items(32),
     ] = ()
 
@@ -59,71 +58,63 @@ class Transfer:
     device: Annotated[
         enums.Device,
         Example("CUDA"),
-        Doc("is where KV lives: CUDA for GPU memory, CPU for host memory."),
+        "is where KV lives: CUDA for GPU memory, CPU for host memory.",
     ] = enums.Device.CUDA
     backends: Annotated[
         tuple[enums.Backend, ...],
         Example(["UCX"]),
-        Doc(
-            "are NIXL's transport backends, best first. GDS is refused: it reads and writes files."
-        ),
+        "are NIXL's transport backends, best first. GDS is refused: it reads and writes files.",
         Items(4, 1),
     ] = (enums.Backend.UCX,)
     load_failure_policy: Annotated[
         enums.LoadFailurePolicy,
         Example("Recompute"),
-        Doc("says what happens to a request whose KV did not arrive."),
+        "says what happens to a request whose KV did not arrive.",
     ] = enums.LoadFailurePolicy.FAIL
     local_tokens_per_step: Annotated[
         int | None,
         Example(256),
-        Doc(
-            "is how many prompt tokens a decode engine computes by itself in a mean engine step "
-            "while other requests generate on it. Further prompts wait, and none of them fails. A "
-            "prompt whose KV comes from prefill does not wait. The connector's default is 512: "
-            "prompts and requests that generate then share the engine about equally. 0 turns the "
-            "limit off: prompts then take all that vLLM gives them."
-        ),
+        "is how many prompt tokens a decode engine computes by itself in a mean engine step "
+        "while other requests generate on it. Further prompts wait, and none of them fails. A "
+        "prompt whose KV comes from prefill does not wait. The connector's default is 512: "
+        "prompts and requests that generate then share the engine about equally. 0 turns the "
+        "limit off: prompts then take all that vLLM gives them.",
         Whole(0, MOST_TOKENS_PER_STEP),
     ] = None
     lease_seconds: Annotated[
         int,
         Example(120),
-        Doc("is how long prefill holds KV for a decode engine, in seconds."),
+        "is how long prefill holds KV for a decode engine, in seconds.",
         Whole(5, 3600),
     ] = int(LEASE_SECONDS)
     min_bandwidth_mbps: Annotated[
         int | None,
         JsonName("minBandwidthMBps"),
         Example(20000),
-        Doc("is the least bandwidth of a healthy link, in megabytes a second."),
+        "is the least bandwidth of a healthy link, in megabytes a second.",
         Whole(1, 1_000_000),
     ] = None
-    rdma: Annotated[Rdma | None, Doc("asks for RDMA devices.")] = None
+    rdma: Annotated[Rdma | None, "asks for RDMA devices."] = None
     tls: Annotated[
         enums.TlsMode,
         Example("Disabled"),
-        Doc(
-            "says whether engines speak TLS with each other and with the operator. With Enabled, "
-            "the operator gives each engine a certificate, and each side shows its own. With "
-            "Mounted, engines use the files ca.crt, tls.crt and tls.key that podTemplate of both "
-            "roles mounts at /pdcluster-tls. With Disabled, whoever reaches an engine's ports can "
-            "read where its KV lies. KV itself is not encrypted in any case."
-        ),
+        "says whether engines speak TLS with each other and with the operator. With Enabled, "
+        "the operator gives each engine a certificate, and each side shows its own. With "
+        "Mounted, engines use the files ca.crt, tls.crt and tls.key that podTemplate of both "
+        "roles mounts at /pdcluster-tls. With Disabled, whoever reaches an engine's ports can "
+        "read where its KV lies. KV itself is not encrypted in any case.",
     ] = enums.TlsMode.ENABLED
     internal_names: Annotated[
         enums.Visibility,
         Example("Hidden"),
-        Doc(
-            "says whether answers to clients name the engines that KV moved between: their "
-            "addresses in the answer's id, and their ids in kv_path. It does not change the "
-            "router's own errors and its page /workers, which always name engines."
-        ),
+        "says whether answers to clients name the engines that KV moved between: their "
+        "addresses in the answer's id, and their ids in kv_path. It does not change the "
+        "router's own errors and its page /workers, which always name engines.",
     ] = enums.Visibility.HIDDEN
     nixl_threads: Annotated[
         int | None,
         Example(4),
-        Doc("is the number of NIXL's threads in each decode worker. The connector has a default."),
+        "is the number of NIXL's threads in each decode worker. The connector has a default.",
         Whole(0, 64),
     ] = None
 
@@ -135,20 +126,16 @@ class Scheduling:
     gang: Annotated[
         enums.Switch,
         Example("Enabled"),
-        Doc(
-            "says whether pods that need each other get their nodes together or not at all. With "
-            "Enabled, these are the pods of the first prefill engine and of the first decode "
-            "engine, and the pods of each engine that has several. The API server has to serve "
-            "PodGroup of scheduling.k8s.io/v1beta1. Engines that exist are not replaced."
-        ),
+        "says whether pods that need each other get their nodes together or not at all. With "
+        "Enabled, these are the pods of the first prefill engine and of the first decode "
+        "engine, and the pods of each engine that has several. The API server has to serve "
+        "PodGroup of scheduling.k8s.io/v1beta1. Engines that exist are not replaced.",
     ] = enums.Switch.DISABLED
     queue_name: Annotated[
         str | None,
         Example("team-a"),
-        Doc(
-            "is the LocalQueue of Kueue that admits engines, one by one. New engines get the label "
-            "kueue.x-k8s.io/queue-name. Engines that exist stay in their queue."
-        ),
+        "is the LocalQueue of Kueue that admits engines, one by one. New engines get the label "
+        "kueue.x-k8s.io/queue-name. Engines that exist stay in their queue.",
         QUEUE,
     ] = None
 
@@ -160,54 +147,46 @@ class Rollout:
     type: Annotated[
         enums.RolloutType,
         Example("Replace"),
-        Doc(
-            "is how engines are replaced when their revision changes. Surge starts new engines "
-            "first and needs spare GPUs. Replace needs none: an engine of each role leaves before "
-            "the next new one starts, and the others serve. Recreate stops all old engines first, "
-            "so nothing is served for a while."
-        ),
+        "is how engines are replaced when their revision changes. Surge starts new engines "
+        "first and needs spare GPUs. Replace needs none: an engine of each role leaves before "
+        "the next new one starts, and the others serve. Recreate stops all old engines first, "
+        "so nothing is served for a while.",
     ] = enums.RolloutType.SURGE
     max_surge: Annotated[
         int,
         Example(2),
-        Doc("is how many engines of each role Surge may run beside the replicas of that role."),
+        "is how many engines of each role Surge may run beside the replicas of that role.",
         Whole(1, 64),
     ] = 1
-    paused: Annotated[
-        bool, Example(True), Doc("keeps engines as they are when the spec changes.")
-    ] = False
+    paused: Annotated[bool, Example(True), "keeps engines as they are when the spec changes."] = (
+        False
+    )
     progress_deadline_seconds: Annotated[
         int,
         Example(7200),
-        Doc("is how long a change may take before Progressing turns False, in seconds."),
+        "is how long a change may take before Progressing turns False, in seconds.",
         Whole(10, 86_400),
     ] = 3600
     schedule_timeout_seconds: Annotated[
         int,
         Example(900),
-        Doc(
-            "is how long an engine of several pods may hold nodes while other pods of it fit "
-            "nowhere, in seconds. Then the operator deletes its pods, and tries again later."
-        ),
+        "is how long an engine of several pods may hold nodes while other pods of it fit "
+        "nowhere, in seconds. Then the operator deletes its pods, and tries again later.",
         Whole(30, 86_400),
     ] = 600
     renew: Annotated[
         str | None,
         Example("2026-11-22"),
-        Doc(
-            "asks for new engines with the operator's own connector and its newest pod template, "
-            "although nothing else changed. Each new value asks once. An operator that is "
-            "upgraded replaces no engine by itself."
-        ),
+        "asks for new engines with the operator's own connector and its newest pod template, "
+        "although nothing else changed. Each new value asks once. An operator that is "
+        "upgraded replaces no engine by itself.",
         Text(64, pattern=r"^[A-Za-z0-9][-A-Za-z0-9._:]*$", says="a word such as a date"),
     ] = None
     revision_history_limit: Annotated[
         int,
         Example(3),
-        Doc(
-            "is how many revisions of a role are kept beside those that have engines. "
-            "The spec of any of them brings back its engines."
-        ),
+        "is how many revisions of a role are kept beside those that have engines. "
+        "The spec of any of them brings back its engines.",
         Whole(0, 100),
     ] = 10
 
@@ -219,11 +198,9 @@ class Canary:
     interval_seconds: Annotated[
         int,
         Example(60),
-        Doc(
-            "is how often a request proves each link again, in seconds. With very many links it "
-            "is less often: all links of a PDCluster together get at most four such requests a "
-            "second."
-        ),
+        "is how often a request proves each link again, in seconds. With very many links it "
+        "is less often: all links of a PDCluster together get at most four such requests a "
+        "second.",
         Whole(5, 86_400),
     ] = 300
 
@@ -232,17 +209,13 @@ class Canary:
 class Verification:
     """How the KV path is proved."""
 
-    canary: Annotated[Canary, Doc("is the request that proves that KV moves.")] = field(
-        default_factory=Canary
-    )
+    canary: Annotated[Canary, "is the request that proves that KV moves."] = Canary()
     max_local_share: Annotated[
         int,
         Example(10),
-        Doc(
-            "is the largest share of its prompts that a decode engine may compute by itself "
-            "although prefill should have, in percent. Above it, TransportHealthy turns False. "
-            "100 turns this off."
-        ),
+        "is the largest share of its prompts that a decode engine may compute by itself "
+        "although prefill should have, in percent. Above it, TransportHealthy turns False. "
+        "100 turns this off.",
         Whole(0, 100),
     ] = 5
 
@@ -254,10 +227,8 @@ class Monitoring:
     scrape_from: Annotated[
         tuple[NetworkPeer, ...],
         Example(PEERS),
-        Doc(
-            "are the peers that may read the metrics of engines and routers, such as Prometheus' "
-            "pods. If the list is empty, nobody may. It opens no other port."
-        ),
+        "are the peers that may read the metrics of engines and routers, such as Prometheus' "
+        "pods. If the list is empty, nobody may. It opens no other port.",
         Items(32),
     ] = ()
 
@@ -266,51 +237,35 @@ class Monitoring:
 class Spec:
     """What a user wants of a PDCluster."""
 
-    model: Annotated[engine_types.Model, Doc("is the model that the cluster serves.")]
-    engine: Annotated[engine_types.SharedEngine, Doc("is how the engines of both roles run.")] = (
-        field(default_factory=engine_types.SharedEngine)
+    model: Annotated[engine_types.Model, "is the model that the cluster serves."]
+    engine: Annotated[engine_types.SharedEngine, "is how the engines of both roles run."] = field(
+        default_factory=engine_types.SharedEngine
     )
-    transfer: Annotated[Transfer, Doc("is how KV moves from prefill to decode.")] = field(
-        default_factory=Transfer
-    )
-    prefill: Annotated[engine_types.RoleSpec, Doc("are the engines that compute prompts.")] = field(
+    transfer: Annotated[Transfer, "is how KV moves from prefill to decode."] = Transfer()
+    prefill: Annotated[engine_types.RoleSpec, "are the engines that compute prompts."] = field(
         default_factory=engine_types.RoleSpec
     )
-    decode: Annotated[engine_types.RoleSpec, Doc("are the engines that produce tokens.")] = field(
+    decode: Annotated[engine_types.RoleSpec, "are the engines that produce tokens."] = field(
         default_factory=engine_types.RoleSpec
     )
-    router: Annotated[Router, Doc("is the router before the engines.")] = field(
-        default_factory=Router
-    )
-    rollout: Annotated[Rollout, Doc("is how a change of the spec reaches the engines.")] = field(
-        default_factory=Rollout
-    )
-    scheduling: Annotated[Scheduling, Doc("is how the pods of engines get their nodes.")] = field(
-        default_factory=Scheduling
-    )
-    verification: Annotated[Verification, Doc("is how the KV path is proved.")] = field(
-        default_factory=Verification
-    )
+    router: Annotated[Router, "is the router before the engines."] = field(default_factory=Router)
+    rollout: Annotated[Rollout, "is how a change of the spec reaches the engines."] = Rollout()
+    scheduling: Annotated[Scheduling, "is how the pods of engines get their nodes."] = Scheduling()
+    verification: Annotated[Verification, "is how the KV path is proved."] = Verification()
 
-    monitoring: Annotated[Monitoring, Doc("is who watches the cluster.")] = field(
-        default_factory=Monitoring
-    )
+    monitoring: Annotated[Monitoring, "is who watches the cluster."] = Monitoring()
     request_timeout_seconds: Annotated[
         int,
         Example(600),
-        Doc(
-            "is how long a request may take. The router ends a request that takes longer. A pod "
-            "that is told to end waits this long at most for the requests that it serves."
-        ),
+        "is how long a request may take. The router ends a request that takes longer. A pod "
+        "that is told to end waits this long at most for the requests that it serves.",
         Whole(10, 43_200),
     ] = 1800
     operator_class: Annotated[
         str | None,
         Example("blue"),
-        Doc(
-            "names the operators that work on this cluster: those that were installed with this "
-            "`operator.class`. Without it, operators without a class do."
-        ),
+        "names the operators that work on this cluster: those that were installed with this "
+        "`operator.class`. Without it, operators without a class do.",
         CLASS,
     ] = None
 
