@@ -4,11 +4,9 @@ The schema of the spec is generated from its types. It is structural, as Kuberne
 field described, every string, list and number bounded, defaults only where the types have them.
 """
 
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import StrEnum
 from typing import Any
 
 import yaml
@@ -23,6 +21,11 @@ QUANTITY = (
     r"^\+?([0-9]{1,30}(\.[0-9]{0,30})?|\.[0-9]{1,30})"
     r"([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$"
 )
+AMOUNT = {
+    "anyOf": [{"type": "integer"}, {"type": "string"}],
+    "pattern": QUANTITY,
+    "x-kubernetes-int-or-string": True,
+}
 MAX_RESOURCES = 32
 MAX_LABELS = 32
 
@@ -35,12 +38,18 @@ def crd() -> dict[str, Any]:
         f"{object_names.KIND} is a model served by vLLM with prefill and decode on separate "
         "engines.",
         short_names=["pdc"],
-        scale={
-            "specReplicasPath": ".spec.decode.replicas",
-            "statusReplicasPath": ".status.replicas",
-            "labelSelectorPath": ".status.selector",
-        },
-        columns=_columns(),
+        replicas=".spec.decode.replicas",
+        columns=[
+            column("Available", _condition("Available", "status")),
+            column("Ready", _condition("Ready", "status")),
+            column("Prefill", ".status.prefill"),
+            column("Decode", ".status.decode"),
+            column("Links", ".status.links"),
+            column("Model", ".status.model"),
+            column("Age", ".metadata.creationTimestamp", "date"),
+            column("Reason", _condition("Ready", "reason"), priority=1),
+            column("Certificates", ".status.transfer.certificates", priority=1),
+        ],
         spec=object_schema(Spec, "spec is what the user wants."),
         status=status_schema(),
         rules=[
@@ -62,7 +71,7 @@ def custom_resource(
     description: str,
     *,
     short_names: Sequence[str] = (),
-    scale: Mapping[str, str],
+    replicas: str,
     columns: Sequence[Mapping[str, Any]],
     spec: Mapping[str, Any],
     status: Mapping[str, Any],
@@ -71,16 +80,12 @@ def custom_resource(
     """Return the CRD of a namespaced kind with the subresources status and scale.
 
     Args:
+        replicas: path of the wanted number, for the subresource scale.
         columns: that ``kubectl get`` prints.
         spec: its schema, as ``status`` is.
         rules: of the whole object.
     """
-    names: dict[str, Any] = {
-        "kind": kind,
-        "listKind": f"{kind}List",
-        "plural": plural,
-        "singular": kind.lower(),
-    }
+    names = {"kind": kind, "listKind": f"{kind}List", "plural": plural, "singular": kind.lower()}
     schema: dict[str, Any] = {
         "type": "object",
         "description": description,
@@ -109,7 +114,14 @@ def custom_resource(
                     "name": object_names.VERSION,
                     "served": True,
                     "storage": True,
-                    "subresources": {"status": {}, "scale": scale},
+                    "subresources": {
+                        "status": {},
+                        "scale": {
+                            "specReplicasPath": replicas,
+                            "statusReplicasPath": ".status.replicas",
+                            "labelSelectorPath": ".status.selector",
+                        },
+                    },
                     "additionalPrinterColumns": columns,
                     "schema": {"openAPIV3Schema": schema | validations(rules)},
                 }
@@ -129,21 +141,8 @@ def column(name: str, path: str, kind: str = "string", **more: Any) -> dict[str,
     return {"name": name, "type": kind, "jsonPath": path, **more}
 
 
-def _columns() -> list[dict[str, Any]]:
-    def condition(kind: str, field: str) -> str:
-        return f'.status.conditions[?(@.type=="{kind}")].{field}'
-
-    return [
-        column("Available", condition("Available", "status")),
-        column("Ready", condition("Ready", "status")),
-        column("Prefill", ".status.prefill"),
-        column("Decode", ".status.decode"),
-        column("Links", ".status.links"),
-        column("Model", ".status.model"),
-        column("Age", ".metadata.creationTimestamp", "date"),
-        column("Reason", condition("Ready", "reason"), priority=1),
-        column("Certificates", ".status.transfer.certificates", priority=1),
-    ]
+def _condition(kind: str, field: str) -> str:
+    return f'.status.conditions[?(@.type=="{kind}")].{field}'
 
 
 def object_schema(cls: type[Any], description: str) -> dict[str, Any]:
@@ -182,7 +181,7 @@ def field_schema(field: spec_fields.FieldInfo) -> dict[str, Any]:
             schema["default"] = defaults if "x-kubernetes-validations" in schema else {}
         return schema
     schema = {"description": description} | _bare(field)
-    default = _json(field.default)
+    default = spec_fields.as_manifest(field.default)
     if default not in (None, [], {}):
         schema["default"] = default
     return schema
@@ -195,8 +194,8 @@ def _bare(field: spec_fields.FieldInfo) -> dict[str, Any]:
         "whole": lambda field: whole(field.mark(spec_fields.Whole)),
         "flag": lambda _: {"type": "boolean"},
         "list": _list,
-        "quantities": lambda _: _quantities(),
-        "labels": lambda _: _labels(),
+        "quantities": lambda _: _by_name(MAX_RESOURCES, AMOUNT),
+        "labels": lambda _: _by_name(MAX_LABELS, _text(spec_fields.LABEL_VALUE)),
         "free": lambda _: {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
     }
     return builders[field.kind](field)
@@ -239,21 +238,8 @@ def _list(field: spec_fields.FieldInfo) -> dict[str, Any]:
     return schema
 
 
-def _quantities() -> dict[str, Any]:
-    amount = {
-        "anyOf": [{"type": "integer"}, {"type": "string"}],
-        "pattern": QUANTITY,
-        "x-kubernetes-int-or-string": True,
-    }
-    return {"type": "object", "maxProperties": MAX_RESOURCES, "additionalProperties": amount}
-
-
-def _labels() -> dict[str, Any]:
-    return {
-        "type": "object",
-        "maxProperties": MAX_LABELS,
-        "additionalProperties": _text(spec_fields.LABEL_VALUE),
-    }
+def _by_name(most: int, value: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "maxProperties": most, "additionalProperties": value}
 
 
 def _defaults(schema: dict[str, Any]) -> dict[str, Any]:
@@ -264,14 +250,6 @@ def _defaults(schema: dict[str, Any]) -> dict[str, Any]:
         if nested or "default" in part:
             found[name] = nested or part["default"]
     return found
-
-
-def _json(default: Any) -> Any:
-    if isinstance(default, StrEnum):
-        return default.value
-    if isinstance(default, tuple):
-        return [_json(item) for item in default]
-    return None if dataclasses.is_dataclass(default) else default
 
 
 class PlainDumper(yaml.SafeDumper):

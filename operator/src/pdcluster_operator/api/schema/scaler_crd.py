@@ -20,11 +20,7 @@ def scaler_crd() -> dict[str, Any]:
         SCALER_PLURAL,
         f"{SCALER_KIND} decides how many prefill engines the PDCluster of its name has. "
         "An autoscaler can name it.",
-        scale={
-            "specReplicasPath": ".spec.replicas",
-            "statusReplicasPath": ".status.replicas",
-            "labelSelectorPath": ".status.selector",
-        },
+        replicas=".spec.replicas",
         columns=[
             column("Wanted", ".spec.replicas", "integer"),
             column("Existing", ".status.replicas", "integer"),

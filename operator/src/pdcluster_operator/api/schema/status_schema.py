@@ -22,21 +22,13 @@ def status_schema() -> dict[str, Any]:
         "description": "status is what the operator observed.",
         "default": {"conditions": [_not_seen(kind) for kind in FIRST_CONDITIONS]},
         "properties": {
-            "observedGeneration": {
-                "type": "integer",
-                "format": "int64",
-                "minimum": 0,
-                "description": "observedGeneration is the generation that the status describes.",
-            },
+            "observedGeneration": _count(
+                "observedGeneration is the generation that the status describes.", "int64"
+            ),
             "model": _text("model is the name that clients ask for.", 200),
             "endpoint": _text("endpoint is the base URL for clients in the cluster.", 512),
             "selector": _text("selector finds the decode pods, for the scale subresource.", 512),
-            "replicas": {
-                "type": "integer",
-                "format": "int32",
-                "minimum": 0,
-                "description": "replicas is the number of decode engines that exist.",
-            },
+            "replicas": _count("replicas is the number of decode engines that exist.", "int32"),
             "prefill": _text(
                 "prefill counts the prefill engines: those ready and those wanted, as in 1/2.",
                 32,
@@ -73,6 +65,10 @@ def _not_seen(kind: ConditionType) -> dict[str, Any]:
 
 def _text(description: str, longest: int) -> dict[str, Any]:
     return {"type": "string", "maxLength": longest, "description": description}
+
+
+def _count(description: str, width: str) -> dict[str, Any]:
+    return {"type": "integer", "format": width, "minimum": 0, "description": description}
 
 
 def _transfer() -> dict[str, Any]:
@@ -135,12 +131,9 @@ def _conditions() -> dict[str, Any]:
         status=_choice("status is True, False or Unknown.", ["True", "False", "Unknown"]),
         reason=_text("reason says why, in one CamelCase word.", 256),
         message=_text("message says why, in sentences.", 32768),
-        observedGeneration={
-            "type": "integer",
-            "format": "int64",
-            "minimum": 0,
-            "description": "observedGeneration is the generation of the judged spec.",
-        },
+        observedGeneration=_count(
+            "observedGeneration is the generation of the judged spec.", "int64"
+        ),
         lastTransitionTime=_time("lastTransitionTime is when status last flipped."),
     )
 
