@@ -35,7 +35,7 @@ CUDA_TRANSPORTS = {"cuda", "cuda_copy", "cuda_ipc", "all"}
 
 def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
     """Yield flags and variables that are not allowed in extraArgs and env."""
-    owned = owned_variables(cluster)
+    ours = owned_variables(cluster)
     for path, engine in engine_places(cluster):
         flags, stray = parse_flags(engine.extra_args)
         ends = [flag.place for flag in flags if flag.head == "--"]
@@ -49,10 +49,13 @@ def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
             )
         for flag in flags:
             here = f"{path}.extraArgs[{flag.place}]"
-            yield from _owned(here, flag) if owned_flag(flag) else _abbreviated(here, flag)
+            if owned := owned_flag(flag):
+                yield _owned(here, flag, owned)
+            else:
+                yield from _abbreviated(here, flag)
         for place, var in enumerate(engine.env):
-            ours = var.name.startswith(OWNED_PREFIX) and var.name not in FREE_VARIABLES
-            if var.name in owned or ours:
+            prefixed = var.name.startswith(OWNED_PREFIX) and var.name not in FREE_VARIABLES
+            if var.name in ours or prefixed:
                 yield _owned_variable(f"{path}.env[{place}].name", var.name)
             if (var.value is None) == (var.value_from is None):
                 yield FieldError(
@@ -79,12 +82,9 @@ def _overlaid_keys(cluster: Cluster) -> Iterator[FieldError]:
                     yield _owned_variable(where, API_KEY_VARIABLE)
 
 
-def _owned(path: str, flag: Flag) -> Iterator[FieldError]:
-    owned = owned_flag(flag)
-    if owned is None:
-        return
+def _owned(path: str, flag: Flag, owned: str) -> FieldError:
     means = "" if owned == flag.head else f" (it abbreviates {owned})"
-    yield FieldError(
+    return FieldError(
         path,
         shown(" ".join(flag.words)),
         Rule.OWNED_FLAG,
@@ -116,21 +116,11 @@ def owned_variables(cluster: Cluster) -> frozenset[str]:
 
 
 def _owned_variable(path: str, name: str) -> FieldError:
+    message, remedy = "belongs to the operator, which sets it in every engine", "Remove it."
     if name == API_KEY_VARIABLE:
-        return FieldError(
-            path,
-            name,
-            Rule.OWNED_VARIABLE,
-            "belongs to the operator: the router and the canary must send the key too",
-            "Name the Secret in spec.router.apiKeySecretRef.",
-        )
-    return FieldError(
-        path,
-        name,
-        Rule.OWNED_VARIABLE,
-        "belongs to the operator, which sets it in every engine",
-        "Remove it.",
-    )
+        message = "belongs to the operator: the router and the canary must send the key too"
+        remedy = "Name the Secret in spec.router.apiKeySecretRef."
+    return FieldError(path, name, Rule.OWNED_VARIABLE, message, remedy)
 
 
 def _contradictions(cluster: Cluster, role: Role) -> Iterator[FieldError]:

@@ -11,16 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Rule, nearest, quoted, shown
-from pdcluster_operator.api.spec.pod_templates import (
-    FIELDS,
-    REQUIRED_KEYS,
-    as_list,
-    as_mapping,
-    containers,
-    is_list,
-    pod_spec,
-    pod_templates,
-)
+from pdcluster_operator.api.spec import pod_templates
 from pdcluster_operator.api.spec.resolve import grace_period, router_grace_period
 from pdcluster_operator.api.spec.resources import why_no_amount
 from pdcluster_operator.api.spec.types import Cluster
@@ -28,11 +19,17 @@ from pdcluster_operator.api.spec.types import Cluster
 MOST_ERRORS = 16
 # Strings in Kubernetes' types, but a manifest may give a number.
 QUANTITIES = frozenset({"limits", "requests", "overhead", "sizeLimit", "divisor"})
+# Kubernetes' plain types, as the table of fields names them.
+PLAIN = {
+    "str": (str, "a string", "Put it in quotes."),
+    "int": (int, "a whole number", "Write a number, without quotes."),
+    "bool": (bool, "true or false", "Leave out any quotes."),
+}
 
 
 def pod_template_errors(cluster: Cluster) -> Iterator[FieldError]:
     """Yield fields that Kubernetes would refuse, at most MOST_ERRORS of a template."""
-    for path, template, ours in pod_templates(cluster):
+    for path, template, ours in pod_templates.pod_templates(cluster):
         found = itertools.chain(
             _object(path, "V1PodTemplateSpec", template),
             _images(path, template, ours),
@@ -58,7 +55,7 @@ def env_source_errors(path: str, source: Mapping[str, Any] | None) -> Iterator[F
 
 def pod_template_warnings(cluster: Cluster) -> Iterator[FieldError]:
     """Yield a grace period in which an engine cannot drain, or a router its requests."""
-    for path, template, ours in pod_templates(cluster):
+    for path, template, ours in pod_templates.pod_templates(cluster):
         needed = grace_period(cluster) if ours == "engine" else router_grace_period(cluster)
         seconds = _grace(template)
         if seconds is not None and 0 < seconds < needed:
@@ -81,7 +78,7 @@ def overlay_warnings(
         path: of the template.
         ours: the name of our container.
     """
-    for place, entry in containers(template):
+    for place, entry in pod_templates.containers(template):
         if entry.get("name") != ours or not place.startswith("spec.containers"):
             continue
         for field in ("command", "args"):
@@ -96,12 +93,12 @@ def overlay_warnings(
 
 
 def _grace(template: Mapping[str, object]) -> int | None:
-    seconds = pod_spec(template).get("terminationGracePeriodSeconds")
+    seconds = pod_templates.pod_spec(template).get("terminationGracePeriodSeconds")
     return seconds if isinstance(seconds, int) and not isinstance(seconds, bool) else None
 
 
 def _images(path: str, template: Mapping[str, object], ours: str) -> Iterator[FieldError]:
-    for place, entry in containers(template):
+    for place, entry in pod_templates.containers(template):
         name, init = entry.get("name"), place.startswith("spec.initContainers")
         if not entry.get("image") and isinstance(name, str) and (init or name != ours):
             yield FieldError(
@@ -116,7 +113,7 @@ def _images(path: str, template: Mapping[str, object], ours: str) -> Iterator[Fi
 def _life(path: str, template: Mapping[str, object]) -> Iterator[FieldError]:
     """Yield fields that Kubernetes refuses in the pods of a controller."""
     for field in ("activeDeadlineSeconds", "ephemeralContainers", "restartPolicy"):
-        value = pod_spec(template).get(field)
+        value = pod_templates.pod_spec(template).get(field)
         if value is not None and (field, value) != ("restartPolicy", "Always"):
             yield FieldError(
                 f"{path}.spec.{field}",
@@ -135,17 +132,15 @@ def _value(path: str, kind: str, value: object) -> Iterator[FieldError]:
         yield from _list(path, kind[1:-1], value)
     elif kind.startswith("{"):
         yield from _free_keys(path, value)
-    elif kind in FIELDS:
+    elif kind in pod_templates.FIELDS:
         yield from _object(path, kind, value)
     elif kind == "str" and path.rpartition(".")[2] in QUANTITIES:
         yield from _amount(path, value)
-    elif not _fits(kind, value):
-        word, remedy = {
-            "str": ("a string", "Put it in quotes."),
-            "int": ("a whole number", "Write a number, without quotes."),
-            "bool": ("true or false", "Leave out any quotes."),
-        }[kind]
-        yield _wrong(path, value, word, remedy)
+    else:
+        fitting, word, remedy = PLAIN[kind]
+        # In Python a bool is an int.
+        if not isinstance(value, fitting) or (isinstance(value, bool) and fitting is int):
+            yield _wrong(path, value, word, remedy)
 
 
 def _amount(path: str, value: object) -> Iterator[FieldError]:
@@ -155,19 +150,11 @@ def _amount(path: str, value: object) -> Iterator[FieldError]:
         yield FieldError(path, shown(value), Rule.BAD_FORMAT, why, remedy)
 
 
-def _fits(kind: str, value: object) -> bool:
-    if kind == "str":
-        return isinstance(value, str)
-    if kind == "int":
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, bool)
-
-
 def _object(path: str, kind: str, value: object) -> Iterator[FieldError]:
     if not isinstance(value, Mapping):
         yield _wrong(path, value, "an object", "Write a mapping.")
         return
-    known = FIELDS[kind]
+    known = pod_templates.FIELDS[kind]
     for key, inner in value.items():
         if key in known:
             yield from _value(f"{path}.{key}", known[key], inner)
@@ -182,9 +169,9 @@ def _object(path: str, kind: str, value: object) -> Iterator[FieldError]:
 
 
 def _remedy(path: str, kind: str, key: str, known: Mapping[str, str]) -> str:
-    if kind == "V1PodTemplateSpec" and key in FIELDS["V1PodSpec"]:
+    if kind == "V1PodTemplateSpec" and key in pod_templates.FIELDS["V1PodSpec"]:
         return f"Write it as {path}.spec.{key}."
-    if kind == "V1PodSpec" and key in FIELDS["V1Container"]:
+    if kind == "V1PodSpec" and key in pod_templates.FIELDS["V1Container"]:
         return f"Write it in an entry of {path}.containers."
     near = nearest(key, known)
     return f"Did you mean {near}?" if near else f"Known are: {', '.join(known)}."
@@ -192,10 +179,10 @@ def _remedy(path: str, kind: str, key: str, known: Mapping[str, str]) -> str:
 
 def _list(path: str, kind: str, value: object) -> Iterator[FieldError]:
     field = path.rpartition(".")[2]
-    if not is_list(value):
+    if not pod_templates.is_list(value):
         yield _wrong(path, value, "a list", "Write a list: a hyphen before each item.")
         return
-    identity = REQUIRED_KEYS.get(field)
+    identity = pod_templates.REQUIRED_KEYS.get(field)
     for place, item in enumerate(value):
         here = f"{path}[{place}]"
         if item is None:
@@ -236,8 +223,9 @@ def host_path_errors(cluster: Cluster) -> Iterator[FieldError]:
     source = cluster.spec.model.source.host_path
     if source is not None:
         yield _host_path("spec.model.source.hostPath.path", source.path)
-    for path, template, _ in pod_templates(cluster):
-        for place, volume in enumerate(as_list(pod_spec(template).get("volumes"))):
+    for path, template, _ in pod_templates.pod_templates(cluster):
+        volumes = pod_templates.as_list(pod_templates.pod_spec(template).get("volumes"))
+        for place, volume in enumerate(volumes):
             if isinstance(volume, Mapping) and volume.get("hostPath") is not None:
                 yield _host_path(f"{path}.spec.volumes[{place}].hostPath", volume["hostPath"])
 
@@ -269,13 +257,13 @@ HOST_FIELDS = {
 
 def exposure_warnings(cluster: Cluster) -> Iterator[FieldError]:
     """Yield settings that give a pod access to its node."""
-    for path, template, ours in pod_templates(cluster):
-        spec = pod_spec(template)
+    for path, template, ours in pod_templates.pod_templates(cluster):
+        spec = pod_templates.pod_spec(template)
         for name, means in HOST_FIELDS.items():
             if spec.get(name) is True:
                 yield _host_field(f"{path}.spec.{name}", f"these {ours}s {means}")
-        for place, container in containers(template):
-            if as_mapping(container.get("securityContext")).get("privileged") is True:
+        for place, container in pod_templates.containers(template):
+            if pod_templates.as_mapping(container.get("securityContext")).get("privileged") is True:
                 where = f"{path}.{place}.securityContext.privileged"
                 yield _host_field(where, f"these {ours}s have the rights of root on the node")
 

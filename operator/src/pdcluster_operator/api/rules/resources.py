@@ -11,16 +11,9 @@ from decimal import Decimal
 
 from pdcluster_connector.compat.counted import counted
 from pdcluster_operator.api.findings import FieldError, Rule, shown
-from pdcluster_operator.api.spec import resources
+from pdcluster_operator.api.spec import pod_templates, resources
 from pdcluster_operator.api.spec.engine_types import Resources
 from pdcluster_operator.api.spec.enums import Device, Role, Switch
-from pdcluster_operator.api.spec.pod_templates import (
-    amounts,
-    containers,
-    engine_container,
-    pod_spec,
-    pod_templates,
-)
 from pdcluster_operator.api.spec.resolve import Engine, resolve_engine, workers_per_pod
 from pdcluster_operator.api.spec.router_types import RouterResources
 from pdcluster_operator.api.spec.types import Cluster
@@ -88,14 +81,14 @@ def _amounts(cluster: Cluster, engine: Engine, kind: str) -> dict[str, Amount]:
     if kind == "limits":
         for name, text in resources.added_limits(cluster, engine).items():
             found[name] = Amount(f"{path}.{kind}.{name}", text)
-    place, overlay = engine_container(cluster, engine.role)
+    place, overlay = pod_templates.engine_container(cluster, engine.role)
     return found | _written(overlay, place, kind)
 
 
 def _written(container: Mapping[str, object], path: str, kind: str) -> dict[str, Amount]:
     return {
         str(name): Amount(f"{path}.resources.{kind}.{name}", str(amount))
-        for name, amount in amounts(container, kind).items()
+        for name, amount in pod_templates.amounts(container, kind).items()
         if amount is not None
     }
 
@@ -180,8 +173,8 @@ def _gpus(engine: Engine, limits: dict[str, Amount]) -> Iterator[FieldError]:
 
 
 def _other_containers(cluster: Cluster) -> Iterator[FieldError]:
-    for path, template, ours in pod_templates(cluster):
-        for place, entry in containers(template):
+    for path, template, ours in pod_templates.pod_templates(cluster):
+        for place, entry in pod_templates.containers(template):
             if entry.get("name") == ours == "engine":
                 continue
             here = f"{path}.{place}"
@@ -197,7 +190,7 @@ def gang_errors(cluster: Cluster) -> Iterator[FieldError]:
     """Yield fields with which the scheduler refuses the pods of a PodGroup."""
     if cluster.spec.scheduling.gang is not Switch.ENABLED:
         return
-    specs = {role: pod_spec(cluster.spec.role(role).pod_template) for role in Role}
+    specs = {role: pod_templates.pod_spec(cluster.spec.role(role).pod_template) for role in Role}
     for role, spec in specs.items():
         if spec.get("schedulingGroup") is not None:
             yield FieldError(

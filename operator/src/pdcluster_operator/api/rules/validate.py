@@ -16,14 +16,9 @@ from pdcluster_operator.api.rules import (
     engines,
     extra_args,
     images_and_weights,
+    network,
     pod_template,
-)
-from pdcluster_operator.api.rules.network import backend_errors, network_errors, rdma_warnings
-from pdcluster_operator.api.rules.resources import (
-    gang_errors,
-    pod_group_errors,
-    resource_errors,
-    resource_warnings,
+    resources,
 )
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
@@ -68,60 +63,48 @@ def check_manifest(
     """
     parsed = parse_cluster(manifest)
     broken = [error.path for error in parsed.errors]
-    found = validate(parsed.cluster)
 
     def stands(finding: FieldError) -> bool:
         sources = (finding.path, *finding.related)
         return not any(under(path, source) for path in broken for source in sources)
 
     cluster = parsed.cluster
+    pair = engines.pair_findings(cluster)
     supported = (
         (host_paths, pod_template.host_path_errors(cluster)),
         (False if one_node else mounted_certificates, certificates.support_errors(cluster)),
-        (True if one_node else pod_groups, pod_group_errors(cluster)),
+        (True if one_node else pod_groups, resources.pod_group_errors(cluster)),
     )
     refused = [error for one, errors in supported if one is False for error in errors]
     by_default = [error for one, errors in supported if one is None for error in errors]
     warned = [] if one_node else list(pod_template.node_local_warnings(cluster))
     warned += [replace(error, message=BY_DEFAULT[error.rule]) for error in by_default]
-    errors = (*parsed.errors, *filter(stands, (*found.errors, *refused)))
     return cluster, Findings(
-        errors=errors,
-        warnings=tuple(filter(stands, (*found.warnings, *warned))),
-        unchecked=found.unchecked,
-    )
-
-
-def validate(cluster: Cluster) -> Findings:
-    """Check a parsed spec across its fields."""
-    pair = engines.pair_findings(cluster)
-    return Findings(
-        errors=tuple(_errors(cluster, pair)),
-        warnings=tuple(_warnings(cluster)),
+        errors=(*parsed.errors, *filter(stands, (*_errors(cluster), *pair.errors, *refused))),
+        warnings=tuple(filter(stands, (*_warnings(cluster), *warned))),
         unchecked=pair.unchecked,
     )
 
 
-def _errors(cluster: Cluster, pair: Findings) -> Iterator[FieldError]:
+def _errors(cluster: Cluster) -> Iterator[FieldError]:
     yield from engines.size_errors(cluster)
-    yield from resource_errors(cluster)
+    yield from resources.resource_errors(cluster)
     yield from pod_template.pod_template_errors(cluster)
     yield from images_and_weights.image_errors(cluster)
     yield from extra_args.argument_errors(cluster)
     yield from extra_args.flag_errors(cluster)
-    yield from backend_errors(cluster)
+    yield from network.backend_errors(cluster)
     yield from extra_args.start_errors(cluster)
     yield from certificates.mount_errors(cluster)
-    yield from network_errors(cluster)
-    yield from gang_errors(cluster)
-    yield from pair.errors
+    yield from network.network_errors(cluster)
+    yield from resources.gang_errors(cluster)
 
 
 def _warnings(cluster: Cluster) -> Iterator[FieldError]:
     yield from engines.one_sided_warnings(cluster)
     yield from images_and_weights.image_warnings(cluster)
     yield from images_and_weights.weight_warnings(cluster)
-    yield from resource_warnings(cluster)
+    yield from resources.resource_warnings(cluster)
     yield from pod_template.pod_template_warnings(cluster)
     yield from extra_args.variable_warnings(cluster)
     for role in Role:
@@ -132,7 +115,7 @@ def _warnings(cluster: Cluster) -> Iterator[FieldError]:
         yield from engines.idle_warnings(cluster, role)
     router = cluster.spec.router.pod_template
     yield from pod_template.overlay_warnings("spec.router.podTemplate", router, ROUTER_CONTAINER)
-    yield from rdma_warnings(cluster)
+    yield from network.rdma_warnings(cluster)
     yield from certificates.mount_warnings(cluster)
     yield from pod_template.exposure_warnings(cluster)
 

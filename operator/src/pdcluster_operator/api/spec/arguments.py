@@ -7,7 +7,6 @@ a long name. All of these are resolved here. Otherwise a flag of the operator co
 
 import itertools
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -69,25 +68,18 @@ class Flag:
         return self.name.partition(".")[0]
 
 
-def parse_flags(words: Sequence[str]) -> tuple[tuple[Flag, ...], tuple[int, ...]]:
-    """Group words by flag.
+@lru_cache(maxsize=256)
+def parse_flags(words: tuple[str, ...]) -> tuple[tuple[Flag, ...], tuple[int, ...]]:
+    """Group words by flag. Cached: each rule reads them, and most clusters have the same ones.
 
     Returns:
         The flags, and the places of words that stand before any flag.
     """
-    return _parsed(tuple(words))
-
-
-@lru_cache(maxsize=256)
-def _parsed(words: tuple[str, ...]) -> tuple[tuple[Flag, ...], tuple[int, ...]]:
-    """Cached, because each rule reads the flags, and most clusters have the same ones."""
-    flags: list[Flag] = []
-    stray: list[int] = []
     starts = [place for place, word in enumerate(words) if _is_flag(word)]
-    stray.extend(range(starts[0] if starts else len(words)))
-    for start, stop in itertools.pairwise([*starts, len(words)]):
-        flags.append(_flag(words[start:stop], start))
-    return tuple(flags), tuple(stray)
+    flags = [
+        _flag(words[start:stop], start) for start, stop in itertools.pairwise([*starts, len(words)])
+    ]
+    return tuple(flags), tuple(range(starts[0] if starts else len(words)))
 
 
 def _is_flag(word: str) -> bool:
@@ -115,7 +107,7 @@ def _short(written: str) -> str:
     return meant[0] if len(meant) == 1 and written not in SHORT_NAMES else written
 
 
-def merge_flags(shared: Sequence[str], role: Sequence[str]) -> tuple[str, ...]:
+def merge_flags(shared: tuple[str, ...], role: tuple[str, ...]) -> tuple[str, ...]:
     """Return the shared words, then the role's. A flag of the role replaces the shared one."""
     ours, _ = parse_flags(role)
     replaced = {flag.name for flag in ours}

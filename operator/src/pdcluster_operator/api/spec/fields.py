@@ -13,7 +13,6 @@ import types
 import typing
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
 from typing import Any, Literal
 
 Kind = Literal[
@@ -120,13 +119,21 @@ def camel(name: str) -> str:
     return head + "".join(part.capitalize() for part in tail)
 
 
-@cache
+_described: dict[type[Any], tuple[FieldInfo, ...]] = {}
+
+
 def describe(cls: type[Any]) -> tuple[FieldInfo, ...]:
     """Return all fields of an API dataclass, in order.
 
     Raises:
         TypeError: a field has no description, or a type that is not supported.
     """
+    if cls not in _described:
+        _described[cls] = _describe_all(cls)
+    return _described[cls]
+
+
+def _describe_all(cls: type[Any]) -> tuple[FieldInfo, ...]:
     hints = typing.get_type_hints(cls, include_extras=True)
     found = []
     for field in dataclasses.fields(cls):

@@ -24,21 +24,10 @@ from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Rule, nearest, quoted, shown
 from pdcluster_operator.api.object_names import API_VERSION, KIND, name_errors
+from pdcluster_operator.api.spec import fields as spec_fields
 from pdcluster_operator.api.spec.engine_types import EngineOverride, Model, ModelSource, RoleSpec
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.api.spec.fields import (
-    LABEL_KEY,
-    LABEL_VALUE,
-    FieldInfo,
-    Free,
-    Items,
-    Kind,
-    Labels,
-    Quantities,
-    Text,
-    Whole,
-    describe,
-)
+from pdcluster_operator.api.spec.fields import FieldInfo, describe
 from pdcluster_operator.api.spec.pod_templates import FIELDS
 from pdcluster_operator.api.spec.resources import why_no_amount
 from pdcluster_operator.api.spec.router_types import Router
@@ -167,7 +156,7 @@ class Reader:
             )
 
     def _read(self, field: FieldInfo, value: object, path: str) -> Any:
-        readers: dict[Kind, Callable[[FieldInfo, object, str], Any]] = {
+        readers: dict[spec_fields.Kind, Callable[[FieldInfo, object, str], Any]] = {
             "object": lambda field, value, path: self.read_object(field.item, value, path),
             "list": self._list,
             "choice": self._choice,
@@ -186,11 +175,11 @@ class Reader:
         self.error(path, value, Rule.WRONG_TYPE, "must be true or false", "Leave out any quotes.")
         return _placeholder(field)
 
-    def _free(self, field: FieldInfo, value: object, path: str) -> Free | None:
+    def _free(self, field: FieldInfo, value: object, path: str) -> spec_fields.Free | None:
         given = self._mapping(value, path)
         if given is not None:
-            return Free(given)
-        return None if field.optional else Free()
+            return spec_fields.Free(given)
+        return None if field.optional else spec_fields.Free()
 
     def _choice(self, field: FieldInfo, value: object, path: str) -> Any:
         allowed = [member.value for member in field.item]
@@ -205,10 +194,10 @@ class Reader:
         if not isinstance(value, str):
             self.error(path, value, Rule.WRONG_TYPE, "must be a string", "Put it in quotes.")
             return _placeholder(field)
-        fits = self._text_fits(field.mark(Text), value, path)
+        fits = self._text_fits(field.mark(spec_fields.Text), value, path)
         return value if fits else _placeholder(field)
 
-    def _text_fits(self, bounds: Text, value: str, path: str) -> bool:
+    def _text_fits(self, bounds: spec_fields.Text, value: str, path: str) -> bool:
         if not bounds.shortest <= len(value) <= bounds.longest:
             self.error(
                 path,
@@ -230,7 +219,7 @@ class Reader:
             remedy = "Leave out the quotes." if _is_number(value) else "Write a number."
             self.error(path, value, Rule.WRONG_TYPE, "must be a whole number", remedy)
             return _placeholder(field)
-        bounds: Whole = field.mark(Whole)
+        bounds: spec_fields.Whole = field.mark(spec_fields.Whole)
         if not bounds.least <= value <= bounds.most:
             self.error(
                 path,
@@ -246,7 +235,7 @@ class Reader:
         if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
             self.error(path, value, Rule.WRONG_TYPE, "must be a list", "Write a list.")
             return ()
-        bounds: Items = field.mark(Items)
+        bounds: spec_fields.Items = field.mark(spec_fields.Items)
         if not bounds.least <= len(value) <= bounds.most:
             message = f"has {len(value)} items; {bounds.least} to {bounds.most} are allowed"
             self.error(path, "", Rule.OUT_OF_RANGE, message, "Change the number of items.")
@@ -265,8 +254,8 @@ class Reader:
                 self.error(where, name, Rule.DUPLICATE, "is given twice", "Keep one of them.")
             seen.add(name)
 
-    def _quantities(self, _field: FieldInfo, value: object, path: str) -> Quantities:
-        read = Quantities()
+    def _quantities(self, _field: FieldInfo, value: object, path: str) -> spec_fields.Quantities:
+        read = spec_fields.Quantities()
         for name, amount in (self._mapping(value, path) or {}).items():
             if why := why_no_amount(amount):
                 remedy = "Write for example 4, 500m or 16Gi."
@@ -275,14 +264,14 @@ class Reader:
                 read[str(name)] = str(amount)
         return read
 
-    def _labels(self, _field: FieldInfo, value: object, path: str) -> Labels:
-        read = Labels()
+    def _labels(self, _field: FieldInfo, value: object, path: str) -> spec_fields.Labels:
+        read = spec_fields.Labels()
         for key, text in (self._mapping(value, path) or {}).items():
             here = f"{path}.{key}"
             if not isinstance(text, str):
                 self.error(here, text, Rule.WRONG_TYPE, "must be a string", "Put it in quotes.")
-            elif self._text_fits(LABEL_KEY, str(key), here) and self._text_fits(
-                LABEL_VALUE, text, here
+            elif self._text_fits(spec_fields.LABEL_KEY, str(key), here) and self._text_fits(
+                spec_fields.LABEL_VALUE, text, here
             ):
                 read[str(key)] = text
         return read
