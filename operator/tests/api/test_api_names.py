@@ -25,11 +25,11 @@ DIGEST = "0123456789abcdef" * 4
 
 def test_the_longest_name_of_a_cluster_leaves_room_for_kubernetes_own_words() -> None:
     longest = "c" * 34
-    assert name_errors(longest) == []
+    assert list(name_errors(longest)) == []
     [(message, remedy)] = name_errors(longest + "c")
     assert message.startswith("has 35 characters; 34 are allowed")
     assert "at most 34" in remedy
-    assert len(name_errors("C" * 35)) == 2, "both at once"
+    assert len(list(name_errors("C" * 35))) == 2, "both at once"
     name = EngineName("ns", longest, Role.PREFILL, "abcde", 999)
     assert len(name.stateful_set) == 52, "Kubernetes makes a label of 63 characters of it"
 

@@ -6,7 +6,7 @@ to it in a label of its pods. These 52 are: 34 of the cluster's name, ``-prefill
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -33,26 +33,17 @@ _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SHARED_CONNECTOR = re.compile(rf"pdcluster-connector-[0-9a-f]{{{CONNECTOR_LENGTH}}}")
 
 
-def name_errors(name: object) -> list[tuple[str, str]]:
-    """Return (message, remedy) of each error in a cluster's name."""
+def name_errors(name: object) -> Iterator[tuple[str, str]]:
+    """Yield (message, remedy) of each error in a cluster's name."""
     if not isinstance(name, str) or not name:
-        return [("is missing", "Give the cluster a name.")]
-    errors = []
+        yield "is missing", "Give the cluster a name."
+        return
     if not _DNS_1035.fullmatch(name):
-        errors.append(
-            (
-                "must start with a letter and hold only lower-case letters, digits and hyphens",
-                "Choose another name.",
-            )
-        )
+        message = "must start with a letter and hold only lower-case letters, digits and hyphens"
+        yield message, "Choose another name."
     if len(name) > NAME_LIMIT:
-        errors.append(
-            (
-                f"has {len(name)} characters; {NAME_LIMIT} are allowed: pods' names contain it",
-                f"Choose a name of at most {NAME_LIMIT} characters.",
-            )
-        )
-    return errors
+        message = f"has {len(name)} characters; {NAME_LIMIT} are allowed: pods' names contain it"
+        yield message, f"Choose a name of at most {NAME_LIMIT} characters."
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -18,6 +18,8 @@ from pdcluster_operator.api.spec.resolve import Engine, resolve_engine, workers_
 from pdcluster_operator.api.spec.router_types import RouterResources
 from pdcluster_operator.api.spec.types import Cluster
 
+KINDS = ("requests", "limits")
+
 
 @dataclass(frozen=True, slots=True)
 class Amount:
@@ -36,10 +38,7 @@ def resource_errors(cluster: Cluster) -> Iterator[FieldError]:
     """Yield amounts that Kubernetes would refuse, and counts of GPUs that do not fit the engine."""
     for role in Role:
         engine = resolve_engine(cluster, role)
-        requests, limits = (
-            _amounts(cluster, engine, "requests"),
-            _amounts(cluster, engine, "limits"),
-        )
+        requests, limits = (_amounts(cluster, engine, kind) for kind in KINDS)
         yield from _names(f"spec.{role}.resources", cluster.spec.role(role).resources)
         yield from _whole(requests | limits)
         yield from _pairs(requests, limits)
@@ -49,18 +48,19 @@ def resource_errors(cluster: Cluster) -> Iterator[FieldError]:
             yield from _gpus(engine, limits)
     router = cluster.spec.router.resources
     yield from _names("spec.router.resources", router)
-    yield from _pairs(
-        _written({"resources": {"requests": router.requests}}, "spec.router", "requests"),
-        _written({"resources": {"limits": router.limits}}, "spec.router", "limits"),
-    )
-    yield from _other_containers(cluster)
+    given = {"requests": router.requests, "limits": router.limits}
+    yield from _container("spec.router", {"resources": given})
+    for path, template, ours in pod_templates.pod_templates(cluster):
+        for place, entry in pod_templates.containers(template):
+            if not entry.get("name") == ours == "engine":
+                yield from _container(f"{path}.{place}", entry)
 
 
 def resource_warnings(cluster: Cluster) -> Iterator[FieldError]:
     """Yield engines whose pods request no memory: a node may have too little for them."""
     for role in Role:
         engine = resolve_engine(cluster, role)
-        if not any("memory" in _amounts(cluster, engine, kind) for kind in ("requests", "limits")):
+        if not any("memory" in _amounts(cluster, engine, kind) for kind in KINDS):
             yield FieldError(
                 f"spec.{role}.resources.requests.memory",
                 "",
@@ -75,12 +75,10 @@ def resource_warnings(cluster: Cluster) -> Iterator[FieldError]:
 def _amounts(cluster: Cluster, engine: Engine, kind: str) -> dict[str, Amount]:
     """Return resource -> amount of an engine's container. The pod template wins."""
     given = cluster.spec.role(engine.role).resources
-    path = f"spec.{engine.role}.resources"
-    texts = given.requests if kind == "requests" else given.limits
-    found = {name: Amount(f"{path}.{kind}.{name}", text) for name, text in texts.items()}
-    if kind == "limits":
-        for name, text in resources.added_limits(cluster, engine).items():
-            found[name] = Amount(f"{path}.{kind}.{name}", text)
+    limits = given.limits | resources.added_limits(cluster, engine)
+    texts = given.requests if kind == "requests" else limits
+    path = f"spec.{engine.role}.resources.{kind}"
+    found = {name: Amount(f"{path}.{name}", text) for name, text in texts.items()}
     place, overlay = pod_templates.engine_container(cluster, engine.role)
     return found | _written(overlay, place, kind)
 
@@ -118,6 +116,10 @@ def _whole(given: dict[str, Amount]) -> Iterator[FieldError]:
                 f"Kubernetes gives a container a whole number of {name}, never a part of one",
                 "Write a whole number.",
             )
+
+
+def _container(path: str, container: Mapping[str, object]) -> Iterator[FieldError]:
+    yield from _pairs(*(_written(container, path, kind) for kind in KINDS))
 
 
 def _pairs(requests: dict[str, Amount], limits: dict[str, Amount]) -> Iterator[FieldError]:
@@ -170,15 +172,6 @@ def _gpus(engine: Engine, limits: dict[str, Amount]) -> Iterator[FieldError]:
         f"Write {wanted}, or leave it out.",
         (f"spec.{engine.role}.parallelism", "spec.transfer.device"),
     )
-
-
-def _other_containers(cluster: Cluster) -> Iterator[FieldError]:
-    for path, template, ours in pod_templates.pod_templates(cluster):
-        for place, entry in pod_templates.containers(template):
-            if entry.get("name") == ours == "engine":
-                continue
-            here = f"{path}.{place}"
-            yield from _pairs(_written(entry, here, "requests"), _written(entry, here, "limits"))
 
 
 GANG = "spec.scheduling.gang"

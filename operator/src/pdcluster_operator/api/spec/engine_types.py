@@ -37,11 +37,7 @@ class HuggingFaceSource:
         str,
         Example("Qwen/Qwen2.5-0.5B-Instruct"),
         "is the repository, as owner/name.",
-        Text(
-            200,
-            pattern=REPOSITORY,
-            says="owner/name",
-        ),
+        Text(200, pattern=REPOSITORY, says="owner/name"),
     ]
     revision: Annotated[
         str | None,
