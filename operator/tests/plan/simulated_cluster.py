@@ -13,8 +13,12 @@ from typing import Any
 from msgspec import structs
 
 from pdcluster_connector.protocol.launcher_documents import (
+    CanaryReport,
+    CanaryState,
     EngineReport,
+    LinkReport,
     LinksReport,
+    LinkState,
     PromptsReport,
 )
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, POD, slim
@@ -26,7 +30,7 @@ from pdcluster_operator.api.object_names import (
     engine_of,
 )
 from pdcluster_operator.plan.connectors import is_shared_connector
-from pdcluster_operator.plan.forecast.world import ready_engine, running, verified_link
+from pdcluster_operator.plan.forecast.world import ready_engine, running
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.types import (
@@ -36,7 +40,6 @@ from pdcluster_operator.plan.types import (
     Observed,
     Plan,
     Step,
-    TicketKey,
     TryOut,
     WriteCertificates,
     WriteTicketKey,
@@ -56,6 +59,12 @@ def manifest(name: str = "llama", **spec: Any) -> dict[str, Any]:
         "metadata": {"name": name, "namespace": "default", "uid": "uid-0", "generation": 1},
         "spec": spec,
     }
+
+
+def verified_link(prefill: str, engine_id: str) -> LinkReport:
+    """Return what a decode launcher reports of a link whose canary moved 4,096 bytes."""
+    canary = CanaryReport(CanaryState.PASSED, 4096)
+    return LinkReport(prefill, engine_id, LinkState.ESTABLISHED, canary=canary)
 
 
 def copied(value: Any) -> Any:
@@ -98,7 +107,7 @@ class SimulatedCluster:
         self.connector = CONNECTOR
         self.now = START
         self.counter = 0
-        self.ticket_key: TicketKey | None = None
+        self.ticket_key: str | None = None
         self.certificates = HeldCertificates("authority")
         self.scaler: dict[str, Any] | None = None
         self.memo = CheckedMemo()
@@ -150,7 +159,7 @@ class SimulatedCluster:
         if isinstance(step, WriteTicketKey):
             assert step.rotate == (self.ticket_key is not None)
             rotation = step.manifest["metadata"]["annotations"][ROTATE_TICKET_KEY_ANNOTATION]
-            self.ticket_key = TicketKey(rotation)
+            self.ticket_key = rotation
             return
         if isinstance(step, WriteCertificates):
             issue = step.manifest["metadata"]["annotations"][CERTIFICATES_ANNOTATION]
@@ -255,7 +264,7 @@ class SimulatedCluster:
             measured: dict[str, Any] = {"shards": "1/1", "bytes_per_second": 5e9, **changes}
             rows = [
                 structs.replace(
-                    verified_link(prefill.logical, self.engines[prefill.logical].engine_id, 4096),
+                    verified_link(prefill.logical, self.engines[prefill.logical].engine_id),
                     **measured,
                 )
                 for prefill in self.leaders("prefill")

@@ -14,7 +14,7 @@ from pdcluster_connector.protocol.launcher_documents import (
     PromptsReport,
 )
 from pdcluster_operator.api.spec.enums import Certificates
-from pdcluster_operator.plan.launchers import has_other_peers, is_unreachable, launchers_to_poll
+from pdcluster_operator.plan.launchers import has_other_peers, launchers_to_poll
 
 MADE = {
     "kind": "StatefulSet",
@@ -64,10 +64,6 @@ def test_only_leaders_with_an_address_are_asked() -> None:
     [unknown] = launchers_to_poll([pod("a", "0", podIP="10.0.0.1")], [])
     assert unknown.url == "https://10.0.0.1:5590", "nothing says that it has no TLS"
     assert unknown.certificates is Certificates.UNKNOWN
-
-
-def test_one_missed_poll_is_forgiven() -> None:
-    assert [is_unreachable(misses) for misses in (0, 1, 2, 3)] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from pdcluster_operator.api.conditions import StatusReason
+from pdcluster_operator.api.conditions import StatusReason, no
 from pdcluster_operator.plan.observed.pods import (
-    Trouble,
     describe_end,
     is_pod_ready,
     pod_trouble,
@@ -16,7 +15,7 @@ from pdcluster_operator.plan.observed.pods import (
     started_again,
 )
 
-NOT_CREATED = Trouble(StatusReason.CONTAINER_CREATING, "the container is not created yet")
+NOT_CREATED = no(StatusReason.CONTAINER_CREATING, "the container is not created yet")
 
 
 def waiting(reason: str = "", message: str = "", name: str = "engine", **last: Any) -> Any:
@@ -50,7 +49,7 @@ def test_a_container_without_a_state_is_in_no_trouble() -> None:
         pod = {"status": {"containerStatuses": [{"name": "engine", **state}]}}
         assert pod_trouble(pod) is None
         assert previous_end(pod) == ""
-    assert pod_trouble(waiting()) == Trouble(StatusReason.CONTAINER_CREATING, "")
+    assert pod_trouble(waiting()) == no(StatusReason.CONTAINER_CREATING, "")
 
 
 @pytest.mark.parametrize(
@@ -69,8 +68,8 @@ def test_a_container_without_a_state_is_in_no_trouble() -> None:
     ],
 )
 def test_what_the_kubelet_calls_it_has_a_reason_of_ours(reason: str, shown: StatusReason) -> None:
-    assert pod_trouble(waiting(reason, "why")) == Trouble(shown, f"{reason}: why")
-    assert pod_trouble(waiting(reason)) == Trouble(shown, reason)
+    assert pod_trouble(waiting(reason, "why")) == no(shown, f"{reason}: why")
+    assert pod_trouble(waiting(reason)) == no(shown, reason)
 
 
 @pytest.mark.parametrize("name", ["engine", "router"])
@@ -82,7 +81,7 @@ def test_a_container_that_is_held_back_after_its_end_says_how_it_ended(name: str
         (waiting(back_off, message, name), message),
         (waiting(back_off, name=name), back_off),
     ):
-        assert pod_trouble(pod) == Trouble(StatusReason.ENGINE_FAILED, words)
+        assert pod_trouble(pod) == no(StatusReason.ENGINE_FAILED, words)
 
 
 @pytest.mark.parametrize(
@@ -146,14 +145,14 @@ def test_only_the_scheduler_says_that_a_pod_fits_nowhere(
     conditions: list[tuple[str, str]], refused: bool
 ) -> None:
     found = [{"type": kind, "status": said, "message": kind} for kind, said in conditions]
-    told = Trouble(StatusReason.UNSCHEDULABLE, "PodScheduled") if refused else NOT_CREATED
+    told = no(StatusReason.UNSCHEDULABLE, "PodScheduled") if refused else NOT_CREATED
     assert pod_trouble({"status": {"conditions": found}}) == told
 
 
 def test_a_pod_that_has_its_node_waits_for_no_gang() -> None:
     spec = {"schedulingGroup": {"podGroupName": "llama-start-x"}}
     waits = "waits for nodes together with the other pods of PodGroup llama-start-x"
-    assert pod_trouble({"spec": spec}) == Trouble(StatusReason.CONTAINER_CREATING, waits)
+    assert pod_trouble({"spec": spec}) == no(StatusReason.CONTAINER_CREATING, waits)
     assert pod_trouble({"spec": {**spec, "nodeName": "node"}}) == NOT_CREATED
 
 
@@ -171,10 +170,10 @@ def test_one_gate_of_kueue_is_enough_to_name_its_queue() -> None:
     assert "waits until Kueue admits it" in unlabelled.message
     pod = {"spec": {"schedulingGates": [theirs, {"name": "example.com/quota"}]}}
     words = f"waits until somebody removes its scheduling gate {theirs['name']}, example.com/quota"
-    assert pod_trouble(pod) == Trouble(StatusReason.SCHEDULING_GATED, words)
+    assert pod_trouble(pod) == no(StatusReason.SCHEDULING_GATED, words)
 
 
 def test_a_pod_that_is_being_deleted_drains_whatever_else_is_wrong() -> None:
     pod = waiting("ImagePullBackOff", "no such image")
     pod["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
-    assert pod_trouble(pod) == Trouble(StatusReason.DRAINING, "is being deleted")
+    assert pod_trouble(pod) == no(StatusReason.DRAINING, "is being deleted")

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from simulated_cluster import START, SimulatedCluster, copied, manifest
+from simulated_cluster import START, SimulatedCluster, copied, manifest, verified_link
 
 from pdcluster_connector.protocol.launcher_documents import EngineReport, EngineState, LinksReport
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.plan.forecast.world import verified_link
 from pdcluster_operator.plan.objects.drift import rewritten_event
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.types import Observed, Plan, Rewrite
@@ -74,7 +73,7 @@ def _stranger(name: str) -> dict[str, Any]:
 
 def _links(links: LinksReport) -> LinksReport:
     """A launcher may still tell of a peer that was deleted."""
-    rest = verified_link(GONE, f"{GONE}/0123456789abcdef", 4096)
+    rest = verified_link(GONE, f"{GONE}/0123456789abcdef")
     return structs.replace(links, links=(rest, *links.links, rest))
 
 

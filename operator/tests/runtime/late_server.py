@@ -12,15 +12,15 @@ from pdcluster_operator.adapters.api_server.kinds import BY_NAME, WATCHED, Kind,
 from pdcluster_operator.local.api_server import LocalApi
 from pdcluster_operator.plan.name_conflicts import why_not_applied
 from pdcluster_operator.plan.objects.ownership import controller_uid
+from pdcluster_operator.plan.secrets import rotation_of
 from pdcluster_operator.plan.types import (
     ConnectorBundle,
     Delete,
     HeldCertificates,
-    TicketKey,
     TryOut,
     WriteTicketKey,
 )
-from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
+from pdcluster_operator.runtime.cluster_secrets import with_a_new_key
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict, Key
 
@@ -59,11 +59,11 @@ class Port:
         live = await self._get("PDCluster", key.name)
         return live and live["metadata"]["uid"]
 
-    async def read_ticket_key(self, key: Key, uid: str) -> TicketKey | None:
+    async def read_ticket_key(self, key: Key, uid: str) -> str | None:
         live = await self._get("Secret", f"{key.name}-ticket-key")
         if live is not None and controller_uid(live) != uid:
             raise ApiError("NameConflict", "the Secret of one that is gone")
-        return live and ticket_key_of(live)
+        return live and rotation_of(live)
 
     async def write_ticket_key(self, step: WriteTicketKey) -> None:
         live = await self._get("Secret", step.manifest["metadata"]["name"])

@@ -6,7 +6,6 @@ import pytest
 
 from pdcluster_operator.plan.types import (
     HeldCertificates,
-    TicketKey,
     WriteCertificates,
     WriteTicketKey,
 )
@@ -22,18 +21,18 @@ class Api:
 
     def __init__(self) -> None:
         self.reads: list[str] = []
-        self.held: TicketKey | None = None
+        self.held: str | None = None
         self.certificates = HeldCertificates("authority")
         self.fail: set[str] = set()
 
-    async def read_ticket_key(self, key: Key, uid: str) -> TicketKey | None:
+    async def read_ticket_key(self, key: Key, uid: str) -> str | None:
         self.reads.append("secret")
         return self.held
 
     async def write_ticket_key(self, step: WriteTicketKey) -> None:
         if "Secret" in self.fail:
             raise ApiError("Forbidden", "Secret")
-        self.held = TicketKey("1")
+        self.held = "1"
 
     async def read_certificates(self, key: Key, uid: str) -> HeldCertificates:
         self.reads.append("certificates")
@@ -67,16 +66,16 @@ async def test_a_secret_is_read_again_only_after_a_while_or_for_another_cluster(
     assert len(api.reads) == 2, "what is missing is looked for each time"
     await secrets.write_ticket_key(KEY, secret())
     api.reads.clear()
-    assert await secrets.ticket_key(KEY, "c") == TicketKey("1")
+    assert await secrets.ticket_key(KEY, "c") == "1"
     assert api.reads == [], "it is what we wrote"
     now[0] += 239.0
-    assert await secrets.ticket_key(KEY, "c") == TicketKey("1")
+    assert await secrets.ticket_key(KEY, "c") == "1"
     assert api.reads == []
     now[0] += 1.0
     assert SECRET_SECONDS < RESYNC_SECONDS, "the next look at all clusters reads it"
     api.held = None
     assert await secrets.ticket_key(KEY, "c") is None, "somebody deleted it"
-    api.held = TicketKey("1")
+    api.held = "1"
     for uid in ("c", "c", "another", "another"):
         await secrets.ticket_key(KEY, uid)
     assert len(api.reads) == 3
@@ -85,8 +84,8 @@ async def test_a_secret_is_read_again_only_after_a_while_or_for_another_cluster(
 async def test_a_secret_that_could_not_be_written_is_not_known() -> None:
     api = Api()
     secrets = secrets_of(api)
-    api.held = TicketKey("0")
-    assert await secrets.ticket_key(KEY, "c") == TicketKey("0")
+    api.held = "0"
+    assert await secrets.ticket_key(KEY, "c") == "0"
     api.fail = {"Secret"}
     with pytest.raises(ApiError):
         await secrets.write_ticket_key(KEY, secret())
@@ -150,7 +149,7 @@ async def test_certificates_that_were_just_written_are_not_read() -> None:
 
 async def test_after_another_operator_may_have_written_everything_is_read_again() -> None:
     api = Api()
-    api.held, api.certificates = TicketKey("1"), HeldCertificates("authority", "1")
+    api.held, api.certificates = "1", HeldCertificates("authority", "1")
     secrets = secrets_of(api)
     for _ in range(2):
         await secrets.ticket_key(KEY, "c")

@@ -15,20 +15,23 @@ from typing import Any
 
 import pytest
 from late_server import CONNECTOR, KINDS, NAMESPACE, Manifest, Port, Server
-from msgspec.structs import replace
 from polled_launchers import PolledLaunchers
 
 import virtual_time
 from pdcluster_connector.protocol.launcher_documents import (
+    CanaryReport,
+    CanaryState,
     EngineReport,
     EngineState,
+    LinkReport,
     LinksReport,
+    LinkState,
     PeersDocument,
 )
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
 from pdcluster_operator.api.object_names import API_VERSION, engine_of
 from pdcluster_operator.local.controllers import Workloads
-from pdcluster_operator.plan.forecast.world import running, verified_link
+from pdcluster_operator.plan.forecast.world import running
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.runtime import reconcile
 from pdcluster_operator.runtime.control_loop import ControlLoop
@@ -92,7 +95,14 @@ class Engines(PolledLaunchers):
     async def links(self, target: Target) -> LinksReport:
         document = self._peers.get(target.engine)
         links = tuple(
-            replace(verified_link(one.engine, one.engine_id, 1), shards="1/1", bytes_per_second=5e9)
+            LinkReport(
+                one.engine,
+                one.engine_id,
+                LinkState.ESTABLISHED,
+                shards="1/1",
+                bytes_per_second=5e9,
+                canary=CanaryReport(CanaryState.PASSED, 1),
+            )
             for one in (document.peers if document else ())
         )
         return LinksReport(target.engine, f"{target.engine}/1", links)

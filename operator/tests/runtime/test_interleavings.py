@@ -21,9 +21,9 @@ from pdcluster_operator.api.object_names import API_VERSION
 from pdcluster_operator.plan.connectors import is_shared_connector
 from pdcluster_operator.plan.objects.ownership import controller_uid
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.secrets import rotation_of
 from pdcluster_operator.plan.types import Observed
 from pdcluster_operator.runtime import reconcile
-from pdcluster_operator.runtime.cluster_secrets import ticket_key_of
 from pdcluster_operator.runtime.control_loop import ControlLoop
 
 BUSY_SECONDS, QUIET_SECONDS = 30.0, 90.0
@@ -107,7 +107,7 @@ def wrong(server: Server, loop: ControlLoop) -> list[object]:
             {},
             {},
             CONNECTOR,
-            secret and ticket_key_of(secret),
+            secret and rotation_of(secret),
             CERTIFICATES,
             connectors=tuple(one for one in live if is_shared_connector(one)),
         )

@@ -42,6 +42,7 @@ from pdcluster_operator.plan.lifecycle import (
     JUST_REPORTED_SECONDS,
     LONGEST_WAIT_SECONDS,
 )
+from pdcluster_operator.plan.secrets import rotation_of
 from pdcluster_operator.plan.status.pace import LONGEST_SECONDS
 from pdcluster_operator.plan.types import (
     ConnectorBundle,
@@ -49,13 +50,12 @@ from pdcluster_operator.plan.types import (
     Event,
     HeldCertificates,
     ScalerStatus,
-    TicketKey,
     TryOut,
     WriteCertificates,
     WriteTicketKey,
 )
 from pdcluster_operator.runtime import reconcile
-from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
+from pdcluster_operator.runtime.cluster_secrets import with_a_new_key
 from pdcluster_operator.runtime.control_loop import RESYNC_SECONDS, ControlLoop
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict, Key, NamespaceTerminating
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
@@ -94,12 +94,12 @@ class RecordingApi:
         live = self.api.get("PDCluster", *key)
         return self.uid or (live["metadata"]["uid"] if live else None)
 
-    async def read_ticket_key(self, key: Key, uid: str) -> TicketKey | None:
+    async def read_ticket_key(self, key: Key, uid: str) -> str | None:
         self.reads.append("ticket key")
         if "read Secret" in self.fail:
             raise self.fail["read Secret"]
         live = self.api.get("Secret", key.namespace, f"{key.name}-ticket-key")
-        return None if live is None else ticket_key_of(live)
+        return None if live is None else rotation_of(live)
 
     async def write_ticket_key(self, step: WriteTicketKey) -> None:
         self._write("write Secret")

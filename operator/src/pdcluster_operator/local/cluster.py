@@ -17,7 +17,8 @@ from pdcluster_operator.local.api_server import LocalApi, Manifest
 from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.local.kubelet import Kubelet
 from pdcluster_operator.plan import types
-from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
+from pdcluster_operator.plan.secrets import rotation_of
+from pdcluster_operator.runtime.cluster_secrets import with_a_new_key
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.interfaces import Key
 from pdcluster_operator.runtime.queue import Backoff
@@ -142,9 +143,9 @@ class _ApiPort:
         live = self._api.get(names.KIND, key.namespace, key.name)
         return None if live is None else str(live["metadata"]["uid"])
 
-    async def read_ticket_key(self, key: Key, uid: str) -> types.TicketKey | None:
+    async def read_ticket_key(self, key: Key, uid: str) -> str | None:
         live = self._api.get("Secret", key.namespace, names.ticket_key_name(key.name))
-        return None if live is None else ticket_key_of(live)
+        return None if live is None else rotation_of(live)
 
     async def write_ticket_key(self, step: types.WriteTicketKey) -> None:
         metadata = step.manifest["metadata"]

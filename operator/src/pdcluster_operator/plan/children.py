@@ -21,10 +21,15 @@ from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.objects.drift import is_settled, stamped
-from pdcluster_operator.plan.objects.ownership import identity, is_being_deleted
+from pdcluster_operator.plan.objects.ownership import (
+    engine_sets,
+    engines_of,
+    identity,
+    is_being_deleted,
+)
 from pdcluster_operator.plan.observed.engines import released
 from pdcluster_operator.plan.observed.pods import pods_by_engine, status_of, text_of
-from pdcluster_operator.plan.rollout.desired import Desired, live_engines
+from pdcluster_operator.plan.rollout.desired import Desired
 from pdcluster_operator.plan.rollout.revisions import REVISION_KIND
 from pdcluster_operator.plan.rollout.wanted_children import Wanted
 from pdcluster_operator.plan.types import Apply, Delete, Manifest, Observed, Step
@@ -128,20 +133,14 @@ def _deletion(kind: str, live: Manifest, why: str) -> Delete:
 
 def existing_engines(children: Iterable[Manifest], role: Role) -> int:
     """Return how many engines of a role exist and are not being deleted."""
-    engines = (
-        object_names.engine_of(c)
-        for c in children
-        if c.get("kind") == "StatefulSet" and not is_being_deleted(c)
-    )
-    return sum(engine is not None and engine.role is role for engine in engines)
+    sets = engine_sets(children)
+    return sum(name.role is role and not is_being_deleted(sets[name]) for name in sets)
 
 
 def _leaving(observed: Observed, desired: Desired) -> set[EngineName]:
     """Return the engines that are not wanted and still have a StatefulSet or a pod."""
     wanted = {name for names in desired.names.values() for name in names} | desired.kept
-    pods = (object_names.engine_of(pod) for pod in observed.pods)
-    found = {*live_engines(observed), *(name for name in pods if name is not None)}
-    return found - wanted
+    return {*engine_sets(observed.children), *engines_of(observed.pods)} - wanted
 
 
 POD_REVISION_LABEL = "controller-revision-hash"

@@ -74,11 +74,6 @@ def url_host(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def is_unreachable(misses: int) -> bool:
-    """Whether an engine counts as unreachable after so many failed polls in a row."""
-    return misses >= MISSES
-
-
 def has_other_peers(sent: PeersDocument, links: LinksReport) -> bool:
     """Return whether a launcher has links to other peers than those that were sent to it last.
 

@@ -1,9 +1,4 @@
-"""How far a PDCluster has come, and what may be done in that stage.
-
-The queue and the reconcile ask :func:`stage_of`, so they agree on which PDCluster is new.
-"""
-
-from enum import StrEnum
+"""How far a PDCluster has come, and what may be done by then."""
 
 from pdcluster_operator.plan.observed.engines import known_ids
 from pdcluster_operator.plan.types import Manifest
@@ -14,29 +9,19 @@ LONGEST_WAIT_SECONDS = 5.0
 """The longest wait of :func:`wait_before_judging`. Then an engine without an answer is silent."""
 
 
-class Stage(StrEnum):
-    """A stage of a PDCluster's life; see :func:`stage_of`."""
-
-    NEW = "New"
-    """It has neither children nor a status: nothing was done for it yet."""
-    CHANGED = "Changed"
-    """Its spec was changed, and its status is still about the spec before."""
-    KNOWN = "Known"
-    """Its children are created, or its status is about the present spec."""
-
-
-def stage_of(cluster: Manifest, *, has_children: bool) -> Stage:
-    """Return the stage of a live PDCluster.
+def is_new(cluster: Manifest, *, has_children: bool) -> bool:
+    """Whether nothing was done for a live PDCluster yet: it has neither children nor a status.
 
     Args:
         has_children: whether it owns any object that the operator creates.
     """
-    status = cluster.get("status") or {}
-    if not status and not has_children:
-        return Stage.NEW
-    observed = status.get("observedGeneration")
-    changed = observed is not None and observed != cluster["metadata"].get("generation")
-    return Stage.CHANGED if changed else Stage.KNOWN
+    return not cluster.get("status") and not has_children
+
+
+def is_changed(cluster: Manifest) -> bool:
+    """Whether the spec of a live PDCluster was changed, and its status is about the one before."""
+    observed = (cluster.get("status") or {}).get("observedGeneration")
+    return observed is not None and observed != cluster["metadata"].get("generation")
 
 
 def needs_live_check(reported_seconds: float, *, first: bool) -> bool:

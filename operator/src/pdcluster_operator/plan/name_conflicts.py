@@ -6,8 +6,8 @@ are started that would mount a connector whose content is not the one of its nam
 """
 
 from collections.abc import Iterable, Set as AbstractSet
-from dataclasses import dataclass
 
+from pdcluster_operator.api.conditions import Verdict, no
 from pdcluster_operator.api.object_names import connector_name
 from pdcluster_operator.plan.connectors import connector_of, is_forged, is_shared_connector
 from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
@@ -17,15 +17,7 @@ NAME_CONFLICT = "NameConflict"
 STILL_BEING_DELETED = "StillBeingDeleted"
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why an apply is not tried: the reason and the message of a condition."""
-
-    reason: str
-    message: str
-
-
-def why_not_applied(desired: Manifest, live: Manifest | None) -> Refusal | None:
+def why_not_applied(desired: Manifest, live: Manifest | None) -> Verdict | None:
     """Return why ``desired`` must not be applied over ``live``; None if it may be.
 
     Args:
@@ -39,7 +31,7 @@ def why_not_applied(desired: Manifest, live: Manifest | None) -> Refusal | None:
     if controller_uid(desired) != controller_uid(live):
         return name_conflict(kind, name)
     if is_being_deleted(live):
-        return Refusal(STILL_BEING_DELETED, f"{kind} {name} is still being deleted")
+        return no(STILL_BEING_DELETED, f"{kind} {name} is still being deleted")
     return None
 
 
@@ -66,9 +58,9 @@ def may_be_taken(step: Step, observed: Observed, strange: AbstractSet[str]) -> b
     return True
 
 
-def why_strange(strange: AbstractSet[str]) -> Refusal:
+def why_strange(strange: AbstractSet[str]) -> Verdict:
     """Return the reason and the message with which the status reports strange connectors."""
-    return Refusal(
+    return no(
         NAME_CONFLICT,
         f"ConfigMap {min(strange)} is missing, or does not hold the connector that its name says: "
         "somebody deleted or replaced it, and pods may have started with another connector. Delete "
@@ -77,24 +69,24 @@ def why_strange(strange: AbstractSet[str]) -> Refusal:
     )
 
 
-def _why_not_shared(desired: Manifest, live: Manifest) -> Refusal | None:
+def _why_not_shared(desired: Manifest, live: Manifest) -> Verdict | None:
     """Judge by the content: whoever wrote the same bytes, they may be mounted if immutable."""
     name = desired["metadata"]["name"]
     same = all(live.get(part) == desired.get(part) for part in ("immutable", "binaryData", "data"))
     if controller_uid(live) or not same:
-        return Refusal(
+        return no(
             NAME_CONFLICT,
             f"ConfigMap {name} exists and does not hold this operator's connector, or is not "
             "immutable: delete it, and the operator makes the right one",
         )
     if is_being_deleted(live):
-        return Refusal(STILL_BEING_DELETED, f"ConfigMap {name} is still being deleted")
+        return no(STILL_BEING_DELETED, f"ConfigMap {name} is still being deleted")
     return None
 
 
-def name_conflict(kind: str, name: str) -> Refusal:
-    """Return the refusal for an object that has the name of a child and another owner."""
-    return Refusal(
+def name_conflict(kind: str, name: str) -> Verdict:
+    """Return the verdict on an object that has the name of a child and another owner."""
+    return no(
         NAME_CONFLICT,
         f"{kind} {name} exists and does not belong to this PDCluster: "
         "rename it, or give the PDCluster another name",

@@ -10,7 +10,13 @@ from collections.abc import Mapping, Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from pdcluster_connector.protocol.launcher_documents import PeersDocument
-from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition, seconds
+from pdcluster_operator.api.conditions import (
+    ConditionType,
+    StatusReason,
+    Verdict,
+    find_condition,
+    seconds,
+)
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.enums import Role
@@ -20,15 +26,13 @@ from pdcluster_operator.plan.builders.secrets import has_certificates
 from pdcluster_operator.plan.children import children_now, steps_to
 from pdcluster_operator.plan.launchers import assign_peers
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.name_conflicts import Refusal
-from pdcluster_operator.plan.objects.ownership import is_being_deleted
-from pdcluster_operator.plan.observed.links import by_pairing_key, linkable
+from pdcluster_operator.plan.objects.ownership import engine_sets, is_being_deleted
 from pdcluster_operator.plan.observed.pods import lost_pods, seconds_to_loss
 from pdcluster_operator.plan.observed.routers import routed_engines
 from pdcluster_operator.plan.prefill_scaler import as_scaled, scaler_status
-from pdcluster_operator.plan.rollout.desired import Desired, as_it_is, desire, live_engines
+from pdcluster_operator.plan.rollout.desired import Desired, as_it_is, desire
 from pdcluster_operator.plan.rollout.wanted_children import Wanted
-from pdcluster_operator.plan.status.build import Judgement, View, build_status, judge, view_of
+from pdcluster_operator.plan.status.build import Judgement, build_status, judge
 from pdcluster_operator.plan.status.events import transitions
 from pdcluster_operator.plan.status.progress import ChangeView, with_failure
 from pdcluster_operator.plan.types import Manifest, Observed, Plan, Step
@@ -48,7 +52,7 @@ class _Outcome:
     """
 
     steps: tuple[Step, ...]
-    refused: Refusal | None
+    refused: Verdict | None
     judged: Judgement
     peers: Mapping[str, PeersDocument]
     routed: frozenset[str]
@@ -88,8 +92,8 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     # Step 4: write the status, with the times of its changes, and say when to look again.
     status = build_status(cluster, before, findings, outcome.judged, now)
     if outcome.refused:
-        reason, message = outcome.refused.reason, outcome.refused.message
-        status = with_failure(status, observed.cluster, reason, message, now)
+        refused = outcome.refused
+        status = with_failure(status, observed.cluster, refused.reason, refused.message, now)
     if observed is seen:  # Otherwise nothing is new, so nothing is gone.
         memo.forget_unused()
     waits = (
@@ -133,25 +137,18 @@ def _outcome(
     )
     if strange:
         steps = [step for step in steps if name_conflicts.may_be_taken(step, observed, strange)]
-    view = view_of(observed, cluster, desired, steps, accepted=findings.ok)
+    judged = judge(observed, cluster, findings, desired, steps, lost)
+    peers: dict[str, PeersDocument] = {}
+    for group in judged.groups if findings.ok else ():
+        peers |= assign_peers(cluster, *group, observed.links)
     return _Outcome(
         steps=tuple(steps),
         refused=name_conflicts.why_strange(strange) if strange else None,
-        judged=judge(observed, cluster, findings, view, lost),
-        peers=_peers(observed, cluster, desired, view) if findings.ok else {},
+        judged=judged,
+        peers=peers,
         routed=_routed(observed, lost),
         certified=certified,
     )
-
-
-def _peers(
-    observed: Observed, cluster: Cluster, desired: Desired, view: View
-) -> dict[str, PeersDocument]:
-    prefill, decode = (view.engines[role] for role in Role)
-    found: dict[str, PeersDocument] = {}
-    for group in by_pairing_key(prefill, decode, desired.keys):
-        found |= assign_peers(cluster, *linkable(group, desired.blocked), observed.links)
-    return found
 
 
 def _routed(observed: Observed, lost: AbstractSet[str]) -> frozenset[str]:
@@ -162,7 +159,7 @@ def _routed(observed: Observed, lost: AbstractSet[str]) -> frozenset[str]:
     """
     if observed.one_node:
         return frozenset()
-    live = live_engines(observed)
+    live = engine_sets(observed.children)
     engines = Counter(name.role for name in live)
     routed = routed_engines(observed, live, lost)
     return frozenset(name.logical for name in routed if engines[name.role] > 1)

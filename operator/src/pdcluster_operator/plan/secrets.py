@@ -8,12 +8,12 @@ rotation. The connector's ``protocol/ticket_keys.py`` says when a new key begins
 
 from collections.abc import Iterable
 
-from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION, EngineName, engine_of
+from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION, EngineName
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan import types
 from pdcluster_operator.plan.builders import secrets
-from pdcluster_operator.plan.rollout.desired import live_engines
+from pdcluster_operator.plan.objects.ownership import engine_sets, engines_of
 from pdcluster_operator.plan.rollout.revisions import revisions_in
 
 DAY = 86_400.0
@@ -36,8 +36,7 @@ def certificates_step(
     Args:
         begin: when the period began.
     """
-    pods = (engine_of(pod) for pod in observed.pods)
-    names = {*wanted, *live_engines(observed), *(name for name in pods if name is not None)}
+    names = {*wanted, *engine_sets(observed.children), *engines_of(observed.pods)}
     engines = {secrets.entry_of(name): name.logical for name in sorted(names)}
     if not engines:
         return None
@@ -57,8 +56,7 @@ def certificates_step(
 
 def certificates_as_due(children: Iterable[types.Manifest], now: float) -> types.HeldCertificates:
     """Return the certificates that the Secret should hold now, for a reader who may not read it."""
-    names = (engine_of(child) for child in children if child.get("kind") == "StatefulSet")
-    entries = frozenset(secrets.entry_of(name) for name in names if name is not None)
+    entries = frozenset(map(secrets.entry_of, engine_sets(children)))
     return types.HeldCertificates("", f".{int(period_start(now))}", entries)
 
 
@@ -104,7 +102,7 @@ def certificates_by_engine(
         for child in children
         if child.get("kind") == "StatefulSet"
     }
-    engines = {name for name in map(engine_of, pods) if name is not None}
+    engines = engines_of(pods)
     templates = {name: sets.get(name.stateful_set) for name in engines}
     if None in templates.values():
         stored = {(one.role, one.name): one.template for one in revisions_in(children)}
@@ -118,16 +116,20 @@ def certificates_by_engine(
     }
 
 
+def rotation_of(manifest: types.Manifest) -> str:
+    """Return the annotation that asks for a new ticket key, of a PDCluster or of its Secret."""
+    annotations = manifest["metadata"].get("annotations") or {}
+    return str(annotations.get(ROTATE_TICKET_KEY_ANNOTATION, ""))
+
+
 def ticket_key_step(observed: types.Observed, cluster: Cluster) -> types.WriteTicketKey | None:
     """Return the step that the Secret needs; None if it is as it should be.
 
     A Secret that exists keeps its keys. Only a new value of the annotation replaces one; taking the
     annotation away replaces none.
     """
-    annotations = observed.cluster["metadata"].get("annotations") or {}
-    wanted = str(annotations.get(ROTATE_TICKET_KEY_ANNOTATION, ""))
-    held = observed.ticket_key
-    if held is not None and wanted in ("", held.rotation):
+    wanted, held = rotation_of(observed.cluster), observed.ticket_key
+    if held is not None and wanted in ("", held):
         return None
     return types.WriteTicketKey(
         secrets.build_ticket_key_secret(cluster, wanted),

@@ -22,17 +22,6 @@ class ConnectorBundle:
 
 
 @dataclass(frozen=True, slots=True)
-class TicketKey:
-    """The Secret with the ticket keys, without the keys.
-
-    Attributes:
-        rotation: value of the annotation for which the last key was made.
-    """
-
-    rotation: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class HeldCertificates:
     """The Secret with the engines' certificates, without the keys.
 
@@ -80,7 +69,8 @@ class Observed:
             unreachable.
         connector: the connector to mount in engine pods.
         connectors: live ConfigMaps with a connector that the PDClusters of the namespace share.
-        ticket_key: the Secret with the ticket keys; None if there is none.
+        ticket_key: value of the annotation for which the last ticket key was made; None if there
+            is no Secret with ticket keys.
         certificates: the Secret with the engines' certificates.
         operator_namespace: where the operator runs; None where that is not known.
         host_path_models: whether a PDCluster may mount folders of the nodes. Whoever installs
@@ -99,7 +89,7 @@ class Observed:
     engines: Mapping[str, EngineReport]
     links: Mapping[str, LinksReport]
     connector: ConnectorBundle
-    ticket_key: TicketKey | None = None
+    ticket_key: str | None = None
     certificates: HeldCertificates = HeldCertificates()
     operator_namespace: str | None = None
     host_path_models: bool = True

@@ -15,12 +15,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pdcluster_connector.protocol.ticket_keys import KEY_BYTES
-from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.plan.builders.secrets import TICKET_KEY_FILE
+from pdcluster_operator.plan.secrets import rotation_of
 from pdcluster_operator.plan.types import (
     HeldCertificates,
     Manifest,
-    TicketKey,
     WriteCertificates,
     WriteTicketKey,
 )
@@ -31,6 +30,7 @@ SECRET_SECONDS = 240.0
 
 It is shorter than the resync period, so each resync reads the Secrets of each cluster.
 """
+TICKET_KEY, CERTIFICATES = "ticket key", "certificates"
 
 
 class _Remembered(NamedTuple):
@@ -45,10 +45,10 @@ class ClusterSecrets:
     def __init__(self, api_server: ApiServer, clock: Callable[[], float] = time.monotonic) -> None:
         self._api_server = api_server
         self._clock = clock
-        self._known: dict[tuple[Key, type], _Remembered] = {}
+        self._known: dict[tuple[Key, str], _Remembered] = {}
         self._no_certificates: HeldCertificates | None = None
 
-    async def ticket_key(self, key: Key, uid: str, *, new: bool = False) -> TicketKey | None:
+    async def ticket_key(self, key: Key, uid: str, *, new: bool = False) -> str | None:
         """Return what the cluster's Secret says beside its keys; see ``ApiServer.read_ticket_key``.
 
         Args:
@@ -57,10 +57,10 @@ class ClusterSecrets:
                 creates it, and the API server refuses that if there is one. The next plan sees
                 children, and then the Secret is read.
         """
-        content: TicketKey | None = self._recall(key, TicketKey, uid)
+        content: str | None = self._recall(key, TICKET_KEY, uid)
         if content is None and not new:
             content = await self._api_server.read_ticket_key(key, uid)
-            self._remember(key, TicketKey, uid, content)
+            self._remember(key, TICKET_KEY, uid, content)
         return content
 
     async def certificates(self, key: Key, uid: str, *, new: bool = False) -> HeldCertificates:
@@ -72,48 +72,42 @@ class ClusterSecrets:
             uid: of the PDCluster.
             new: the cluster has no children yet, so no engine has a certificate.
         """
-        held: HeldCertificates | None = self._recall(key, HeldCertificates, uid)
+        held: HeldCertificates | None = self._recall(key, CERTIFICATES, uid)
         if held is None:
             held = self._no_certificates if new else None
             held = held or await self._api_server.read_certificates(key, uid)
-            self._remember(key, HeldCertificates, uid, held)
+            self._remember(key, CERTIFICATES, uid, held)
         if held.issue is None:
             self._no_certificates = held
         return held
 
     async def write_ticket_key(self, key: Key, step: WriteTicketKey) -> None:
         """Carry out a step; see ``ApiServer.write_ticket_key``."""
-        self._known.pop((key, TicketKey), None)  # if the write fails, nobody knows what is there
+        self._known.pop((key, TICKET_KEY), None)  # if the write fails, nobody knows what is there
         await self._api_server.write_ticket_key(step)
         uid = str(step.manifest["metadata"]["ownerReferences"][0]["uid"])
-        self._remember(key, TicketKey, uid, ticket_key_of(step.manifest))
+        self._remember(key, TICKET_KEY, uid, rotation_of(step.manifest))
 
     async def write_certificates(self, key: Key, step: WriteCertificates) -> None:
         """Carry out a step; see ``ApiServer.write_certificates``."""
-        known = self._known.pop((key, HeldCertificates), None)
+        known = self._known.pop((key, CERTIFICATES), None)
         held = await self._api_server.write_certificates(step)
         if known is not None:
-            self._remember(key, HeldCertificates, known.uid, held)
+            self._remember(key, CERTIFICATES, known.uid, held)
 
     def forget(self, key: Key) -> None:
         """Forget the Secrets of a cluster that is gone, or that another operator may change."""
-        self._known.pop((key, TicketKey), None)
-        self._known.pop((key, HeldCertificates), None)
+        self._known.pop((key, TICKET_KEY), None)
+        self._known.pop((key, CERTIFICATES), None)
 
-    def _recall(self, key: Key, kind: type, uid: str) -> Any:
+    def _recall(self, key: Key, kind: str, uid: str) -> Any:
         known = self._known.get((key, kind))
         if known is None or known.uid != uid or self._clock() - known.since >= SECRET_SECONDS:
             return None
         return known.content
 
-    def _remember(self, key: Key, kind: type, uid: str, content: object) -> None:
+    def _remember(self, key: Key, kind: str, uid: str, content: object) -> None:
         self._known[key, kind] = _Remembered(uid, content, self._clock())
-
-
-def ticket_key_of(secret: Manifest) -> TicketKey:
-    """Return what the planner may read of the Secret with the ticket keys: its annotation."""
-    annotations = secret["metadata"].get("annotations") or {}
-    return TicketKey(str(annotations.get(ROTATE_TICKET_KEY_ANNOTATION, "")))
 
 
 def with_a_new_key(step: WriteTicketKey, live: Manifest | None) -> dict[str, Any]:

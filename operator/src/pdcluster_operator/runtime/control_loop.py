@@ -12,7 +12,7 @@ from contextlib import suppress
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition
 from pdcluster_operator.api.object_names import SCALER_KIND
 from pdcluster_operator.plan.connectors import is_shared_connector
-from pdcluster_operator.plan.lifecycle import Stage, stage_of
+from pdcluster_operator.plan.lifecycle import is_changed
 from pdcluster_operator.plan.namespace_lease import belongs_to
 from pdcluster_operator.plan.status.conditions import local_share
 from pdcluster_operator.plan.types import ConnectorBundle
@@ -96,7 +96,7 @@ class ControlLoop:
 
     def _is_urgent(self, key: interfaces.Key) -> bool:
         cluster = self.store.cluster(key)
-        return cluster is not None and stage_of(cluster, has_children=True) is Stage.CHANGED
+        return cluster is not None and is_changed(cluster)
 
     def set_unlisted(self, namespaces: Collection[str]) -> None:
         """Say in which namespaces nothing can be done: not all of their objects are known."""

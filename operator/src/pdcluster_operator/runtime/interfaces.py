@@ -72,7 +72,7 @@ class ApiServer(Protocol):
         """Return the cluster's UID as the server has it now; None when it is gone."""
         ...
 
-    async def read_ticket_key(self, key: Key, uid: str) -> types.TicketKey | None:
+    async def read_ticket_key(self, key: Key, uid: str) -> str | None:
         """Return what the cluster's Secret says beside its keys; None when there is none.
 
         Raises NameConflict when an object that the cluster ``uid`` does not own has its name.

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from pdcluster_connector.protocol import launcher_documents
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.plan.launchers import Target, has_other_peers, is_unreachable
+from pdcluster_operator.plan.launchers import MISSES, Target, has_other_peers
 from pdcluster_operator.runtime.interfaces import Key, LauncherError, Launchers
 
 log = logging.getLogger(__name__)
@@ -277,14 +277,14 @@ class LauncherWatch:
     def _missed(self) -> None:
         self._rest()
         self._misses += 1
-        if is_unreachable(self._misses):
+        if self._misses >= MISSES:
             self.heard = True
             self.report = self.links = None
             self._sent = None
 
     def _log(self, problem: str) -> None:
         """Log why an engine cannot be reached, if it is another reason than before."""
-        if is_unreachable(self._misses) and problem != self._logged:
+        if self._misses >= MISSES and problem != self._logged:
             self._logged = problem
             log.info("%s does not answer: %s", self.target.engine, problem)
 

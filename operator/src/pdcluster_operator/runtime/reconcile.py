@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pdcluster_operator.api.conditions import own_status
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.launchers import launchers_to_poll
-from pdcluster_operator.plan.lifecycle import Stage, needs_live_check, stage_of, wait_before_judging
+from pdcluster_operator.plan.lifecycle import is_new, needs_live_check, wait_before_judging
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.ownership import is_being_deleted
 from pdcluster_operator.plan.planner import make_plan
@@ -164,9 +164,9 @@ class Reconciler:
         if wait > 0:
             return wait
         now = self._clock()
-        stage = stage_of(cluster, has_children=bool(children))
+        new = is_new(cluster, has_children=bool(children))
         try:
-            observed = await self._observe(key, cluster, children, pods, new=stage is Stage.NEW)
+            observed = await self._observe(key, cluster, children, pods, new=new)
             plan = make_plan(observed, now, self._memo(key))
         except Exception as error:
             # Anything but an ApiError is a bug of the operator. Users see it in the status, and
@@ -179,7 +179,7 @@ class Reconciler:
             if failure is error:
                 raise
             raise failure from error
-        return await self._carry_out(key, cluster, stage, plan, now)
+        return await self._carry_out(key, cluster, plan, now, new=new)
 
     def leave(self, key: Key) -> None:
         """Forget a cluster that is gone, or that another operator may change from now on."""
@@ -199,12 +199,12 @@ class Reconciler:
         return memo
 
     async def _carry_out(
-        self, key: Key, cluster: Manifest, stage: Stage, plan: Plan, now: float
+        self, key: Key, cluster: Manifest, plan: Plan, now: float, *, new: bool
     ) -> float | None:
         failure: ApiError | None = None
         events = list(plan.events)
         try:
-            if not await self._is_still_there(key, cluster, stage, plan):
+            if not await self._is_still_there(key, cluster, plan, new=new):
                 log.info("%s: the cluster is gone, or was created again; nothing was done", key)
                 return STALE_SECONDS
             if not await self._executor.perform(key, plan.steps, events):
@@ -229,7 +229,7 @@ class Reconciler:
         again = AGAIN_SECONDS if plan.steps else None
         return min((one for one in (wait, plan.requeue_after, again) if one), default=None)
 
-    async def _is_still_there(self, key: Key, cluster: Manifest, stage: Stage, plan: Plan) -> bool:
+    async def _is_still_there(self, key: Key, cluster: Manifest, plan: Plan, *, new: bool) -> bool:
         """Whether the steps of a plan may be performed: the store may hold a deleted cluster.
 
         If it does, Kubernetes deletes what is created for it, and it looks new once more.
@@ -237,7 +237,7 @@ class Reconciler:
         if not creates(plan.steps) or not self._may_write(key):
             return True
         uid = str(cluster["metadata"]["uid"])
-        first = stage is Stage.NEW and self._began.get(key) != uid
+        first = new and self._began.get(key) != uid
         self._began[key] = uid
         if not needs_live_check(self._store.reported_seconds(key, uid), first=first):
             return True

@@ -32,7 +32,8 @@ from pdcluster_operator.plan.objects.drift import repair, without_manager
 from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
 from pdcluster_operator.plan.objects.shared_parts import with_shared_parts
 from pdcluster_operator.plan.rollout.wanted_children import REFUSALS, refusal
-from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
+from pdcluster_operator.plan.secrets import rotation_of
+from pdcluster_operator.runtime.cluster_secrets import with_a_new_key
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict, Invalid, Key
 
 Manifest = Mapping[str, Any]
@@ -71,10 +72,10 @@ class KubeApi:
             return None
         return str(live["metadata"]["uid"])
 
-    async def read_ticket_key(self, key: Key, uid: str) -> types.TicketKey | None:
+    async def read_ticket_key(self, key: Key, uid: str) -> str | None:
         """Return what the cluster's Secret says beside its keys; None when there is none."""
         live = await self._own_secret(key.namespace, object_names.ticket_key_name(key.name), uid)
-        return None if live is None else ticket_key_of(live)
+        return None if live is None else rotation_of(live)
 
     async def read_certificates(self, key: Key, uid: str) -> types.HeldCertificates:
         """Return what the Secret with the engines' certificates says beside their keys."""

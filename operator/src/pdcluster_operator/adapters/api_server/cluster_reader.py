@@ -12,17 +12,15 @@ from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED, slim
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
-from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.builders.protection import operator_namespace_in
 from pdcluster_operator.plan.forecast.world import merge_patch, reports_in, server_side_manager
-from pdcluster_operator.plan.secrets import certificates_as_due
+from pdcluster_operator.plan.secrets import certificates_as_due, rotation_of
 from pdcluster_operator.plan.types import (
     ConnectorBundle,
     HeldCertificates,
     Manifest,
     Observed,
-    TicketKey,
 )
 from pdcluster_operator.runtime.interfaces import ApiError, Key
 from pdcluster_operator.runtime.store import Store
@@ -121,15 +119,14 @@ def lacks_a_right(error: ApiError) -> bool:
     return "User " in str(error) and " cannot " in str(error)
 
 
-async def _ticket_key(api: KubeApi, key: Key, cluster: Manifest) -> TicketKey | None:
+async def _ticket_key(api: KubeApi, key: Key, cluster: Manifest) -> str | None:
     try:
         return await api.read_ticket_key(key, str(cluster["metadata"]["uid"]))
     except ApiError as error:
         if error.reason != FORBIDDEN:
             raise
     # Few people may read Secrets. The operator has made this one, and replaced it when asked.
-    annotations = cluster["metadata"].get("annotations") or {}
-    return TicketKey(str(annotations.get(ROTATE_TICKET_KEY_ANNOTATION, "")))
+    return rotation_of(cluster)
 
 
 async def _certificates(

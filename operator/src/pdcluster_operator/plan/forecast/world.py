@@ -13,7 +13,7 @@ not in this one are removed, and fields of others, such as an autoscaler's repli
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping, Set as AbstractSet
+from collections.abc import Iterable, Mapping, Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,6 @@ from pdcluster_operator.api.object_names import (
     CERTIFICATES_ANNOTATION,
     PAIRING_LABEL,
     POD_INDEX_LABEL,
-    ROTATE_TICKET_KEY_ANNOTATION,
     EngineName,
     engine_of,
 )
@@ -42,10 +41,11 @@ from pdcluster_operator.plan import types
 from pdcluster_operator.plan.children import POD_REVISION_LABEL
 from pdcluster_operator.plan.connectors import is_shared_connector
 from pdcluster_operator.plan.objects.drift import covers
-from pdcluster_operator.plan.objects.ownership import identity
+from pdcluster_operator.plan.objects.ownership import engine_sets, engines_of, identity
 from pdcluster_operator.plan.observed.engines import known_ids
 from pdcluster_operator.plan.observed.pods import accelerators, is_pod_ready
 from pdcluster_operator.plan.rollout.revisions import short_hash
+from pdcluster_operator.plan.secrets import rotation_of
 
 GONE = "the pods that were told to end are gone"
 VERIFIED = "the new engines have loaded their weights, and KV was seen to move"
@@ -90,7 +90,7 @@ class World:
         """Return how many engines hold GPUs, and how many GPUs they hold."""
         held = {
             name: int(one["spec"].get("replicas", 1)) * accelerators(one["spec"]["template"])
-            for name, one in self._sets()
+            for name, one in self._sets().items()
         }
         for pod in self._pods.values():
             name = engine_of(pod)
@@ -101,10 +101,7 @@ class World:
     def perform(self, step: types.Step, now: float) -> None:
         """Carry out one step."""
         if isinstance(step, types.WriteTicketKey):
-            annotations = step.manifest["metadata"].get("annotations") or {}
-            self._ticket_key = types.TicketKey(
-                str(annotations.get(ROTATE_TICKET_KEY_ANNOTATION, ""))
-            )
+            self._ticket_key = rotation_of(step.manifest)
         elif isinstance(step, types.WriteCertificates):
             issue = str(step.manifest["metadata"]["annotations"][CERTIFICATES_ANNOTATION])
             engines = frozenset(step.engines)
@@ -163,21 +160,18 @@ class World:
             metadata = {**live["metadata"], "deletionTimestamp": timestamp(now)}
             self._pods[pod] = {**live, "metadata": metadata}
 
-    def _sets(self) -> Iterator[tuple[EngineName, types.Manifest]]:
-        for (kind, _), child in self._children.items():
-            name = engine_of(child) if kind == "StatefulSet" else None
-            if name is not None:
-                yield name, child
+    def _sets(self) -> dict[EngineName, types.Manifest]:
+        return engine_sets(self._children.values())
 
     def _forget_engines(self) -> None:
-        running = {name.logical for pod in self._pods.values() if (name := engine_of(pod))}
+        running = {name.logical for name in engines_of(self._pods.values())}
         self._engines = {name: one for name, one in self._engines.items() if name in running}
         self._links = {name: one for name, one in self._links.items() if name in running}
 
     def _make_pods(self) -> bool:
         """Let every wanted pod run; return whether one had to be made or started."""
         changed = False
-        for name, child in self._sets():
+        for name, child in self._sets().items():
             for node in range(int(child["spec"].get("replicas", 1))):
                 pod = self._pods.get(name.pod(node))
                 if pod is not None and is_pod_ready(pod):
@@ -190,7 +184,7 @@ class World:
     def _speak(self) -> bool:
         """Let every engine report that it is ready, and every link that KV moved."""
         before = self._engines, self._links
-        sets = dict(self._sets())
+        sets = self._sets()
         self._engines = {name.logical: ready_engine(name) for name in sets} | {
             name: one for name, one in self._engines.items() if one.ready
         }
@@ -265,12 +259,6 @@ def ready_engine(name: EngineName, incarnation: str = "forecast") -> EngineRepor
     )
 
 
-def verified_link(prefill: str, engine_id: str, nbytes: int = 1) -> LinkReport:
-    """Return what a decode launcher reports of a link whose canary moved ``nbytes`` bytes."""
-    canary = CanaryReport(CanaryState.PASSED, nbytes)
-    return LinkReport(prefill, engine_id, LinkState.ESTABLISHED, canary=canary)
-
-
 def _links(
     engines: Mapping[str, EngineReport],
     keys: Mapping[EngineName, str],
@@ -318,11 +306,11 @@ def reports_in(
     status = cluster.get("status") or {}
     ready = {one.get("name") for one in status.get("engines") or () if one.get("state") == "Ready"}
     ids = known_ids(cluster)
-    keys: dict[EngineName, str] = {}
-    for child in children:
-        name = engine_of(child) if child.get("kind") == "StatefulSet" else None
-        if name is not None and name.stateful_set in ready:
-            keys[name] = str(child["metadata"]["labels"].get(PAIRING_LABEL, ""))
+    keys = {
+        name: str(one["metadata"]["labels"].get(PAIRING_LABEL, ""))
+        for name, one in engine_sets(children).items()
+        if name.stateful_set in ready
+    }
     engines = {
         name.logical: structs.replace(ready_engine(name), engine_id=ids.get(name.stateful_set, ""))
         for name in keys

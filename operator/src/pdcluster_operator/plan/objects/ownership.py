@@ -9,7 +9,7 @@ router's Deployment.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pdcluster_operator.api.object_names import API_VERSION, KIND, engine_of
+from pdcluster_operator.api.object_names import API_VERSION, KIND, EngineName, engine_of
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.types import Manifest
 
@@ -33,6 +33,17 @@ def controller_uid(manifest: Manifest) -> str:
 def is_being_deleted(manifest: Manifest) -> bool:
     """Whether Kubernetes has begun to delete an object."""
     return bool((manifest.get("metadata") or {}).get("deletionTimestamp"))
+
+
+def engine_sets(children: Iterable[Manifest]) -> dict[EngineName, Manifest]:
+    """Return the StatefulSets of engines, by engine."""
+    sets = (child for child in children if child.get("kind") == "StatefulSet")
+    return {name: one for one in sets if (name := engine_of(one)) is not None}
+
+
+def engines_of(manifests: Iterable[Manifest]) -> frozenset[EngineName]:
+    """Return the engines that objects belong to by their labels."""
+    return frozenset(name for name in map(engine_of, manifests) if name is not None)
 
 
 def own_pods(

@@ -10,12 +10,20 @@ from dataclasses import dataclass
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.protocol.launcher_documents import EngineReport
 from pdcluster_operator.api import object_names
-from pdcluster_operator.api.conditions import StatusReason, seconds
+from pdcluster_operator.api.conditions import (
+    Status,
+    StatusReason,
+    Verdict,
+    no,
+    seconds,
+    unknown,
+    yes,
+)
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.objects.ownership import engine_sets
 from pdcluster_operator.plan.observed.pods import (
-    Trouble,
     is_pod_ready,
     joined,
     metadata_of,
@@ -35,6 +43,7 @@ REPORTED_STATES = {
     "Failed": StatusReason.ENGINE_FAILED,
 }
 HELD = "waits until the first prefill engine and the first decode engine have their nodes"
+READY = {Status.TRUE: True, Status.FALSE: False, Status.UNKNOWN: None}
 STARTS = (StatusReason.STARTING, StatusReason.LOADING_WEIGHTS, StatusReason.WARMING_UP)
 
 
@@ -58,7 +67,7 @@ class EngineView:
 
     name: EngineName
     ready: bool | None
-    reason: StatusReason
+    reason: str
     message: str
     engine_id: str
     address: str
@@ -68,12 +77,8 @@ class EngineView:
 
 def live_by_role(observed: Observed) -> dict[Role, dict[EngineName, Manifest]]:
     """Return the StatefulSets of engines, by role and by name."""
-    found: dict[Role, dict[EngineName, Manifest]] = {role: {} for role in Role}
-    for child in observed.children:
-        name = object_names.engine_of(child) if child.get("kind") == "StatefulSet" else None
-        if name is not None:
-            found[name.role][name] = child
-    return found
+    sets = engine_sets(observed.children)
+    return {role: {name: one for name, one in sets.items() if name.role is role} for role in Role}
 
 
 def observe_engines(
@@ -99,15 +104,18 @@ def observe_engines(
         report = observed.engines.get(name.logical)
         asked = cluster.spec.role(name.role).parallelism
         nodes = sizes.get(name.stateful_set, asked.nodes)
-        ready, why = _judge(name, nodes, own, report)
-        if kept_back := HELD if name in held else without_pods.get(name.stateful_set):
-            ready, why = False, Trouble(StatusReason.UNSCHEDULABLE, kept_back)
+        kept_back = HELD if name in held else without_pods.get(name.stateful_set)
+        found = (
+            no(StatusReason.UNSCHEDULABLE, kept_back)
+            if kept_back
+            else _judge(name, nodes, own, report)
+        )
         addresses = {_name(pod): text_of(status_of(pod).get("podIP")) for pod in own}
         return EngineView(
             name,
-            ready,
-            why.reason,
-            why.message,
+            READY[found.status],
+            found.reason,
+            found.message,
             (report.engine_id if report else "") or known.get(name.stateful_set, ""),
             addresses.get(name.pod(), ""),
             (report.data_parallel_size if report else None) or asked.data,
@@ -133,15 +141,13 @@ def _sizes(children: Iterable[Manifest]) -> tuple[dict[str, int], dict[str, str]
 
 def _judge(
     name: EngineName, nodes: int, pods: Sequence[Manifest], report: EngineReport | None
-) -> tuple[bool | None, Trouble]:
+) -> Verdict:
     if len(pods) < nodes or _name(pods[0]) != name.pod():
-        return False, Trouble(
-            StatusReason.PODS_MISSING, f"{len(pods)} of {counted(nodes, 'pod')} so far"
-        )
+        return no(StatusReason.PODS_MISSING, f"{len(pods)} of {counted(nodes, 'pod')} so far")
     for pod in pods:
         trouble = pod_trouble(pod)
         if trouble is not None:
-            return False, Trouble(trouble.reason, joined(_name(pod), trouble.message))
+            return no(trouble.reason, joined(_name(pod), trouble.message))
     waiting = [pod for pod in pods if not is_pod_ready(pod)]
     if report is None:
         return _silent(name, waiting)
@@ -149,22 +155,22 @@ def _judge(
         reason = REPORTED_STATES.get(report.state, StatusReason.STARTING)
         starts = reason in STARTS
         message = started_again(pods[0], report.message) if starts else report.message
-        return False, Trouble(reason, message)
+        return no(reason, message)
     followers = [pod for pod in waiting if _name(pod) != name.pod()]
     if followers:
-        return False, Trouble(StatusReason.STARTING, f"{_name(followers[0])} is not ready")
-    return True, Trouble(StatusReason.ENGINES_READY, "")
+        return no(StatusReason.STARTING, f"{_name(followers[0])} is not ready")
+    return yes(StatusReason.ENGINES_READY)
 
 
-def _silent(name: EngineName, waiting: Sequence[Manifest]) -> tuple[bool | None, Trouble]:
+def _silent(name: EngineName, waiting: Sequence[Manifest]) -> Verdict:
     """Judge an engine whose launcher does not answer: by its pods, or as unknown."""
     if waiting:
         words = started_again(waiting[0], "the launcher does not answer yet")
-        return False, Trouble(StatusReason.STARTING, words)
+        return no(StatusReason.STARTING, words)
     message = (
         f"{name.pod()} is ready, but its launcher does not answer the operator, whose log says why"
     )
-    return None, Trouble(StatusReason.LAUNCHER_UNREACHABLE, message)
+    return unknown(StatusReason.LAUNCHER_UNREACHABLE, message)
 
 
 def known_ids(cluster: Manifest) -> dict[str, str]:

@@ -8,14 +8,14 @@ as lost after a time, and its engine is replaced under another index.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set as AbstractSet
-from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.api import object_names
-from pdcluster_operator.api.conditions import StatusReason, seconds
+from pdcluster_operator.api.conditions import StatusReason, Verdict, no, seconds
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER, as_mapping
 from pdcluster_operator.api.spec.resources import is_accelerator, parse_quantity
+from pdcluster_operator.plan.objects.ownership import engines_of
 from pdcluster_operator.plan.types import Manifest
 
 IMAGE_TROUBLE = ("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull")
@@ -37,39 +37,31 @@ FIRST_MESSAGES = ("", "starting vLLM")
 """What a launcher reports before vLLM has printed anything."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trouble:
-    """Why a pod's engine, or router, does not run."""
-
-    reason: StatusReason
-    message: str
-
-
-def pod_trouble(pod: Manifest) -> Trouble | None:
+def pod_trouble(pod: Manifest) -> Verdict | None:
     """Return why a pod's engine, or router, does not run; None if its process runs."""
     if metadata_of(pod).get("deletionTimestamp"):
-        return Trouble(StatusReason.DRAINING, "is being deleted")
+        return no(StatusReason.DRAINING, "is being deleted")
     container = _our_container(pod)
     if container is None:
         return (
             _gated(pod)
             or _unscheduled(pod)
-            or Trouble(StatusReason.CONTAINER_CREATING, "the container is not created yet")
+            or no(StatusReason.CONTAINER_CREATING, "the container is not created yet")
         )
     state = container.get("state") or {}
     if "terminated" in state:
-        return Trouble(StatusReason.ENGINE_FAILED, describe_end(state["terminated"]))
+        return no(StatusReason.ENGINE_FAILED, describe_end(state["terminated"]))
     return _waiting(pod, state["waiting"] or {}) if "waiting" in state else None
 
 
-def _waiting(pod: Manifest, waiting: Mapping[str, Any]) -> Trouble:
+def _waiting(pod: Manifest, waiting: Mapping[str, Any]) -> Verdict:
     reason, message = text_of(waiting.get("reason")), text_of(waiting.get("message"))
     if reason == "CrashLoopBackOff":
         end, name = previous_end(pod), text_of((_our_container(pod) or {}).get("name"))
         died = f"the {name} died: {end}" if end else ""
-        return Trouble(StatusReason.ENGINE_FAILED, died or message or reason)
+        return no(StatusReason.ENGINE_FAILED, died or message or reason)
     known = WAITING_REASONS.get(reason, StatusReason.CONTAINER_CREATING)
-    return Trouble(known, joined(reason, message))
+    return no(known, joined(reason, message))
 
 
 def is_pod_ready(pod: Manifest) -> bool:
@@ -100,7 +92,7 @@ def _our_container(pod: Manifest) -> Mapping[str, Any] | None:
     return next((one for one in containers if one.get("name") in OUR_CONTAINERS), None)
 
 
-def _gated(pod: Manifest) -> Trouble | None:
+def _gated(pod: Manifest) -> Verdict | None:
     """Return that a pod waits for its scheduling gates, and who removes them; None without one."""
     given = (pod.get("spec") or {}).get("schedulingGates") or ()
     gates = [text_of(gate.get("name")) for gate in given]
@@ -108,19 +100,19 @@ def _gated(pod: Manifest) -> Trouble | None:
         return None
     if not any(gate.startswith(object_names.KUEUE_GATES) for gate in gates):
         words = f"waits until somebody removes its scheduling gate {', '.join(gates)}"
-        return Trouble(StatusReason.SCHEDULING_GATED, words)
+        return no(StatusReason.SCHEDULING_GATED, words)
     labels = metadata_of(pod).get("labels") or {}
     queue, workload = (
         text_of(labels.get(object_names.QUEUE_LABEL)),
         text_of(labels.get(object_names.WORKLOAD_LABEL)),
     )
-    return Trouble(
+    return no(
         StatusReason.SCHEDULING_GATED,
         f"{IN_QUEUE} {queue}; kubectl describe workloads.kueue.x-k8s.io {workload} says why",
     )
 
 
-def _unscheduled(pod: Manifest) -> Trouble | None:
+def _unscheduled(pod: Manifest) -> Verdict | None:
     spec = pod.get("spec") or {}
     group = text_of((spec.get("schedulingGroup") or {}).get("podGroupName"))
     waits = f"waits for nodes together with the other pods of PodGroup {group}" if group else ""
@@ -129,10 +121,10 @@ def _unscheduled(pod: Manifest) -> Trouble | None:
             continue  # It has no gate any more. The scheduler has not spoken since.
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             words = joined(waits, text_of(condition.get("message")))
-            return Trouble(StatusReason.UNSCHEDULABLE, words)
+            return no(StatusReason.UNSCHEDULABLE, words)
     if waits and not spec.get("nodeName"):
         # The scheduler writes no condition before its group has as many pods as it asks for.
-        return Trouble(StatusReason.CONTAINER_CREATING, waits)
+        return no(StatusReason.CONTAINER_CREATING, waits)
     return None
 
 
@@ -212,8 +204,7 @@ def lost_engines(pods: Iterable[Manifest], lost: AbstractSet[str]) -> frozenset[
     Args:
         lost: names of the pods that are lost.
     """
-    found = (object_names.engine_of(pod) for pod in pods if is_lost(pod, lost)) if lost else ()
-    return frozenset(engine for engine in found if engine is not None)
+    return engines_of(pod for pod in pods if is_lost(pod, lost))
 
 
 def is_lost(pod: Manifest, lost: AbstractSet[str]) -> bool:

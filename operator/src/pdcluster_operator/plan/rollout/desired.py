@@ -8,11 +8,12 @@ engines the routers know, and :mod:`.wanted_children` makes the objects.
 from collections.abc import Mapping, Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from pdcluster_operator.api.object_names import PAIRING_LABEL, EngineName, engine_of
+from pdcluster_operator.api.object_names import PAIRING_LABEL, EngineName
 from pdcluster_operator.api.spec.enums import Role, RolloutType, Switch
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.connectors import config_maps_seen
 from pdcluster_operator.plan.memo import Memo
+from pdcluster_operator.plan.objects.ownership import engine_sets, engines_of
 from pdcluster_operator.plan.observed.engines import Live, live_by_role
 from pdcluster_operator.plan.observed.pods import lost_engines
 from pdcluster_operator.plan.rollout.fleet import (
@@ -128,14 +129,9 @@ class _Places:
         return frozenset(name for names in self.wanted.values() for name in names) - self.moves.made
 
 
-def live_engines(observed: Observed) -> tuple[EngineName, ...]:
-    """Return the engines that have a StatefulSet, sorted."""
-    return tuple(sorted(name for names in live_by_role(observed).values() for name in names))
-
-
 def as_it_is(observed: Observed) -> Desired:
     """Return the engines that exist: a spec that is not accepted changes nothing."""
-    live = live_engines(observed)
+    live = sorted(engine_sets(observed.children))
     names = {role: tuple(name for name in live if name.role is role) for role in Role}
     return Desired(names, engine_keys(observed, {}, {}), kept=frozenset(live))
 
@@ -211,8 +207,8 @@ def _existing(observed: Observed, lost_pods: AbstractSet[str]) -> Existing:
     live = live_by_role(observed)
     lost = lost_engines(observed.pods, lost_pods)
     # The pods of a lost engine may stay for ever. Nothing waits for them.
-    pods = {name for name in map(engine_of, observed.pods) if name is not None} - lost
-    engines = frozenset({*pods, *(name for names in live.values() for name in names)})
+    pods = engines_of(observed.pods) - lost
+    engines = pods.union(*live.values())
     return Existing(live, engines, lost, lost_pods)
 
 

@@ -8,6 +8,7 @@ from pdcluster_operator.api.object_names import PAIRING_LABEL, EngineName, engin
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.objects.ownership import engines_of
 from pdcluster_operator.plan.observed import links
 from pdcluster_operator.plan.observed.engines import EngineView, Live, known_ids, observe_engines
 from pdcluster_operator.plan.observed.links import PairView
@@ -242,8 +243,7 @@ def _unheard(
 
 
 def _ending(observed: Observed) -> frozenset[EngineName]:
-    pods = (pod for pod in observed.pods if pod["metadata"].get("deletionTimestamp"))
-    return frozenset(name for name in map(engine_of, pods) if name is not None)
+    return engines_of(pod for pod in observed.pods if pod["metadata"].get("deletionTimestamp"))
 
 
 def engine_keys(

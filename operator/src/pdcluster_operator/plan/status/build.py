@@ -36,6 +36,7 @@ from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.router import endpoint
 from pdcluster_operator.plan.builders.secrets import has_certificates
 from pdcluster_operator.plan.children import existing_engines
+from pdcluster_operator.plan.objects.ownership import engine_sets
 from pdcluster_operator.plan.observed import links
 from pdcluster_operator.plan.observed.engines import EngineView, observe_engines
 from pdcluster_operator.plan.observed.links import PairView
@@ -63,27 +64,13 @@ LONGEST_DETAIL = 512
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """What the status is computed from, beside what is observed.
-
-    Attributes:
-        engines: the engines that serve the spec, by role.
-        pairs: the pairs of them that have a link.
-        change: how far the live objects are from the wanted ones.
-    """
-
-    engines: Mapping[Role, tuple[EngineView, ...]]
-    pairs: tuple[PairView, ...]
-    change: ChangeView
-
-
-@dataclass(frozen=True, slots=True)
 class Judgement:
     """What the status says, as far as it does not depend on the time.
 
     Attributes:
         verdicts: of all conditions but Progressing.
         change: how far the live objects are from the wanted ones.
+        groups: of each pairing key, the engines among which links are kept.
         fields: fields of the status, as they are written.
         failed: the first links that failed, or whose canary did.
         transfer: ``status.transfer``; empty if it is not written.
@@ -91,34 +78,23 @@ class Judgement:
 
     verdicts: Mapping[ConditionType, Verdict]
     change: ChangeView
+    groups: Sequence[links.Group]
     fields: Mapping[str, Any]
     failed: tuple[PairView, ...]
     transfer: Mapping[str, Any]
 
 
-def view_of(
+def _change(
     observed: Observed, cluster: Cluster, desired: Desired, steps: Iterable[Step], *, accepted: bool
-) -> View:
-    """Return what is known of the desired engines and of their pairs.
-
-    Args:
-        steps: those of the plan. They may be about to change the routers.
-        accepted: whether the spec breaks no rule.
-    """
-    engines = observe_engines(observed, cluster, desired.names, desired.held)
-    groups = links.by_pairing_key(engines[Role.PREFILL], engines[Role.DECODE], desired.keys)
-    pairs = tuple(
-        pair
-        for group in groups
-        for pair in links.observe_pairs(*links.linkable(group, desired.blocked), observed.links)
-    )
-    wanted = {name.stateful_set for names in desired.names.values() for name in names}
+) -> ChangeView:
+    wanted = {name for names in desired.names.values() for name in names}
     created = [
-        seconds(child["metadata"].get("creationTimestamp"))
-        for child in observed.children
-        if child.get("kind") == "StatefulSet" and child["metadata"]["name"] in wanted
+        seconds(one["metadata"].get("creationTimestamp"))
+        for name, one in engine_sets(observed.children).items()
+        if name in wanted
     ]
-    change = ChangeView(
+    empty = [role.value for role in Role if not desired.names[role]]
+    return ChangeView(
         replacing=desired.stale,
         paused=cluster.spec.rollout.paused,
         surging=cluster.spec.rollout.type is RolloutType.SURGE,
@@ -129,43 +105,52 @@ def view_of(
         changed=desired.changed,
         stuck=desired.stuck,
         router_behind=router_behind(observed, steps),
-        scaled_to_zero=next((role.value for role in Role if accepted and not engines[role]), ""),
+        scaled_to_zero=empty[0] if accepted and empty else "",
     )
-    return View(engines, pairs, change)
 
 
 def judge(
     observed: Observed,
     cluster: Cluster,
     findings: Findings,
-    view: View,
+    desired: Desired,
+    steps: Iterable[Step],
     lost: AbstractSet[str],
 ) -> Judgement:
     """Return what the status says of a cluster, whatever the time is.
 
     Args:
+        steps: those of the plan. They may be about to change the routers.
         lost: names of the pods that are lost with their nodes.
     """
     before = observed.cluster.get("status") or {}
-    prefill, decode = (view.engines[role] for role in Role)
-    established = sum(pair.state is LinkState.ESTABLISHED for pair in view.pairs)
-    failed = (pair for pair in view.pairs if pair.state is LinkState.FAILED or pair.canary_failed)
+    engines = observe_engines(observed, cluster, desired.names, desired.held)
+    prefill, decode = (engines[role] for role in Role)
+    groups = [
+        links.linkable(group, desired.blocked)
+        for group in links.by_pairing_key(prefill, decode, desired.keys)
+    ]
+    pairs = [pair for group in groups for pair in links.observe_pairs(*group, observed.links)]
+    change = _change(observed, cluster, desired, steps, accepted=findings.ok)
+    established = sum(pair.state is LinkState.ESTABLISHED for pair in pairs)
+    failed = (pair for pair in pairs if pair.state is LinkState.FAILED or pair.canary_failed)
     fields = {
         "model": cluster.served_name,
         "prefill": _count(prefill),
         "decode": _count(decode),
-        "links": f"{established}/{len(view.pairs)}",
+        "links": f"{established}/{len(pairs)}",
         "endpoint": endpoint(cluster) if findings.ok else str(before.get("endpoint") or ""),
         "selector": role_selector(cluster.name, Role.DECODE),
         "replicas": existing_engines(observed.children, Role.DECODE),
         "engines": [_engine(engine) for engine in (*prefill, *decode)][:MAX_ENGINES],
     }
     return Judgement(
-        _verdicts(observed, cluster, findings, view),
-        view.change,
+        _verdicts(observed, cluster, findings, engines, pairs, change),
+        change,
+        groups,
         fields,
         tuple(islice(failed, MAX_FAILED_LINKS)),
-        transfer_status(observed, cluster, view.change, lost),
+        transfer_status(observed, cluster, change, lost),
     )
 
 
@@ -201,11 +186,16 @@ def _on_its_way(progressing: Verdict) -> bool:
 
 
 def _verdicts(
-    observed: Observed, cluster: Cluster, findings: Findings, view: View
+    observed: Observed,
+    cluster: Cluster,
+    findings: Findings,
+    engines: Mapping[Role, tuple[EngineView, ...]],
+    pairs: Sequence[PairView],
+    change: ChangeView,
 ) -> dict[ConditionType, Verdict]:
     before = observed.cluster.get("status") or {}
     old = {kind: find_condition(before, kind) for kind in ConditionType}
-    prefill, decode = (view.engines[role] for role in Role)
+    prefill, decode = (engines[role] for role in Role)
     decides = who_decides(observed.cluster, observed.scaler)
     share = cluster.spec.verification.max_local_share
     verdicts = {
@@ -213,18 +203,16 @@ def _verdicts(
         ConditionType.PREFILL_READY: with_scaler(role_ready(prefill, findings), decides),
         ConditionType.DECODE_READY: role_ready(decode, findings),
         ConditionType.KV_LINKS_ESTABLISHED: links_established(
-            view.pairs, old[ConditionType.KV_LINKS_ESTABLISHED]
+            pairs, old[ConditionType.KV_LINKS_ESTABLISHED]
         ),
-        ConditionType.KV_PATH_VERIFIED: path_verified(
-            view.pairs, old[ConditionType.KV_PATH_VERIFIED]
-        ),
+        ConditionType.KV_PATH_VERIFIED: path_verified(pairs, old[ConditionType.KV_PATH_VERIFIED]),
         ConditionType.TRANSPORT_HEALTHY: local_prefill(
             decode, observed.links, share, old[ConditionType.TRANSPORT_HEALTHY]
         )
-        or transport_healthy(view.pairs, cluster.spec.transfer),
-        ConditionType.AVAILABLE: available(view.pairs, view.change),
+        or transport_healthy(pairs, cluster.spec.transfer),
+        ConditionType.AVAILABLE: available(pairs, change),
     }
-    verdicts[ConditionType.READY] = summary(verdicts, view.change)
+    verdicts[ConditionType.READY] = summary(verdicts, change)
     return verdicts
 
 
@@ -233,7 +221,7 @@ def _count(engines: Sequence[EngineView]) -> str:
 
 
 def _engine(engine: EngineView) -> dict[str, Any]:
-    states = {True: "Ready", None: "Unknown", False: engine.reason.value}
+    states = {True: "Ready", None: "Unknown", False: str(engine.reason)}
     return {
         "name": engine.name.stateful_set,
         "role": engine.name.role.value,
