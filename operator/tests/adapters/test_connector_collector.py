@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import virtual_time
-from pdcluster_operator.adapters.api_server.connector_collector import ConnectorCollector
+from pdcluster_operator.adapters.api_server import connector_collector
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.object_names import UNUSED_ANNOTATION
-from pdcluster_operator.plan.connectors import MarkConnector
+from pdcluster_operator.plan.connectors import KEEP_SECONDS, MarkConnector
 from pdcluster_operator.plan.types import Delete
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict
 from pdcluster_operator.runtime.store import Store
@@ -61,15 +62,11 @@ def pod(namespace: str) -> dict[str, Any]:
     return {"kind": "Pod", "metadata": metadata, "spec": {"volumes": volumes}}
 
 
-def collector(store: Store, server: Server, **options: float) -> ConnectorCollector:
-    return ConnectorCollector(store, server, clock=lambda: NOW, **options)  # type: ignore[arg-type]
-
-
 def collect(server: Server, *known: dict[str, Any]) -> list[tuple[str, ...]]:
     store = Store()
     for manifest in known:
         store.put(manifest)
-    asyncio.run(collector(store, server, keep=60.0).collect())
+    asyncio.run(connector_collector.collect(store, server, NOW, 60.0))
     return server.told
 
 
@@ -131,10 +128,12 @@ def test_a_stored_revision_of_a_stranger_that_is_not_ours_does_not_end_a_round()
     assert told == [("look", "ns"), ("delete", "ns", "uid-ns", "7")]
 
 
-async def test_each_period_it_looks_again() -> None:
+async def test_each_period_it_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector_collector, "SHORTEST_SECONDS", 0.01)
+    monkeypatch.setattr(connector_collector, "LONGEST_SECONDS", 0.01)
     server, store = Server(pod("ns")), Store()
-    store.put(connector("ns", OLD))
-    task = asyncio.create_task(collector(store, server, period=0.01, keep=60.0).run())
+    store.put(connector("ns", timestamp(time.time() - 60)))
+    task = asyncio.create_task(connector_collector.keep_collecting(store, server, 60.0))
     async with asyncio.timeout(60):
         while server.told.count(("look", "ns")) < 3:  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.005)
@@ -145,15 +144,15 @@ async def test_each_period_it_looks_again() -> None:
 def test_one_that_nothing_mounts_is_kept_for_ten_minutes(seconds: int, deleted: bool) -> None:
     server, store = Server(), Store()
     store.put(connector("ns", timestamp(NOW - seconds)))
-    asyncio.run(collector(store, server).collect())
+    asyncio.run(connector_collector.collect(store, server, NOW, KEEP_SECONDS))
     assert ("delete" in {one[0] for one in server.told}) is deleted
 
 
 def test_all_are_looked_at_once_a_minute() -> None:
     async def story() -> None:
         server, store = Server(pod("ns")), Store()
-        store.put(connector("ns", timestamp(NOW - 600)))
-        task = asyncio.create_task(collector(store, server).run())
+        store.put(connector("ns", timestamp(time.time() - 600)))
+        task = asyncio.create_task(connector_collector.keep_collecting(store, server, KEEP_SECONDS))
         for minute in range(1, 4):
             await asyncio.sleep(59.5)
             assert server.told.count(("look", "ns")) == minute - 1

@@ -33,7 +33,13 @@ from pdcluster_operator.adapters.api_server.kinds import (
     WATCHED,
     slim,
 )
-from pdcluster_operator.adapters.metrics import MOST_SHOWN, Metrics, resource_of, serve_pages
+from pdcluster_operator.adapters.metrics import (
+    MOST_SHOWN,
+    Metrics,
+    PageOptions,
+    resource_of,
+    serve_pages,
+)
 from pdcluster_operator.adapters.operator_process import (
     OperatorOptions,
     OperatorProcess,
@@ -297,11 +303,9 @@ async def test_the_page_of_readiness_says_what_is_wrong():
     async with AsyncExitStack() as stack, aiohttp.ClientSession() as http:
         await serve_pages(
             stack,
-            host="127.0.0.1",
-            health_port=health,
-            metrics_port=metrics,
-            readiness=readiness,
-            metrics=Metrics(),
+            PageOptions(host="127.0.0.1", health_port=health, metrics_port=metrics),
+            readiness,
+            Metrics(),
         )
         for wrong, status, text in ((None, 200, "ok\n"), ("not listed", 503, "not listed\n")):
             said.append(wrong)

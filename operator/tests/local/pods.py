@@ -8,10 +8,11 @@ import os
 import sys
 import textwrap
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from loopback import free_network
-from pdcluster_operator.local.addresses import AddressBook, Names
+from pdcluster_operator.local.addresses import AddressBook, resolve
 from pdcluster_operator.local.api_server import LocalApi
 from pdcluster_operator.local.kubelet import Kubelet
 from pdcluster_operator.plan.observed.pods import is_pod_ready
@@ -54,7 +55,7 @@ async def running_kubelet(
 ) -> AsyncIterator[Kubelet]:
     api = LocalApi()
     book = AddressBook(ports, say, first=f"{free_network()}.2")
-    kubelet = Kubelet(api, book, folder, Names(api, book.address).resolve, ENVIRONMENT)
+    kubelet = Kubelet(api, book, folder, partial(resolve, api, book.address), ENVIRONMENT)
     try:
         yield kubelet
     finally:

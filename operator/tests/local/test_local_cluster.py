@@ -72,7 +72,7 @@ async def test_from_a_manifest_to_tokens_through_the_real_router(tmp_path: Path)
         await until_ready(cluster, key)
         status = cluster.cluster(key)["status"]
         assert (status["prefill"], status["decode"], status["links"]) == ("1/1", "1/1", "1/1")
-        url = "http://" + cluster.names.resolve("tiny-router.default.svc") + ":8000"
+        url = "http://" + cluster.resolve("tiny-router.default.svc") + ":8000"
         decode = [
             f"http://{pod['status']['podIP']}:8000"
             for pod in cluster.api.list("Pod")

@@ -9,6 +9,7 @@ import re
 import stat
 import time
 import tokenize
+from functools import partial
 from pathlib import Path
 
 from fake_engine import fake_connector
@@ -19,7 +20,7 @@ from pdcluster_connector.certificate_files import Tls, tls_files
 from pdcluster_connector.protocol.ticket_keys import parse_keys
 from pdcluster_operator.adapters.engine_authority import EngineAuthority, with_certificates
 from pdcluster_operator.local import container, kubelet
-from pdcluster_operator.local.addresses import AddressBook, Names
+from pdcluster_operator.local.addresses import AddressBook, resolve
 from pdcluster_operator.local.api_server import LocalApi
 from pdcluster_operator.local.container import expand, substitute
 from pdcluster_operator.local.controllers import Workloads
@@ -49,8 +50,9 @@ async def test_arguments_and_environment_equal_the_clusters(tmp_path: Path) -> N
     book = AddressBook((), print, first=f"{free_network()}.2")
     for program in ("python3", "vllm-router"):
         (tmp_path / program).touch(mode=0o755)
-    names = Names(api, book.address)
-    kubelet = Kubelet(api, book, tmp_path / "run", names.resolve, {"PATH": str(tmp_path)})
+    kubelet = Kubelet(
+        api, book, tmp_path / "run", partial(resolve, api, book.address), {"PATH": str(tmp_path)}
+    )
     runs = list(kubelet._pods.values())
     assert len(runs) == 3
     keys: list[bytes] = []

@@ -9,7 +9,6 @@ and when all of them are made again.
 import base64
 import hashlib
 import json
-import os
 import ssl
 import tempfile
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from pdcluster_connector.certificate_files import TlsFiles, client_context
 from pdcluster_connector.protocol.engine_id import engine_name
 from pdcluster_operator.api import object_names
 from pdcluster_operator.plan.builders.secrets import AUTHORITY_FILE
@@ -130,17 +130,13 @@ class EngineAuthority:
 
     def client_context(self, signed: Signed) -> ssl.SSLContext:
         """Return the TLS context of a client that shows ``signed`` and trusts this CA alone."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.hostname_checks_common_name = False  # only the subjectAltName names (RFC 9525)
-        context.load_verify_locations(cadata=self.pem.decode("ascii"))
         # Python's ssl takes a private key from a file only.
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "client.pem")
-            file.touch(mode=0o600)
-            file.write_bytes(signed.certificate + signed.key)
-            context.load_cert_chain(os.fspath(file))
-        return context
+            authority, own = Path(folder, "ca.pem"), Path(folder, "client.pem")
+            authority.write_bytes(self.pem)
+            own.touch(mode=0o600)
+            own.write_bytes(signed.certificate + signed.key)
+            return client_context(TlsFiles(authority, own, own))
 
 
 def common_name(text: str) -> x509.Name:

@@ -177,16 +177,12 @@ def _socket(info: aiohttp.AddrInfoType) -> socket.socket:
 
 
 async def _read(stream: aiohttp.StreamReader) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for part in stream.iter_chunked(1 << 16):
-        size += len(part)
-        if size > launcher_documents.MAX_ANSWER_BYTES:
-            raise LauncherError(
-                f"the answer is longer than {launcher_documents.MAX_ANSWER_BYTES} bytes"
-            )
-        parts.append(part)
-    return b"".join(parts)
+    most = launcher_documents.MAX_ANSWER_BYTES
+    try:
+        await stream.readexactly(most + 1)
+    except asyncio.IncompleteReadError as whole:
+        return whole.partial
+    raise LauncherError(f"the answer is longer than {most} bytes")
 
 
 class SharedBuffer(sslproto.SSLProtocol):

@@ -4,6 +4,7 @@ import re
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from heapq import nlargest, nsmallest
 
 from aiohttp import web
@@ -28,80 +29,59 @@ class Metrics:
 
     def __init__(self) -> None:
         self.loop: ControlLoop | None = None
-        self.registry = CollectorRegistry()
-        self.reconciles = Counter(
-            "pdcluster_reconciles",
-            "Reconciles by outcome: done or failed.",
-            ["outcome"],
-            registry=self.registry,
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(name, about, labels, registry=registry)
+
+        def gauge(name: str, about: str, *labels: str) -> Gauge:
+            return Gauge(name, about, labels, registry=registry)
+
+        def seconds(name: str, about: str, *labels: str) -> Histogram:
+            return Histogram(name, about, labels, buckets=LATENCY, registry=registry)
+
+        cluster = "cluster_namespace", "cluster"
+        self.reconciles = counter(
+            "pdcluster_reconciles", "Reconciles by outcome: done or failed.", "outcome"
         )
-        self.reconcile_seconds = Histogram(
-            "pdcluster_reconcile_seconds",
-            "Seconds that one reconcile took.",
-            buckets=LATENCY,
-            registry=self.registry,
+        self.reconcile_seconds = seconds(
+            "pdcluster_reconcile_seconds", "Seconds that one reconcile took."
         )
-        self.queue_depth = Gauge(
-            "pdcluster_queue_depth", "Clusters that wait for a worker.", registry=self.registry
-        )
-        self.clusters = Gauge(
-            "pdcluster_clusters", "PDClusters that are known.", registry=self.registry
-        )
-        self.local_prefill_share = Gauge(
+        self.queue_depth = gauge("pdcluster_queue_depth", "Clusters that wait for a worker.")
+        self.clusters = gauge("pdcluster_clusters", "PDClusters that are known.")
+        self.local_prefill_share = gauge(
             "pdcluster_local_prefill_share",
             "Share, 0 to 1, of a PDCluster's latest prompts that decode computed instead of "
             f"prefill. The {MOST_SHOWN} PDClusters with the largest shares are shown.",
-            ["cluster_namespace", "cluster"],
-            registry=self.registry,
+            *cluster,
         )
-        self.not_ready_clusters = Gauge(
-            "pdcluster_not_ready_clusters",
-            "PDClusters whose condition Ready is not True.",
-            registry=self.registry,
+        self.not_ready_clusters = gauge(
+            "pdcluster_not_ready_clusters", "PDClusters whose condition Ready is not True."
         )
-        self.not_ready = Gauge(
+        self.not_ready = gauge(
             "pdcluster_not_ready",
             "1 for a PDCluster whose condition Ready is not True, with its reason. "
             f"The first {MOST_SHOWN} by name are shown.",
-            ["cluster_namespace", "cluster", "reason"],
-            registry=self.registry,
+            *cluster,
+            "reason",
         )
-        self.unlisted = Gauge(
+        self.unlisted = gauge(
             "pdcluster_unlisted_namespace",
             "1 for a watched namespace whose objects could not be listed so far. "
             "Nothing is done for its PDClusters.",
-            ["cluster_namespace"],
-            registry=self.registry,
+            "cluster_namespace",
         )
-        self.api_calls = Counter(
-            "pdcluster_api_calls",
-            "Calls to the API server; code 0 is no answer.",
-            ["method", "resource", "code"],
-            registry=self.registry,
-        )
-        self.api_seconds = Histogram(
-            "pdcluster_api_seconds",
-            "Seconds that one call to the API server took.",
-            ["method"],
-            buckets=LATENCY,
-            registry=self.registry,
-        )
-        self.reviews = Counter(
-            "pdcluster_webhook_reviews",
-            "Admission reviews by operation and outcome: allowed or refused.",
-            ["operation", "outcome"],
-            registry=self.registry,
-        )
-        self.refusals = Counter(
-            "pdcluster_webhook_refusals",
-            "Rules for which the webhook refused a manifest.",
-            ["rule"],
-            registry=self.registry,
-        )
-        self.certificate_expiry = Gauge(
+        calls = "Calls to the API server; code 0 is no answer."
+        self.api_calls = counter("pdcluster_api_calls", calls, "method", "resource", "code")
+        took = "Seconds that one call to the API server took."
+        self.api_seconds = seconds("pdcluster_api_seconds", took, "method")
+        reviews = "Admission reviews by operation and outcome: allowed or refused."
+        self.reviews = counter("pdcluster_webhook_reviews", reviews, "operation", "outcome")
+        refusals = "Rules for which the webhook refused a manifest."
+        self.refusals = counter("pdcluster_webhook_refusals", refusals, "rule")
+        self.certificate_expiry = gauge(
             "pdcluster_webhook_certificate_expiry_seconds",
             "When the webhook's certificate expires, in seconds since the epoch.",
-            registry=self.registry,
         )
 
     def reconciled(self, seconds: float, failed: bool) -> None:
@@ -143,12 +123,18 @@ def resource_of(path: str) -> str:
     return f"{match[1]}{match[2] or ''}" if match else "other"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageOptions:
+    """Where a process serves its pages: an address and two ports."""
+
+    host: str = "0.0.0.0"  # noqa: S104 - a pod's own network
+    health_port: int = 8081
+    metrics_port: int = 8080
+
+
 async def serve_pages(
     stack: AsyncExitStack,
-    *,
-    host: str,
-    health_port: int,
-    metrics_port: int,
+    options: PageOptions,
     readiness: Callable[[], Awaitable[str | None]],
     metrics: Metrics,
 ) -> None:
@@ -175,9 +161,9 @@ async def serve_pages(
     health.router.add_get("/healthz", healthz)
     health.router.add_get("/readyz", readyz)
     numbers.router.add_get("/metrics", exposition)
-    for app, port in ((health, health_port), (numbers, metrics_port)):
+    for app, port in ((health, options.health_port), (numbers, options.metrics_port)):
         # Cancelled while it opens a port, aiohttp would leave the port open.
-        listener = stack.enter_context(socket.create_server((host, port)))
+        listener = stack.enter_context(socket.create_server((options.host, port)))
         runner = web.AppRunner(app, access_log=None, handle_signals=False)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

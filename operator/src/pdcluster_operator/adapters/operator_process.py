@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from pdcluster_operator.adapters import engines_http
-from pdcluster_operator.adapters.api_server import connector_collector, kubeconfig
+from pdcluster_operator.adapters.api_server import kubeconfig
 from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import KubeClient
+from pdcluster_operator.adapters.api_server.connector_collector import keep_collecting
 from pdcluster_operator.adapters.api_server.events import KubeEvents
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, PREFILL_SCALER
 from pdcluster_operator.adapters.api_server.namespace_leases import NamespaceLeases
 from pdcluster_operator.adapters.api_server.reflector import Reflectors
 from pdcluster_operator.adapters.connector_bundle import build_connector
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
-from pdcluster_operator.adapters.metrics import Metrics, serve_pages
+from pdcluster_operator.adapters.metrics import Metrics, PageOptions, serve_pages
 from pdcluster_operator.adapters.own_secrets import WebhookPlace, find_authority, keep_certificate
 from pdcluster_operator.plan.connectors import KEEP_SECONDS
 from pdcluster_operator.plan.namespace_lease import lease_name
@@ -39,7 +40,7 @@ RENEWALS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorOptions:
+class OperatorOptions(PageOptions):
     """The command line of ``pdcluster-operator run``.
 
     Attributes:
@@ -55,9 +56,6 @@ class OperatorOptions:
     authority: tuple[str, str] | None = None
     host_path_models: bool = False
     webhook: WebhookPlace | None = None
-    host: str = "0.0.0.0"  # noqa: S104 - a pod's own network
-    health_port: int = 8081
-    metrics_port: int = 8080
     sweep_seconds: float = 300.0
     launcher_poll_seconds: float = 1.0
     operator_class: str = ""
@@ -105,14 +103,7 @@ class OperatorProcess:
             known = self._reflectors is not None and self._reflectors.is_ready
             return None if known else "objects are not listed yet"
 
-        await serve_pages(
-            stack,
-            host=options.host,
-            health_port=options.health_port,
-            metrics_port=options.metrics_port,
-            readiness=readiness,
-            metrics=metrics,
-        )
+        await serve_pages(stack, options, readiness, metrics)
         client, renewing = [
             await stack.enter_async_context(
                 KubeClient(
@@ -168,18 +159,13 @@ class OperatorProcess:
         )
         stack.push_async_callback(leases.stop)  # after the loop has stopped
         stack.push_async_callback(loop.stop)
-        keep = options.keep_connector_seconds
-        period = max(1.0, min(connector_collector.PERIOD_SECONDS, keep))
-        collector = connector_collector.ConnectorCollector(
-            loop.store, api, period=period, keep=keep
-        )
         self._go_on(stack, reflectors.run())
         if options.webhook is not None:
             expires = metrics.certificate_expiry.set
             self._go_on(stack, keep_certificate(client, options.webhook, expires))
         await reflectors.ready()
         loop.start()
-        self._go_on(stack, collector.run())
+        self._go_on(stack, keep_collecting(loop.store, api, options.keep_connector_seconds))
         log.info("reconciling %s", ", ".join(options.namespaces) or "every namespace")
 
     def _go_on(self, stack: AsyncExitStack, part: Coroutine[Any, Any, None]) -> None:

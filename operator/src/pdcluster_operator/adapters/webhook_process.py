@@ -17,7 +17,7 @@ import aiohttp
 
 from pdcluster_connector.certificate_files import TlsError, TlsFiles, Watched, no_password
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER
-from pdcluster_operator.adapters.metrics import Metrics, serve_pages
+from pdcluster_operator.adapters.metrics import Metrics, PageOptions, serve_pages
 from pdcluster_operator.api.rules.validate import Review, review
 
 log = logging.getLogger(__name__)
@@ -31,16 +31,13 @@ WAIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class WebhookOptions:
+class WebhookOptions(PageOptions):
     """The command line of ``pdcluster-operator webhook``."""
 
     folder: Path
     host_path_models: bool = False
     mounted_certificates: bool = False
-    host: str = "0.0.0.0"  # noqa: S104 - a pod's own network
     port: int = 9443
-    health_port: int = 8081
-    metrics_port: int = 8080
 
 
 class WebhookProcess:
@@ -65,14 +62,7 @@ class WebhookProcess:
             return await ask_review(self.options.port)
 
         async with self._stack as stack:
-            await serve_pages(
-                stack,
-                host=self.options.host,
-                health_port=self.options.health_port,
-                metrics_port=self.options.metrics_port,
-                readiness=readiness,
-                metrics=self.metrics,
-            )
+            await serve_pages(stack, self.options, readiness, self.metrics)
             watched = await _certificate(self.options.folder)
             self.context = watched.present()
 

@@ -47,14 +47,13 @@ def lint(options: argparse.Namespace) -> Exit:
 
 def print_findings(console: Console, title: str, findings: Findings) -> None:
     """Print a headline and every finding: path and value, message, remedy."""
-    kinds = ((findings.errors, "error"), (findings.warnings, "warning"))
-    counts = ", ".join(counted(len(found), kind) for found, kind in kinds if found)
+    kinds = ((findings.errors, "error", "red"), (findings.warnings, "warning", "yellow"))
+    counts = ", ".join(counted(len(found), kind) for found, kind, _ in kinds if found)
     headline = Text(f"{title}: {counts or 'no errors'}", style="bold")
     console.print(headline, soft_wrap=True)
-    for finding in findings.errors:
-        _print(console, "error", "red", finding)
-    for finding in findings.warnings:
-        _print(console, "warning", "yellow", finding)
+    for found, kind, style in kinds:
+        for finding in found:
+            _print(console, kind, style, finding)
     if open_questions := unchecked_message(findings.unchecked):
         console.print(Text(f"  {open_questions}", style="dim"), soft_wrap=True)
 

@@ -1,5 +1,6 @@
 """``pdcluster up --once``: one prompt through the router, and the path of its KV cache."""
 
+import asyncio
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -108,14 +109,13 @@ def _logical(path: Mapping[str, Any], role: str) -> str:
 async def _post(
     http: aiohttp.ClientSession, url: str, body: Mapping[str, Any], sent: Mapping[str, str]
 ) -> dict[str, Any]:
-    problem, data = "", bytearray()
+    problem, data = f" answers with more than {MAX_ANSWER >> 20} MiB", b""
     try:
         async with http.post(url, json=body, headers=sent) as answer:
-            async for chunk in answer.content.iter_any():
-                data += chunk
-                if len(data) > MAX_ANSWER:
-                    problem = f" answers with more than {MAX_ANSWER >> 20} MiB"
-                    break
+            try:
+                await answer.content.readexactly(MAX_ANSWER + 1)
+            except asyncio.IncompleteReadError as whole:
+                problem, data = "", whole.partial
         if not problem and answer.status != 200:
             problem = f" answers {answer.status}: {data.decode(errors='replace').strip()[:500]}"
         document = None if problem else json.loads(data)

@@ -19,10 +19,9 @@ from pdcluster_operator.plan.observed.engines import live_by_role
 from pdcluster_operator.plan.rollout import revisions
 from pdcluster_operator.plan.rollout.revisions import Revision, stored_revisions
 from pdcluster_operator.plan.rollout.targets import find_targets
-from pdcluster_operator.plan.types import ConnectorBundle, Observed
+from pdcluster_operator.plan.types import ConnectorBundle, Manifest, Observed
 from pdcluster_operator.runtime.interfaces import ApiError, Key
 
-Manifest = Mapping[str, Any]
 POLL_SECONDS = 1.0
 OBJECT = "pdcluster.pdcluster.dev"
 WITHOUT_AN_END = frozenset(

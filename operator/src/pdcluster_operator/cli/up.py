@@ -252,7 +252,7 @@ class UpRun:
         url = str((self._local.cluster(self._key).get("status") or {}).get("endpoint") or "")
         scheme, _, rest = url.partition("://")
         host, _, port = rest.partition(":")
-        address = self._local.names.resolve(host)
+        address = self._local.resolve(host)
         if not url or address is None:
             raise UserError(
                 "the cluster has no router that is ready: set router.replicas to 1",

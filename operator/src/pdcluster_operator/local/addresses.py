@@ -117,33 +117,21 @@ def _socket(descriptor: Path) -> str:
         return ""
 
 
-class Names:
-    """Resolves names as the cluster's DNS does."""
+def resolve(api: LocalApi, address_of: Callable[[str], str], name: str) -> str | None:
+    """Resolve a name as the cluster's DNS does: to an address, or None.
 
-    def __init__(self, api: LocalApi, address_of: Callable[[str], str]) -> None:
-        self._api = api
-        self._address_of = address_of
-
-    def resolve(self, name: str) -> str | None:
-        """``pod.service.namespace.svc`` or ``service.namespace.svc`` to an address, or None.
-
-        A pod's name resolves before the pod exists (its address is fixed by its name); a
-        Service's to its first ready pod.
-        """
-        labels = name.removesuffix(".").removesuffix(".cluster.local").split(".")
-        if labels[-1] != "svc":
-            return None
-        if len(labels) == 4:
-            return self._address_of(labels[0])
-        return self._service(labels[0], labels[1]) if len(labels) == 3 else None
-
-    def _service(self, name: str, namespace: str) -> str | None:
-        service = self._api.get("Service", namespace, name)
-        selector = (service or {}).get("spec", {}).get("selector") or {}
-        if not selector:
-            return None
-        for pod in self._api.list("Pod", namespace):
-            labels = pod["metadata"].get("labels") or {}
-            if is_pod_ready(pod) and selector.items() <= labels.items():
-                return str(pod["status"]["podIP"])
+    ``pod.service.namespace.svc`` resolves before the pod exists, because its address is fixed by
+    its name. ``service.namespace.svc`` resolves to the Service's first ready pod.
+    """
+    labels = name.removesuffix(".").removesuffix(".cluster.local").split(".")
+    if labels[-1] != "svc" or len(labels) not in (3, 4):
         return None
+    if len(labels) == 4:
+        return address_of(labels[0])
+    service = api.get("Service", labels[1], labels[0])
+    selector = (service or {}).get("spec", {}).get("selector") or {}
+    for pod in api.list("Pod", labels[1]) if selector else ():
+        labels_of_pod = pod["metadata"].get("labels") or {}
+        if is_pod_ready(pod) and selector.items() <= labels_of_pod.items():
+            return str(pod["status"]["podIP"])
+    return None

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +13,7 @@ from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.adapters import engine_authority
 from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api import object_names as names
-from pdcluster_operator.local.addresses import AddressBook, Names
+from pdcluster_operator.local.addresses import AddressBook, resolve
 from pdcluster_operator.local.api_server import LocalApi, Manifest
 from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.local.kubelet import Kubelet
@@ -78,9 +79,9 @@ class LocalCluster:
     ) -> None:
         self.api = LocalApi()
         self._addresses = AddressBook(POD_PORTS, say, first_address)
-        self.names = Names(self.api, self._addresses.address)
+        self.resolve = partial(resolve, self.api, self._addresses.address)
         self.kubelet = Kubelet(
-            self.api, self._addresses, folder, self.names.resolve, container_environment()
+            self.api, self._addresses, folder, self.resolve, container_environment()
         )
         self._workloads = Workloads(self.api)
         self.authority, _ = engine_authority.EngineAuthority.new(time.time())

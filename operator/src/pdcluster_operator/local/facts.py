@@ -25,7 +25,7 @@ from pdcluster_operator.local.addresses import taken_everywhere
 from pdcluster_operator.local.preflight import VISIBLE, Facts, Folder, Gpus, Lack
 from pdcluster_operator.plan.builders.secrets import CERTIFICATE_VOLUME, TICKET_KEY_VOLUME
 from pdcluster_operator.plan.rollout.desired import desire
-from pdcluster_operator.plan.types import ConnectorBundle, Observed
+from pdcluster_operator.plan.types import ConnectorBundle, Manifest, Observed
 
 MODULE = "pdcluster_connector.launcher.host"
 PATIENCE_SECONDS = 30.0
@@ -40,8 +40,6 @@ FIELDS = {
     api_key.VARIABLE: "spec.router.apiKeySecretRef",
 }
 """The field of the spec that brings a volume, a variable or a program into a pod."""
-
-Manifest = Mapping[str, Any]
 
 
 def gather(

@@ -31,7 +31,7 @@ class Kubelet:
     """Runs every pod of the API below ``folder``.
 
     Args:
-        resolve: cluster DNS, see :class:`.addresses.Names`.
+        resolve: cluster DNS, see :func:`.addresses.resolve`.
         environment: variables that a container image would set, such as PATH.
     """
 

@@ -6,14 +6,13 @@ Also the errors that their calls raise, and the key by which a PDCluster is know
 ``local`` implements them with memory and with processes of this machine.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
 
 from pdcluster_connector.protocol.launcher_documents import ChangesReport, PeersDocument
 from pdcluster_operator.plan import types
 from pdcluster_operator.plan.launchers import Target
-
-Manifest = Mapping[str, Any]
+from pdcluster_operator.plan.types import Manifest
 
 
 class Key(NamedTuple):
@@ -34,31 +33,32 @@ class ApiError(Exception):
         passing: the next reconcile starts from the newer object; the status does not say it.
     """
 
-    def __init__(self, reason: str, message: str, *, passing: bool = False) -> None:
+    passing = False
+
+    def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-        self.passing = passing
 
 
-class Conflict(ApiError):  # noqa: N818 - the API server's own name for it
+class NamedError(ApiError):
+    """An answer that callers handle by its class, whose name is the reason."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(type(self).__name__, message)
+
+
+class Conflict(NamedError):  # noqa: N818 - the API server's own name for it
     """The object changed since it was read: a UID or resourceVersion precondition failed."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__("Conflict", message, passing=True)
+    passing = True
 
 
-class Invalid(ApiError):  # noqa: N818 - the API server's own name for it
+class Invalid(NamedError):  # noqa: N818 - the API server's own name for it
     """The object can never be accepted as it is."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__("Invalid", message)
 
-
-class NamespaceTerminating(ApiError):  # noqa: N818 - the API server's own name for it
+class NamespaceTerminating(NamedError):  # noqa: N818 - the API server's own name for it
     """Nothing can be created in the namespace any more, because it is being deleted."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__("NamespaceTerminating", message)
 
 
 class LauncherError(Exception):
@@ -70,29 +70,24 @@ class ApiServer(Protocol):
 
     async def read_uid(self, key: Key) -> str | None:
         """Return the cluster's UID as the server has it now; None when it is gone."""
-        ...
 
     async def read_ticket_key(self, key: Key, uid: str) -> str | None:
         """Return what the cluster's Secret says beside its keys; None when there is none.
 
         Raises NameConflict when an object that the cluster ``uid`` does not own has its name.
         """
-        ...
 
     async def write_ticket_key(self, step: types.WriteTicketKey) -> None:
         """Mint a key and write it. A Secret that came or changed meanwhile is a Conflict."""
-        ...
 
     async def read_certificates(self, key: Key, uid: str) -> types.HeldCertificates:
         """Return what the Secret with the engines' certificates says beside their keys.
 
         Raises NameConflict when an object that the cluster ``uid`` does not own has its name.
         """
-        ...
 
     async def write_certificates(self, step: types.WriteCertificates) -> types.HeldCertificates:
         """Sign the certificates and write them; return what the Secret says then."""
-        ...
 
     async def apply(self, manifest: Manifest, uid: str = "") -> Manifest:
         """Server-side apply with our field manager; return the object as it is then.
@@ -101,15 +96,12 @@ class ApiServer(Protocol):
             uid: of the live object that is changed. Without it the object is created; one that is
                 there already is looked at before it is changed.
         """
-        ...
 
     async def try_out(self, step: types.TryOut) -> None:
         """Let the server judge without writing. Raises TemplateRefused if it refuses."""
-        ...
 
     async def delete(self, step: types.Delete) -> None:
         """Delete with UID and resourceVersion preconditions; an absent object is no error."""
-        ...
 
     async def write_status(self, key: Key, uid: str, status: Manifest, version: str = "") -> None:
         """Replace the cluster's status, if it is still the object with this UID.
@@ -118,11 +110,9 @@ class ApiServer(Protocol):
             version: resourceVersion of the cluster as it was seen. While it is the latest, the
                 cluster need not be read.
         """
-        ...
 
     async def write_scaler_status(self, key: Key, scaler: types.ScalerStatus) -> None:
         """Replace the status of the PrefillScaler of this name, if it is still the one seen."""
-        ...
 
 
 class Launchers(Protocol):
@@ -140,18 +130,15 @@ class Launchers(Protocol):
             wait: whether to wait for a while until something changes. If nothing does, the revision
                 that is returned is ``seen``.
         """
-        ...
 
     async def put_peers(self, target: Target, document: PeersDocument) -> None:
         """``PUT /v1/peers`` of a decode engine. Raises :class:`LauncherError`."""
-        ...
 
     async def tell_routed(self, target: Target, *, routed: bool) -> None:
         """``PUT`` or ``DELETE /v1/routed``: whether routers may send the engine requests.
 
         Raises :class:`LauncherError`.
         """
-        ...
 
 
 class EventSink(Protocol):
@@ -163,4 +150,3 @@ class EventSink(Protocol):
         Raises:
             NamespaceTerminating: no event can be published there any more.
         """
-        ...

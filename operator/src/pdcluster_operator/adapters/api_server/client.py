@@ -296,11 +296,8 @@ class Overload:
         self._asked[namespace] = _Asked(until, asked)
 
 
-class NotFound(interfaces.ApiError):
+class NotFound(interfaces.NamedError):
     """There is no such object."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__("NotFound", message)
 
 
 def classified(status: int, document: Mapping[str, Any]) -> interfaces.ApiError:
