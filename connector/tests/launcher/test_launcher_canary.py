@@ -248,13 +248,29 @@ async def test_an_api_that_hangs_has_failed():
 
 
 def test_prompts_are_long_enough_and_never_the_same():
-    first, second = (canary.prompt(16, None) for _ in range(2))
+    first, second = (canary.prompt(16, None, 32000) for _ in range(2))
     assert len(first) == 3 * 16 + 1
     assert first != second
-    assert all(10 <= token < 256 for token in first), "in every vocabulary"
-    assert len(canary.prompt(None, None)) == 3 * 128 + 1
-    assert len(canary.prompt(128, 100)) == 98
-    assert len(canary.prompt(128, 1)) == 1
+    assert all(10 <= token < 256 for token in first), "in nearly every vocabulary"
+    assert len(canary.prompt(None, None, None)) == 3 * 128 + 1
+    assert len(canary.prompt(128, 100, None)) == 98
+    assert len(canary.prompt(128, 1, None)) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 10, 11, 32, 255])
+def test_prompts_keep_to_a_small_vocabulary(tmp_path, size):
+    """vLLM refuses other ids, and each link would look as if it moved no KV."""
+    (tmp_path / "config.json").write_text(f'{{"vocab_size": {size}}}')
+    known = canary.vocabulary(str(tmp_path))
+    assert known == size
+    assert all(0 <= token < size for token in canary.prompt(128, None, known))
+
+
+@pytest.mark.parametrize("config", ["", "[]", "{", '{"vocab_size": "9"}', '{"vocab_size": -1}'])
+def test_a_vocabulary_that_is_not_known_counts_as_large(tmp_path, config):
+    (tmp_path / "config.json").write_text(config)
+    assert canary.vocabulary(str(tmp_path)) is None
+    assert canary.vocabulary("org/model") is None
 
 
 def established(*engines: str) -> LinkTable:

@@ -166,11 +166,14 @@ class Supervisor:
             if self._command.nodes > 1:
                 self._spawn(self._watch_followers())
             if self._options.role == "decode":
+                vocabulary = canary.vocabulary(self._command.model)
                 canaries = canary.Canaries(
                     self._api,
                     self._readiness.engine.engine,
                     self._command.data,
-                    lambda: canary.prompt(self._command.block_tokens, self._command.max_tokens),
+                    lambda: canary.prompt(
+                        self._command.block_tokens, self._command.max_tokens, vocabulary
+                    ),
                     key_of(self._token),
                     self._key,
                 )

@@ -7,10 +7,12 @@ either engine gets one canary. :class:`CanarySchedule` says when each link gets 
 """
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import aiohttp
@@ -77,22 +79,34 @@ TIMEOUT_SECONDS: Final = 120.0
 _BLOCKS: Final = 3
 # The block size that vLLM chooses on CPU. On GPUs it is smaller, and a canary moves more blocks.
 _USUAL_BLOCK: Final = 128
-# Every vocabulary has a token for each byte, and its special tokens are mostly the first ones.
+# Nearly every vocabulary has these, and its special tokens are mostly the first ones.
 _TOKEN_IDS: Final = (10, 256)
 _LOOK_EVERY: Final = 0.5
 
 
-def prompt(block_tokens: int | None, limit: int | None) -> list[int]:
+def vocabulary(model: str) -> int | None:
+    """Return the size of a model's vocabulary by its folder's config.json; None: not known."""
+    try:
+        size = json.loads((Path(model) / "config.json").read_bytes()).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def prompt(block_tokens: int | None, limit: int | None, vocabulary: int | None) -> list[int]:
     """Random token ids: three blocks and one token, or fewer if ``limit`` (tokens a request) asks.
 
     Ids, not text, because a tokenizer could shorten a text. Random, because no prefix cache may
-    have them.
+    have them. vLLM refuses ids outside of the ``vocabulary``; models of DNA or proteins have a
+    small one.
     """
     length = _BLOCKS * (block_tokens or _USUAL_BLOCK) + 1
     if limit is not None:
         length = max(1, min(length, limit - 2))
+    low, high = _TOKEN_IDS
+    high = min(high, vocabulary or high)
     draw = random.SystemRandom()
-    return [draw.randrange(*_TOKEN_IDS) for _ in range(length)]
+    return [draw.randrange(min(low, high - 1), high) for _ in range(length)]
 
 
 @dataclass(frozen=True, slots=True)
