@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from pdcluster_connector.compat.rules import RULES
+from pdcluster_connector.compat.shape_rules import SHAPE_RULES
 
 INTRODUCTION = """\
 # Compatibility rules
@@ -26,7 +27,7 @@ def page() -> str:
     """Return the whole page as Markdown."""
     parts = [INTRODUCTION]
     for rule in RULES:
-        scope = "each engine by itself" if rule.alone else "the pair"
+        scope = "each engine by itself" if rule in SHAPE_RULES else "the pair"
         parts.append(
             f"## `{rule.id}`\n\n{rule.description}\n\n"
             f"- Reported as: `{rule.reason.value}`\n"

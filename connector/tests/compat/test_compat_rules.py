@@ -20,6 +20,7 @@ from pdcluster_connector.compat.shape import (
     Memory,
     PartShape,
 )
+from pdcluster_connector.compat.shape_rules import SHAPE_RULES
 
 
 def layers(count: int = 2, **changes) -> tuple[LayerShape, ...]:
@@ -185,7 +186,7 @@ def test_a_refusal_names_both_values_and_a_remedy(rule: str) -> None:
 
 
 SAID_OTHERWISE = {"BlockInteriorOpaque/interior", "LayerMismatch"}
-TWO_SIDED = [r.id for r in RULES if not r.alone and r.id not in SAID_OTHERWISE]
+TWO_SIDED = [r.id for r in RULES if r not in SHAPE_RULES and r.id not in SAID_OTHERWISE]
 
 
 @pytest.mark.parametrize("rule", TWO_SIDED)
@@ -778,7 +779,7 @@ def test_what_real_engines_have_shown_is_accepted(engine: EngineShape, sizes) ->
 def test_an_engine_by_itself_is_judged_by_the_rules_that_need_no_peer() -> None:
     assert check_engine(KNOWN) == ()
     for rule in RULES:
-        if rule.alone:
+        if rule in SHAPE_RULES:
             _, clashing, _ = PAIRS[rule.id]
             assert rule.id in {found.rule for found in check_engine(clashing)}
     assert check_engine(replace(KNOWN, block_size=None)) == ()

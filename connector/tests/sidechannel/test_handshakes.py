@@ -19,7 +19,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.sidechannel import peers as peers_module
-from pdcluster_connector.sidechannel.handshake import Introduction, judge
+from pdcluster_connector.sidechannel.handshake import introduction, judge
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.server import SideChannelServer
 
@@ -236,7 +236,7 @@ def test_decode_that_reads_no_ticket_of_ours_is_refused_at_the_handshake(serve: 
 def test_prefill_of_the_protocol_before_is_refused() -> None:
     """Its tickets have no signature."""
     told = m.EngineMetadata(2, PREFILL, SHAPE, shards_of(PREFILL))
-    failure = judge(told, Introduction("d/1", SHAPE), PREFILL, "here")
+    failure = judge(told, introduction("d/1", SHAPE), PREFILL, "here")
     assert isinstance(failure, Failure)
     assert failure.reason is Reason.PROTOCOL_VERSION_MISMATCH
 

@@ -15,6 +15,7 @@ from own_loop import Here, now
 import virtual_time
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.lease import Standing
+from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.sidechannel import lease_client
 from pdcluster_connector.sidechannel.lease_client import LeaseAnswer, LeaseClient
 
@@ -96,12 +97,16 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
     return played
 
 
+def _ticket(engine: str, name: str) -> Ticket:
+    return Ticket(engine, "10.0.0.1", 5600, name, 7, (), 16, 0, b"d" * 16, 0.0)
+
+
 def release(client: LeaseClient, name: str, *, ends: float = 1e6, engine: str = PREFILL) -> None:
-    client.release("10.0.0.1", 5600, engine, name, 7, ends)
+    client.release(_ticket(engine, name), ends)
 
 
 def renew(client: LeaseClient, name: str, *, ends: float = 1e6, engine: str = PREFILL) -> None:
-    client.renew("10.0.0.1", 5600, engine, name, 7, ends)
+    client.renew(_ticket(engine, name), ends)
 
 
 def test_a_renewal_goes_at_once_and_releases_of_one_moment_go_together(play: Play) -> None:

@@ -13,6 +13,7 @@ from loopback_engines import DECODE, PREFILL, HeardServer, until
 
 from pdcluster_connector.protocol.lease import CLEARED, Standing
 from pdcluster_connector.protocol.messages import LeaseRequest
+from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.sidechannel.lease_client import BATCH, LeaseAnswer, LeaseClient
 from pdcluster_connector.sidechannel.lease_desk import LeaseChanges, LeaseDesk
 
@@ -38,6 +39,10 @@ def desk(*granted: tuple[str, int]) -> LeaseDesk:
     return leases
 
 
+def ticket(host: str, port: int, engine_id: str, request_id: str, token: int) -> Ticket:
+    return Ticket(engine_id, host, port, request_id, token, (), 16, 0, b"d" * 16, 0.0)
+
+
 def soon(seconds: float = 10.0) -> float:
     return time.monotonic() + seconds
 
@@ -56,8 +61,8 @@ def test_a_thousand_releases_arrive_once_in_few_messages(serve: Serve) -> None:
     server = serve(leases=leases)
     client = LeaseClient(DECODE)
     for request_id, token in tokens:
-        client.release("127.0.0.1", server.port, PREFILL, request_id, token, soon(60))
-    client.renew("127.0.0.1", server.port, PREFILL, "kept", 5, soon(60))
+        client.release(ticket("127.0.0.1", server.port, PREFILL, request_id, token), soon(60))
+    client.renew(ticket("127.0.0.1", server.port, PREFILL, "kept", 5), soon(60))
     client.start()  # what was called before runs first
     client.close(60.0)  # which sends what waits
     changes = leases.take()
@@ -73,9 +78,9 @@ def test_a_release_supersedes_a_renewal(serve: Serve) -> None:
     leases = desk(("r", 1))
     server = serve(leases=leases)
     client = LeaseClient(DECODE)
-    client.renew("127.0.0.1", server.port, PREFILL, "r", 1, soon())
-    client.release("127.0.0.1", server.port, PREFILL, "r", 1, soon())
-    client.renew("127.0.0.1", server.port, PREFILL, "r", 1, soon())
+    client.renew(ticket("127.0.0.1", server.port, PREFILL, "r", 1), soon())
+    client.release(ticket("127.0.0.1", server.port, PREFILL, "r", 1), soon())
+    client.renew(ticket("127.0.0.1", server.port, PREFILL, "r", 1), soon())
     client.start()
     client.close(10.0)  # which sends what waits
     assert server.answered == [("lease", 200)]
@@ -89,7 +94,7 @@ def test_each_renewal_is_answered(serve: Serve, client: LeaseClient) -> None:
     server = serve(leases=leases)
     before = time.monotonic()
     for key in (("mine", 1), ("mine", 9), ("theirs", 2), ("unknown", 4)):
-        client.renew("127.0.0.1", server.port, PREFILL, *key, soon())
+        client.renew(ticket("127.0.0.1", server.port, PREFILL, *key), soon())
     heard = {(answer.request_id, answer.token): answer for answer in answers(client, 4)}
     assert {key: answer.standing for key, answer in heard.items()} == {
         ("mine", 1): Standing.HELD,
@@ -106,20 +111,20 @@ def test_the_first_engine_that_asks_holds_the_lease(serve: Serve, client: LeaseC
     """One ticket at two decode engines: the second neither holds the lease nor ends it."""
     leases = desk(("r", 1))
     server = serve(leases=leases)
-    client.renew("127.0.0.1", server.port, PREFILL, "r", 1, soon())
+    client.renew(ticket("127.0.0.1", server.port, PREFILL, "r", 1), soon())
     assert answers(client, 1)[0].standing is Standing.HELD
     second = LeaseClient("ns.c.decode.r.1/00000000000000ee")
     second.start()
-    second.renew("127.0.0.1", server.port, PREFILL, "r", 1, soon())
+    second.renew(ticket("127.0.0.1", server.port, PREFILL, "r", 1), soon())
     assert answers(second, 1)[0].standing is Standing.CLAIMED
-    second.release("127.0.0.1", server.port, PREFILL, "r", 1, soon())
+    second.release(ticket("127.0.0.1", server.port, PREFILL, "r", 1), soon())
     until(lambda: server.answered == [("lease", 200)] * 3)
     second.close()
     assert leases.held == 1
-    client.release("127.0.0.1", server.port, PREFILL, "r", 1, soon())
+    client.release(ticket("127.0.0.1", server.port, PREFILL, "r", 1), soon())
     until(lambda: leases.held == 0)
     until(lambda: not client._outboxes)  # before that, it asks for no more
-    client.renew("127.0.0.1", server.port, PREFILL, "r", 1, soon())
+    client.renew(ticket("127.0.0.1", server.port, PREFILL, "r", 1), soon())
     assert answers(client, 1)[0].standing is Standing.GONE
 
 
@@ -131,13 +136,13 @@ def test_an_answer_does_not_wait_for_the_engine_step(serve: Serve, client: Lease
     leases.grant("r")
     server = serve(leases=leases)
     now[0] = 109.0
-    client.renew("127.0.0.1", server.port, PREFILL, "r", 1, soon())
+    client.renew(ticket("127.0.0.1", server.port, PREFILL, "r", 1), soon())
     assert answers(client, 1)[0].standing is Standing.HELD
     now[0] = 118.0
     assert leases.take().expired == []
     now[0] = 119.0
     assert leases.take().expired == ["r"]
-    client.renew("127.0.0.1", server.port, PREFILL, "r", 1, soon())
+    client.renew(ticket("127.0.0.1", server.port, PREFILL, "r", 1), soon())
     assert answers(client, 1)[0].standing is Standing.GONE
 
 
@@ -165,8 +170,8 @@ def test_a_renewal_and_an_expiry_at_the_same_moment() -> None:
 def test_retried_until_prefill_listens_again(serve: Serve, client: LeaseClient) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    client.release("127.0.0.1", port, PREFILL, "r", 1, soon(200))
-    client.release("127.0.0.1", port, PREFILL, "hopeless", 2, soon(0.4))
+    client.release(ticket("127.0.0.1", port, PREFILL, "r", 1), soon(200))
+    client.release(ticket("127.0.0.1", port, PREFILL, "hopeless", 2), soon(0.4))
     time.sleep(0.6)
     leases = desk(("r", 1), ("hopeless", 2))
     server = serve(port=port, leases=leases)
@@ -180,12 +185,12 @@ def test_retried_until_prefill_listens_again(serve: Serve, client: LeaseClient) 
 def test_a_restarted_prefill_ends_the_matter(serve: Serve, client: LeaseClient) -> None:
     leases = desk(("r", 1))
     server = serve("ns.c.prefill.r.0/new", leases=leases)
-    client.release("127.0.0.1", server.port, PREFILL, "r", 1, soon(60))
+    client.release(ticket("127.0.0.1", server.port, PREFILL, "r", 1), soon(60))
     until(lambda: server.answered)
     assert leases.held == 1
     until(lambda: not client._outboxes)
     assert server.answered == [("lease", 409)]
-    client.renew("127.0.0.1", server.port, PREFILL, "r", 1, soon(60))
+    client.renew(ticket("127.0.0.1", server.port, PREFILL, "r", 1), soon(60))
     until(lambda: len(server.answered) > 1)
     until(lambda: not client._outboxes)
     assert server.answered == [("lease", 409)] * 2
@@ -195,13 +200,13 @@ def test_a_restarted_prefill_ends_the_matter(serve: Serve, client: LeaseClient) 
 def test_a_dead_prefill_does_not_delay_the_others(serve: Serve, client: LeaseClient) -> None:
     server = serve(leases=desk())
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        client.release("127.0.0.1", silent.getsockname()[1], "dead/1", "r", 1, soon(60))
+        client.release(ticket("127.0.0.1", silent.getsockname()[1], "dead/1", "r", 1), soon(60))
         silent.settimeout(10.0)
         held, _ = silent.accept()
         with held:
             held.settimeout(10.0)
             assert held.recv(100)  # its message is under way, and nobody answers it
-            client.release("127.0.0.1", server.port, PREFILL, "r", 1, soon())
+            client.release(ticket("127.0.0.1", server.port, PREFILL, "r", 1), soon())
             until(lambda: server.answered == [("lease", 200)])
             until(lambda: list(client._outboxes) == [(*silent.getsockname(), "dead/1")])
 
@@ -211,14 +216,14 @@ def test_closing_sends_what_waits(serve: Serve) -> None:
     server = serve(leases=leases)
     client = LeaseClient(DECODE)
     client.start()
-    client.release("127.0.0.1", server.port, PREFILL, "r", 1, soon())
+    client.release(ticket("127.0.0.1", server.port, PREFILL, "r", 1), soon())
     client.close()
     assert leases.take().released == ["r"]
-    client.release("127.0.0.1", server.port, PREFILL, "late", 1, soon())  # no error
+    client.release(ticket("127.0.0.1", server.port, PREFILL, "late", 1), soon())  # no error
     client.close()
 
 
 def test_a_host_that_makes_no_address(client: LeaseClient) -> None:
-    client.release("not a host", 80, PREFILL, "r", 1, soon(0.5))
+    client.release(ticket("not a host", 80, PREFILL, "r", 1), soon(0.5))
     client.close(60.0)  # which waits for what is under way
     assert client._outboxes == {}

@@ -29,9 +29,9 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel import listening
 from pdcluster_connector.sidechannel.handshake import (
-    Introduction,
     TryAgain,
     client_session,
+    introduction,
     shake_hands,
 )
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
@@ -93,7 +93,7 @@ def asked_once(server: HeardServer, tls: Tls) -> EngineMetadata | Failure | TryA
 
     async def ask() -> EngineMetadata | Failure | TryAgain:
         async with client_session() as http:
-            me = Introduction(DECODE, SHAPE)
+            me = introduction(DECODE, SHAPE)
             return await shake_hands(http, me, PREFILL, "127.0.0.1", server.port, tls)
 
     return asyncio.run(ask())

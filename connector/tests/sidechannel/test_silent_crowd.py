@@ -21,9 +21,9 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel import listening, server as server_module
 from pdcluster_connector.sidechannel.handshake import (
-    Introduction,
     TryAgain,
     client_session,
+    introduction,
     shake_hands,
 )
 from pdcluster_connector.sidechannel.server import SideChannelServer
@@ -88,7 +88,7 @@ class Crowd:
 def worst_of_each_round(server: SideChannelServer, tls: Tls | None) -> list[float]:
     """The seconds of the slowest handshake in each round, over a new connection each."""
 
-    me = Introduction(DECODE, SHAPE)
+    me = introduction(DECODE, SHAPE)
 
     async def attempt() -> EngineMetadata | Failure | TryAgain:
         async with client_session() as session:

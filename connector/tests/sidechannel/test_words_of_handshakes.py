@@ -17,10 +17,10 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.sidechannel.handshake import (
-    Introduction,
     TryAgain,
     ask_health,
     describe,
+    introduction,
     judge,
     read_bounded,
     restarted,
@@ -29,18 +29,20 @@ from pdcluster_connector.sidechannel.handshake import (
 )
 
 WHERE = "10.0.0.1:5600"
-ME = Introduction("ns.c.decode.r.0/dd", SHAPE)
+ME = introduction("ns.c.decode.r.0/dd", SHAPE)
 TOLD = m.EngineMetadata(3, PREFILL, SHAPE, shards_of(PREFILL))
 
 
-def failed(reply: m.EngineMetadata | m.Refusal | m.Malformed, me: Introduction = ME) -> Failure:
+def failed(
+    reply: m.EngineMetadata | m.Refusal | m.Malformed, me: m.HandshakeRequest = ME
+) -> Failure:
     found = judge(reply, me, PREFILL, WHERE)
     assert isinstance(found, Failure)
     return found
 
 
 def test_an_engine_introduces_itself_with_its_rank_and_its_protocols() -> None:
-    asked = m.decode_handshake_request(ME.request())
+    asked = m.decode_handshake_request(m.encode(ME))
     assert asked == m.HandshakeRequest((3, 3), "ns.c.decode.r.0/dd", SHAPE)
 
 
@@ -71,7 +73,7 @@ def test_the_peer_is_judged_as_prefill_and_this_engine_as_decode() -> None:
     """The rules name both, and whoever reads that changes one of them."""
     packed = replace(SHAPE, token_sliceable=False, packing="x")
     told = replace(TOLD, shape=replace(packed, kv_dtype="bfloat16"))
-    failure = failed(told, Introduction(ME.engine_id, packed))
+    failure = failed(told, introduction(ME.engine_id, packed))
     assert failure.reason is Reason.KV_DTYPE_MISMATCH
     assert "prefill bfloat16, decode float32" in failure.message
 
@@ -183,7 +185,7 @@ async def shaken(outcome: Response | Exception) -> object:
     found = await shake_hands(session, ME, PREFILL, "10.0.0.1", 5600)
     [(url, arguments)] = session.asked
     assert url == "http://10.0.0.1:5600/v1/handshake"
-    assert arguments["data"] == ME.request()
+    assert arguments["data"] == m.encode(ME)
     assert arguments["allow_redirects"] is False
     return found
 

@@ -26,13 +26,19 @@ class Sender:
     def say(self, standing: Standing, until: float = 0.0, token: int = 7) -> None:
         self.said.append(LeaseAnswer("e/1", "r", token, standing, until))
 
-    def release(
-        self, host: str, port: int, engine: str, request: str, token: int, by: float
-    ) -> None:
-        self.sent.append(("release", f"{engine}@{host}:{port}/{request}#{token}", by))
+    def release(self, of: Ticket, by: float) -> None:
+        self.sent.append(
+            ("release", f"{of.engine_id}@{of.host}:{of.port}/{of.request_id}#{of.token}", by)
+        )
 
-    def renew(self, host: str, port: int, engine: str, request: str, token: int, by: float) -> None:
-        self.sent.append(("renew", f"{engine}@{host}:{port}/{request}#{token}", by))
+    def renew(self, of: Ticket, by: float) -> None:
+        self.sent.append(
+            ("renew", f"{of.engine_id}@{of.host}:{of.port}/{of.request_id}#{of.token}", by)
+        )
+
+
+def named(of: Ticket) -> str:
+    return f"{of.engine_id}@{of.host}:{of.port}/{of.request_id}#{of.token}"
 
 
 class Clock:

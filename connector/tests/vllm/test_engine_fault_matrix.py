@@ -146,13 +146,14 @@ class World:
         except TimeoutError:
             self._judge.count(where, Verdict.HANGING)
             return Verdict.HANGING
-        verdict = self._judge.judge_answer(
-            where,
-            answer.tokens,
-            self._history[number],
-            answer.path,
-            ended_with_error=answer.finish_reason == "error",
-        )
+        if answer.finish_reason == "error":
+            verdict = Verdict.WRONG if answer.tokens else Verdict.FAILED
+        elif list(answer.tokens) != list(self._history[number]):
+            verdict = Verdict.WRONG
+        else:
+            moved = answer.path.get("outcome") == "transferred"
+            verdict = Verdict.RIGHT if moved else Verdict.RECOMPUTED
+        self._judge.count(where, verdict, str(answer.path.get("reason", "")))
         if self._policy == "recompute":
             assert verdict is not Verdict.FAILED, f"{where}: {answer}"
         return verdict

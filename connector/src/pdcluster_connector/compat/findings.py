@@ -67,7 +67,6 @@ class Rule:
         remedy: what to change.
         source: where the fact behind the rule comes from.
         test: ``(prefill, decode) -> Clash | None``.
-        alone: the rule judges each engine by itself, whoever its peer is.
     """
 
     id: str
@@ -76,7 +75,6 @@ class Rule:
     remedy: str
     source: str
     test: PairTest
-    alone: bool = False
 
 
 def show(value: object) -> str:

@@ -31,7 +31,7 @@ def check(prefill: EngineShape, decode: EngineShape) -> tuple[Finding, ...]:
 
 def check_engine(shape: EngineShape) -> tuple[Finding, ...]:
     """Return the rules that one engine breaks whoever its peer is; both values are its own."""
-    return _findings((rule for rule in RULES if rule.alone), shape, shape)
+    return _findings(SHAPE_RULES, shape, shape)
 
 
 def refused(findings: Iterable[Finding]) -> Finding | None:

@@ -124,7 +124,6 @@ SHAPE_RULES: tuple[Rule, ...] = (
             _context,
             "context parallelism spreads a sequence's tokens over ranks, which is not supported",
         ),
-        alone=True,
     ),
     Rule(
         id="LayoutUnsupported/data-nodes",
@@ -145,7 +144,6 @@ SHAPE_RULES: tuple[Rule, ...] = (
             _data_nodes,
             "only whole data-parallel ranks on each node are supported",
         ),
-        alone=True,
     ),
     Rule(
         id="LayoutUnsupported/quantized",
@@ -166,7 +164,6 @@ SHAPE_RULES: tuple[Rule, ...] = (
             _quantized,
             f"only {', '.join(sorted(CARRIED_DTYPES))} can be transferred",
         ),
-        alone=True,
     ),
     Rule(
         id="LayoutUnsupported/scales",
@@ -187,7 +184,6 @@ SHAPE_RULES: tuple[Rule, ...] = (
             "the KV scales must be known, and equal on both engines",
             "layers",
         ),
-        alone=True,
     ),
     Rule(
         id="LayoutUnsupported/layers",
@@ -205,7 +201,6 @@ SHAPE_RULES: tuple[Rule, ...] = (
             "this version does not know how they keep their KV",
             "layers",
         ),
-        alone=True,
     ),
     Rule(
         id="LayoutUnsupported/heads",
@@ -218,7 +213,6 @@ SHAPE_RULES: tuple[Rule, ...] = (
         remedy="Choose a tensor parallel size that divides the KV heads or is a multiple of them.",
         source="vLLM 0.32 model_executor/layers: QKV parallel linear asserts the same",
         test=alone("tensor", _heads, "neither divides the other", "layers"),
-        alone=True,
     ),
     Rule(
         id="LayoutUnsupported/empty",
@@ -227,6 +221,5 @@ SHAPE_RULES: tuple[Rule, ...] = (
         remedy="Serve a decoder model with attention layers.",
         source="definition",
         test=alone("layers", _empty, "there is nothing to transfer", "layers"),
-        alone=True,
     ),
 )

@@ -12,7 +12,7 @@ from typing import Final
 
 from pdcluster_connector import __version__
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.supported import ANY_VERSION, SUPPORTED, text_of as _text
+from pdcluster_connector.compat.supported import ANY_VERSION, SUPPORTED, supported, text_of as _text
 
 # The distributions that can hold each module. The first one that is installed names the version.
 DISTRIBUTIONS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -66,11 +66,7 @@ def unsupported(versions: Mapping[str, str], environment: Mapping[str, str]) -> 
     if environment.get(ANY_VERSION) == "1":
         return []
     releases = {name: _release(versions.get(name, "missing")) for name in SUPPORTED}
-    return [
-        name
-        for name, (low, high) in SUPPORTED.items()
-        if (release := releases[name]) is not None and not low <= release < high
-    ]
+    return [name for name, found in releases.items() if found and not supported(name, found)]
 
 
 def version_problems(versions: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:

@@ -24,7 +24,7 @@ from pdcluster_connector.nixl_io.interface import (
     NixlError,
     NixlErrorKind,
 )
-from pdcluster_connector.nixl_io.serving_agent import word_rows
+from pdcluster_connector.nixl_io.serving_agent import WORD_BYTES, one_row
 from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.plan.held_blocks import groups_of
 from pdcluster_connector.plan.peer_plan import PeerPlan, SourcePlan
@@ -110,11 +110,6 @@ class SourceProbe:
     nbytes: int
     seconds: float
 
-    @property
-    def bytes_per_second(self) -> float:
-        """Return the bandwidth; 0 when nothing was read."""
-        return self.nbytes / self.seconds if self.seconds > 0 else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
@@ -193,7 +188,7 @@ class ReadingAgent:
             for owner, rows, memory in (
                 (None, source.decode_rows, source.decode_memory),
                 (peer, source.prefill_rows, source.prefill_memory),
-                (peer, word_rows(words.address, words.slots), Memory.DRAM),
+                (peer, one_row(words.address, WORD_BYTES, count=words.slots), Memory.DRAM),
             ):
                 prepared.append(self._nixl.prepare(owner, rows, memory))
         except BaseException:
@@ -219,9 +214,7 @@ class ReadingAgent:
         connection.sources.clear()
 
     def _forget(self, peer: str, dlists: Sequence[Dlist]) -> None:
-        for dlist in dlists:
-            with suppress(NixlError):
-                self._nixl.release_dlist(dlist)
+        self.release_dlists(dlists)
         self._peers[peer] -= 1
         if self._peers[peer] == 0:
             del self._peers[peer]
@@ -235,10 +228,10 @@ class ReadingAgent:
         Returns the local and the remote list; the caller releases them.
         """
         region = source.probe
-        row = _one_row(region.address, into.length, region.device)
+        row = one_row(region.address, into.length, region.device)
         remote = self._nixl.prepare(source.peer, row, region.memory)
         try:
-            row = _one_row(into.address, into.length, into.device)
+            row = one_row(into.address, into.length, into.device)
             local = self._nixl.prepare(None, row, into.memory)
         except NixlError:
             self.release_dlists([remote])
@@ -268,8 +261,3 @@ class ReadingAgent:
         except Exception as error:
             message = f"the device cannot be synchronized: {type(error).__name__}: {error}"
             raise AgentSurvivedError(NixlErrorKind.INTERNAL, message, flying=True) from error
-
-
-def _one_row(address: int, length: int, device: int) -> Rows:
-    """Return a strided descriptor list of one element."""
-    return np.array([[address, length, device, length, 1]], np.uint64)

@@ -42,9 +42,9 @@ PROBE_BYTES = 8 * 1024 * 1024
 WORD_BYTES = 8
 
 
-def word_rows(address: int, slots: int) -> Rows:
-    """Return a strided descriptor list of ``slots`` lease words."""
-    return np.array([[address, WORD_BYTES, 0, WORD_BYTES, slots]], np.uint64)
+def one_row(address: int, length: int, device: int = 0, count: int = 1) -> Rows:
+    """Return a strided descriptor list of ``count`` elements, one behind the other."""
+    return np.array([[address, length, device, length, count]], np.uint64)
 
 
 class LeaseWordTable:

@@ -197,11 +197,6 @@ class Ticket(Struct, frozen=True):
     lease_seconds: Annotated[float, Meta(ge=1, le=86400)] = LEASE_SECONDS
     audience: Annotated[str, Meta(max_length=512)] = ""
 
-    @property
-    def side_channel(self) -> tuple[str, int]:
-        """Return (host, port) of the prefill engine's side channel."""
-        return self.host, self.port
-
 
 class _Envelope(Struct, frozen=True, array_like=True):
     """The body stays bytes, so that the signature is checked before the body is parsed."""

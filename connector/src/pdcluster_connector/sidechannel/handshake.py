@@ -39,22 +39,10 @@ class TryAgain:
     reason: Reason = Reason.SIDE_CHANNEL_UNREACHABLE
 
 
-@dataclass(frozen=True, slots=True)
-class Introduction:
-    """How this engine introduces itself to peers."""
-
-    engine_id: str
-    shape: EngineShape
-
-    def request(self) -> bytes:
-        """Return the handshake's body."""
-        return messages.encode(
-            messages.HandshakeRequest(
-                protocols=(messages.PROTOCOL_OLDEST, messages.PROTOCOL_NEWEST),
-                engine_id=self.engine_id,
-                shape=self.shape,
-            )
-        )
+def introduction(engine_id: str, shape: EngineShape) -> messages.HandshakeRequest:
+    """Return how this engine introduces itself to peers."""
+    versions = messages.PROTOCOL_OLDEST, messages.PROTOCOL_NEWEST
+    return messages.HandshakeRequest(versions, engine_id, shape)
 
 
 def client_session() -> aiohttp.ClientSession:
@@ -112,7 +100,7 @@ async def request(
 
 async def shake_hands(
     session: aiohttp.ClientSession,
-    me: Introduction,
+    me: messages.HandshakeRequest,
     engine_id: str,
     host: str,
     port: int,
@@ -129,7 +117,7 @@ async def shake_hands(
             *peer,
             timeout=ATTEMPT,
             limit=messages.MAX_REPLY_BYTES,
-            body=me.request(),
+            body=messages.encode(me),
         )
     except ssl.SSLError as error:
         return Failure(Reason.AUTHENTICATION_FAILED, _not_trusted(where, engine_id, error))
@@ -148,7 +136,7 @@ async def shake_hands(
 
 def judge(
     reply: messages.EngineMetadata | messages.Refusal | messages.Malformed,
-    me: Introduction,
+    me: messages.HandshakeRequest,
     engine_id: str,
     where: str,
 ) -> messages.EngineMetadata | Failure:

@@ -20,6 +20,7 @@ from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.protocol import messages
 from pdcluster_connector.protocol.lease import Standing
 from pdcluster_connector.protocol.messages import LeaseKey, LeaseReply, LeaseRequest, Malformed
+from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.sidechannel import handshake
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 
@@ -88,20 +89,13 @@ class LeaseClient:
             self._thread.submit(self._close(seconds)).result(timeout=seconds + 10)
         self._thread.stop()
 
-    def release(
-        self, host: str, port: int, engine_id: str, request_id: str, token: int, deadline: float
-    ) -> None:
-        """Release a lease of ``engine_id``, which decode needs no longer.
+    def release(self, ticket: Ticket, deadline: float) -> None:
+        """Release a ticket's lease, until ``deadline`` (time.monotonic seconds) at the latest."""
+        self._thread.call(self._add, ticket, deadline, True)
 
-        ``request_id`` is prefill's own; ``deadline`` is in time.monotonic seconds.
-        """
-        self._thread.call(self._add, (host, port, engine_id), (request_id, token), deadline, True)
-
-    def renew(
-        self, host: str, port: int, engine_id: str, request_id: str, token: int, deadline: float
-    ) -> None:
-        """Renew a lease of ``engine_id`` once. The first renewal claims it."""
-        self._thread.call(self._add, (host, port, engine_id), (request_id, token), deadline, False)
+    def renew(self, ticket: Ticket, deadline: float) -> None:
+        """Renew a ticket's lease once. The first renewal claims it."""
+        self._thread.call(self._add, ticket, deadline, False)
 
     def answers(self) -> list[LeaseAnswer]:
         """Return what prefill engines have answered to renewals since the last call."""
@@ -112,9 +106,11 @@ class LeaseClient:
 
     # From here on: the loop's thread only.
 
-    def _add(self, address: Address, key: LeaseKey, deadline: float, release: bool) -> None:
+    def _add(self, ticket: Ticket, deadline: float, release: bool) -> None:
         if sum(map(len, self._outboxes.values())) >= MAX_PENDING:
             return
+        address = ticket.host, ticket.port, ticket.engine_id
+        key = ticket.request_id, ticket.token
         outbox = self._outboxes.setdefault(address, _Outbox())
         if release:
             outbox.renewals.pop(key, None)

@@ -116,7 +116,7 @@ class PeerBook:
         self, engine_id: str, shape: EngineShape, rank: tuple[int, int], tls: Tls | None = None
     ) -> None:
         self.on_gone: OnGone | None = None
-        self._me = handshake.Introduction(engine_id, shape)
+        self._me = handshake.introduction(engine_id, shape)
         self._tls = tls
         self._asks_often = rank == FIRST_RANK
         self._thread = LoopThread("pdcluster-peers")

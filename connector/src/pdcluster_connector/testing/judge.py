@@ -5,9 +5,7 @@ bytes that are not the request's own. :class:`Judge` counts what it saw, in one 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any
 
 from pdcluster_connector.testing.engines import DecodeEngine, Fetch
 
@@ -64,34 +62,6 @@ class Judge:
         self.count(situation, verdict, reason)
         if fetch.ended and not lost:
             engine.forget(request_id)
-        return verdict
-
-    def judge_answer(
-        self,
-        situation: str,
-        tokens: Sequence[int],
-        history: Sequence[int],
-        path: Mapping[str, Any],
-        *,
-        ended_with_error: bool,
-    ) -> Verdict:
-        """Judge a real engine's answer by the tokens that a single engine gives.
-
-        Args:
-            situation: what the request is counted under.
-            tokens: what the engine answered.
-            history: what a single engine answers to the same prompt.
-            path: the answer's ``kv_path``; empty where it has none.
-            ended_with_error: the client got an error.
-        """
-        if ended_with_error:
-            verdict = Verdict.WRONG if tokens else Verdict.FAILED
-        elif list(tokens) != list(history):
-            verdict = Verdict.WRONG
-        else:
-            moved = path.get("outcome") == "transferred"
-            verdict = Verdict.RIGHT if moved else Verdict.RECOMPUTED
-        self.count(situation, verdict, str(path.get("reason", "")))
         return verdict
 
     def count(self, situation: str, verdict: Verdict, reason: str = "") -> None:

@@ -193,7 +193,7 @@ class Connections:
             AgentSurvivedError: nothing was changed, and its transfers may still write.
         """
         if final:
-            self.probing.refuse(failure)
+            self.probing.over = failure
         try:
             if self._agent is not None:
                 self._agent.destroy()
@@ -218,10 +218,11 @@ class Connections:
     def shake_hands(self, job: Job) -> None:
         """Ask for a handshake; its answer comes to :meth:`answered`."""
         ticket = job.request.ticket
-        host, port = ticket.side_channel
         done = partial(self._answer, job)
         machine = job.machine  # its lease is renewed while the peer takes its time
-        self._peers.connect(ticket.engine_id, host, port, lambda: machine.deadline, done)
+        self._peers.connect(
+            ticket.engine_id, ticket.host, ticket.port, lambda: machine.deadline, done
+        )
 
     def answered(self, job: Job, answer: EngineMetadata | Failure) -> None:
         """Take in how a handshake ended."""

@@ -19,7 +19,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import Indices, MemoryRange
 from pdcluster_connector.nixl_io.probe_memory import HostMemory, ProbeMemory
 from pdcluster_connector.nixl_io.reading_agent import Connection
-from pdcluster_connector.nixl_io.serving_agent import WORD_BYTES
+from pdcluster_connector.nixl_io.serving_agent import WORD_BYTES, one_row
 from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
 from pdcluster_connector.plan.request import plan_request
@@ -195,7 +195,7 @@ class Slots:
     def rows(self) -> Rows:
         """Return the descriptor list of all slots; a slot is the index of its descriptor."""
         whole, size = self._buffer.memory, self._size
-        return np.array([[whole.address, size, whole.device, size, self._count]], np.uint64)
+        return one_row(whole.address, size, whole.device, self._count)
 
     def reset(self) -> None:
         """Take all slots back: the agent that could write into them is destroyed."""

@@ -56,29 +56,27 @@ class ProbeRun:
 
     def __init__(
         self,
+        probing: Probing,
         agent: ReadingAgent,
         connection: Connection,
-        slots: Slots,
-        *,
         size: int,
-        seconds: float,
-        clock: Callable[[], float],
         done: Callable[[Connection, ProbeResult], None],
+        *,
         check: bool = False,
     ) -> None:
         self.connection = connection
         self.check = check
         self.reported = False
-        self.deadline = clock() + seconds
-        self._seconds = seconds
+        self._seconds = probing.options.check_seconds if check else probing.options.probe_seconds
+        self._clock = probing.clock
+        self.deadline = self._clock() + self._seconds
         self._reading: Source | None = None
         self._since = 0.0  # when the present source's read began
         self._agent = agent
-        self._slots = slots
+        self._slots = probing.scratch[size]
         self._size = size
-        self._clock = clock
         self._done = done
-        self._slot = slots.take()
+        self._slot = self._slots.take()
         self._probes: list[SourceProbe] = []
         self._stuck = False
         self._steps = self._run()
@@ -205,6 +203,7 @@ class Probing:
         scratch: the memory that they read into, by the size of a slot.
         runs: reads that have to be polled.
         waiting: probes that wait for their turn.
+        over: the answer to all further probes and checks; None while there may be any.
     """
 
     def __init__(
@@ -215,8 +214,8 @@ class Probing:
         memory: ProbeMemory,
     ) -> None:
         self._connections = connections
-        self._options = options
-        self._clock = clock
+        self.options = options
+        self.clock = clock
         self.scratch = {
             serving_agent.WARM_UP_BYTES: Slots(serving_agent.WARM_UP_BYTES, WARM_UP_SLOTS, memory),
             serving_agent.PROBE_BYTES: Slots(serving_agent.PROBE_BYTES, PROBE_SLOTS, memory),
@@ -224,7 +223,7 @@ class Probing:
         self.runs: list[ProbeRun] = []
         self.waiting: dict[Future[ProbeResult], EngineMetadata] = {}
         self._probe: _Probe | None = None  # the one under way
-        self._over: Failure | None = None
+        self.over: Failure | None = None
 
     @property
     def hanging_since(self) -> float | None:
@@ -239,8 +238,8 @@ class Probing:
 
     def probe(self, metadata: EngineMetadata, future: Future[ProbeResult]) -> None:
         """Probe a peer when its turn comes. Probes run one at a time, or they would be slower."""
-        if self._over is not None:
-            answer(future, ProbeResult(metadata.engine_id, (), self._over))
+        if self.over is not None:
+            answer(future, ProbeResult(metadata.engine_id, (), self.over))
         elif len(self.waiting) >= MAX_PROBES:
             answer(future, _no_probe(metadata, "too many probes are waiting"))
         else:
@@ -262,8 +261,8 @@ class Probing:
         If there is no connection, because the agent was destroyed, it is opened. Its warm-up then
         shows the same.
         """
-        if self._over is not None:
-            answer(future, ProbeResult(metadata.engine_id, (), self._over))
+        if self.over is not None:
+            answer(future, ProbeResult(metadata.engine_id, (), self.over))
             return
         try:
             connection = self._connections.open(metadata)
@@ -311,10 +310,6 @@ class Probing:
         while final and self.waiting:
             future, metadata = self.waiting.popitem()
             answer(future, ProbeResult(metadata.engine_id, (), failure))
-
-    def refuse(self, failure: Failure) -> None:
-        """Answer all further probes and checks with ``failure``."""
-        self._over = failure
 
     def _next_probe(self) -> bool:
         """Begin what can begin of the probes that wait; return whether to come back soon.
@@ -368,16 +363,7 @@ class Probing:
         *,
         check: bool = False,
     ) -> ProbeRun:
-        run = ProbeRun(
-            self._connections.agent,
-            connection,
-            self.scratch[size],
-            size=size,
-            seconds=self._options.check_seconds if check else self._options.probe_seconds,
-            clock=self._clock,
-            done=done,
-            check=check,
-        )
+        run = ProbeRun(self, self._connections.agent, connection, size, done, check=check)
         self.runs.append(run)
         return run
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec.structs import replace
+
 from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.protocol.addresses import url
 from pdcluster_connector.protocol.engine_id import EngineId
@@ -104,13 +106,16 @@ class Readiness:
         self, engine: EngineId, role: str, command: EngineCommand, versions: Mapping[str, str]
     ) -> None:
         self.engine = engine
-        self.role = role
-        self.versions = dict(versions)
-        self.data_parallel_size = command.data
-        # Other pods use the API and the side channel. If the API binds every address, the side
-        # channel's address is the one that they know.
-        self.api = url(reachable(command.host, command.side_channel_host), command.port)
-        self.side_channel = f"{command.side_channel_host}:{command.side_channel_port}"
+        self._report = EngineReport(
+            engine=engine.logical,
+            role=role,
+            versions=dict(versions),
+            side_channel=f"{command.side_channel_host}:{command.side_channel_port}",
+            data_parallel_size=command.data,
+            # Other pods use the API and the side channel. If the API binds every address, the side
+            # channel's address is the one that they know.
+            api=url(reachable(command.host, command.side_channel_host), command.port),
+        )
         self.routed = False
         self._lock = threading.Lock()
         self._progress = Progress(EngineState.STARTING, "starting vLLM")
@@ -167,17 +172,13 @@ class Readiness:
             certificate_expires: in seconds since the epoch; None without a certificate.
         """
         progress = self._progress
-        return EngineReport(
-            ready=progress.state is EngineState.READY,
+        return replace(
+            self._report,
+            ready=self.ready,
             engine=self.engine.logical,
             engine_id=self.engine.engine,
-            role=self.role,
             state=progress.state,
             message=progress.message,
-            versions=self.versions,
-            side_channel=self.side_channel,
-            data_parallel_size=self.data_parallel_size,
-            api=self.api,
             routed=self.routed,
             certificate_expires=certificate_expires,
         )

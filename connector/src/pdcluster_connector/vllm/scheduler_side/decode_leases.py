@@ -129,7 +129,7 @@ class DecodeLeases:
         while len(self._spent) > MAX_SPENT:
             self._spent.popitem(last=False)
         deadline = self._clock() + self._lease_seconds
-        self._leases.release(*_address(ticket), ticket.request_id, ticket.token, deadline)
+        self._leases.release(ticket, deadline)
 
     def hear(self) -> None:
         """Take in what prefill engines have answered."""
@@ -174,12 +174,8 @@ class DecodeLeases:
         ticket, period = lease.ticket, lease.seconds / RENEWALS_PER_LEASE
         lease.renew_at = self._clock() + period
         if lease.lost is None and not self.is_spent(ticket):
-            self._leases.renew(*_address(ticket), ticket.request_id, ticket.token, lease.renew_at)
+            self._leases.renew(ticket, lease.renew_at)
 
 
 def _key(ticket: Ticket) -> _Key:
     return ticket.engine_id, ticket.request_id, ticket.token
-
-
-def _address(ticket: Ticket) -> tuple[str, int, str]:
-    return ticket.host, ticket.port, ticket.engine_id
