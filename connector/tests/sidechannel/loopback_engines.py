@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pdcluster_connector.compat.shape import EngineShape, LayerKind, LayerShape, Memory
-from pdcluster_connector.nixl_io.reading_agent import ProbeResult, SourceProbe
+from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
@@ -48,7 +48,7 @@ def shards_of(engine_id: str) -> tuple[m.ShardMetadata, ...]:
 
 def probed(failure: Failure | None = None, notice: str = "") -> ProbeResult:
     """What a probe gave that read 64 KiB with 2 GiB/s."""
-    return ProbeResult(PREFILL, (SourceProbe((0, 0), 1 << 16, 2.0**-15),), failure, notice)
+    return ProbeResult(failure, 1 << 16, 2.0**-15, notice)
 
 
 class HeardServer(SideChannelServer):

@@ -149,7 +149,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     def session() -> aiohttp.ClientSession:
         return aiohttp.ClientSession(connector=aiohttp.UnixConnector(path))
 
-    monkeypatch.setattr(link_health, "client_session", session)
+    monkeypatch.setattr(link_health.handshake, "client_session", session)
 
     async def played(launcher: Launcher, story: Callable[[], Awaitable[None]]) -> None:
         runner = await launcher.serve(path)

@@ -126,7 +126,7 @@ def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
 
     def told(peer: Peer, story: Story, entry: links.PeerEntry = ENTRY, data_rank: int = 0) -> Kept:
         async def play() -> Kept:
-            monkeypatch.setattr(module, "ask_health", peer.ask_health)
+            monkeypatch.setattr(module.handshake, "ask_health", peer.ask_health)
             clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
             monkeypatch.setattr(module, "time", clock)
             kept = Kept(module, peer, entry, data_rank)

@@ -69,7 +69,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
 
         async def run() -> None:
             monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=now))
-            monkeypatch.setattr(peers, "shake_hands", asked.shake_hands)
+            monkeypatch.setattr(peers.handshake, "shake_hands", asked.shake_hands)
             monkeypatch.setattr(book, "_thread", Here())
             monkeypatch.setattr(book, "_session", object())
             await story(asked)

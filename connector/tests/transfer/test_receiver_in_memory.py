@@ -675,7 +675,6 @@ def test_more_requests_than_allowed_are_refused_by_name() -> None:
 def test_a_probe_reads_every_shard_whole(two: Rig) -> None:
     result = two.decode.receiver.probe(two.prefill.metadata).result(timeout=60)
     assert result.failure is None
-    assert [source.rank for source in result.sources] == [(0, 0), (0, 1)]
     assert result.nbytes == 2 * PROBE_BYTES
     assert result.bytes_per_second > 0
 
@@ -686,7 +685,7 @@ def test_a_probe_finds_a_wrong_byte_at_the_end(two: Rig) -> None:
     assert result.failure is not None
     assert result.failure.reason is Reason.PROBE_CORRUPTED
     assert f"offset {PROBE_BYTES - 1}" in result.failure.message
-    assert [source.rank for source in result.sources] == [(0, 0)]
+    assert result.nbytes == PROBE_BYTES, "the first shard is right"
     two.works("kv", seed=1)
 
 
@@ -713,7 +712,7 @@ def test_a_check_of_an_idle_link_reads_one_page_a_shard(two: Rig) -> None:
     posted = two.fabric.posted
     result = two.decode.receiver.probe(two.prefill.metadata, check=True).result(timeout=60)
     assert result.failure is None
-    assert [source.nbytes for source in result.sources] == [4096, 4096]
+    assert result.nbytes == 2 * 4096
     assert two.fabric.posted == posted + 2
 
 
@@ -721,7 +720,7 @@ def test_a_check_of_a_link_over_which_kv_has_just_come_reads_nothing(two: Rig) -
     two.works("before", seed=1)
     posted = two.fabric.posted
     result = two.decode.receiver.probe(two.prefill.metadata, check=True).result(timeout=60)
-    assert (result.failure, result.sources) == (None, ())
+    assert (result.failure, result.nbytes) == (None, 0)
     assert two.fabric.posted == posted
 
 

@@ -103,40 +103,25 @@ class Connection:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceProbe:
-    """What reading one prefill shard's probe region gave; ``seconds`` from post to done."""
-
-    rank: tuple[int, int]
-    nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """A probe of one peer, shard by shard.
+    """A probe of one peer, whose shards are read one after the other.
 
     Attributes:
-        engine_id: the peer's incarnation.
-        sources: the shards that were read and found right, in the plan's order.
         failure: why the probe ended early; None when all shards were right.
+        nbytes: bytes that were read and found right, over all shards.
+        seconds: from post to done, over all shards.
         notice: what makes the link slow though it works.
     """
 
-    engine_id: str
-    sources: tuple[SourceProbe, ...]
-    failure: Failure | None = None
+    failure: Failure | None
+    nbytes: int = 0
+    seconds: float = 0.0
     notice: str = ""
 
     @property
-    def nbytes(self) -> int:
-        """Return the bytes read over all shards."""
-        return sum(source.nbytes for source in self.sources)
-
-    @property
     def bytes_per_second(self) -> float:
-        """Return the bandwidth over all shards, which are read one after the other."""
-        seconds = sum(source.seconds for source in self.sources)
-        return self.nbytes / seconds if seconds > 0 else 0.0
+        """Return the bandwidth; 0 when nothing was read."""
+        return self.nbytes / self.seconds if self.seconds > 0 else 0.0
 
 
 class ReadingAgent:

@@ -58,11 +58,6 @@ class LeaseWordTable:
         """Return the range to register."""
         return MemoryRange(self._words.ctypes.data, self._words.nbytes)
 
-    @property
-    def place(self) -> LeaseWords:
-        """Return what peers need to read the words."""
-        return LeaseWords(address=self._words.ctypes.data, slots=len(self._words))
-
     def write(self, words: Mapping[int, int]) -> None:
         """Write words by slot."""
         for slot, word in words.items():
@@ -113,6 +108,7 @@ class ServingAgent:
         """Fill the probe buffer for ``engine_id``. Return what peers need for reads from here."""
         probe = self._probe.memory
         self._probe.write(pattern(engine_id, rank, probe.length))
+        words = self.lease_words.memory
         return ShardMetadata(
             engine_id=engine_id,
             rank=rank,
@@ -125,7 +121,7 @@ class ServingAgent:
                 device=probe.device,
                 memory=probe.memory,
             ),
-            lease_words=self.lease_words.place,
+            lease_words=LeaseWords(words.address, words.length // WORD_BYTES),
             seams=self._seams,
         )
 

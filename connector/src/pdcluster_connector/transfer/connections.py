@@ -112,7 +112,7 @@ class Connections:
             for engine_id, connection in self.by_engine.items():
                 if connection.broken is None and parse_engine_id(engine_id).succeeds(checked):
                     failure = _replaced(metadata.engine_id, engine_id)
-                    answer(future, ProbeResult(metadata.engine_id, (), failure))
+                    answer(future, ProbeResult(failure))
                     return
         self.probing.check(metadata, future)
 

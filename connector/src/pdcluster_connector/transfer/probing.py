@@ -20,7 +20,6 @@ from pdcluster_connector.nixl_io.reading_agent import (
     ProbeResult,
     ReadingAgent,
     Source,
-    SourceProbe,
 )
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
@@ -77,7 +76,7 @@ class ProbeRun:
         self._size = size
         self._done = done
         self._slot = self._slots.take()
-        self._probes: list[SourceProbe] = []
+        self._read_bytes, self._read_seconds = 0, 0.0
         self._stuck = False
         self._steps = self._run()
         connection.transfers += 1
@@ -124,9 +123,8 @@ class ProbeRun:
         """Pass the result on. Later calls do nothing."""
         if not self.reported:
             self.reported = True
-            connection, probes = self.connection, tuple(self._probes)
-            result = ProbeResult(connection.engine_id, probes, failure, connection.notice)
-            self._done(connection, result)
+            read = self._read_bytes, self._read_seconds
+            self._done(self.connection, ProbeResult(failure, *read, self.connection.notice))
 
     def _run(self) -> Iterator[None]:
         if self._slot is None:
@@ -176,7 +174,8 @@ class ProbeRun:
         expected = serving_agent.pattern(self.connection.engine_id, source.rank, length)
         wrong = serving_agent.describe_difference(expected, found, source.rank)
         if wrong is None:
-            self._probes.append(SourceProbe(source.rank, length, seconds))
+            self._read_bytes += length
+            self._read_seconds += seconds
         else:
             self.report(Failure(Reason.PROBE_CORRUPTED, wrong))
 
@@ -239,9 +238,9 @@ class Probing:
     def probe(self, metadata: EngineMetadata, future: Future[ProbeResult]) -> None:
         """Probe a peer when its turn comes. Probes run one at a time, or they would be slower."""
         if self.over is not None:
-            answer(future, ProbeResult(metadata.engine_id, (), self.over))
+            answer(future, ProbeResult(self.over))
         elif len(self.waiting) >= MAX_PROBES:
-            answer(future, _no_probe(metadata, "too many probes are waiting"))
+            answer(future, _no_probe("too many probes are waiting"))
         else:
             self.waiting[future] = metadata
 
@@ -253,7 +252,7 @@ class Probing:
         for future, metadata in list(self.waiting.items()):
             if metadata.engine_id == engine_id:
                 del self.waiting[future]
-                answer(future, ProbeResult(engine_id, (), failure))
+                answer(future, ProbeResult(failure))
 
     def check(self, metadata: EngineMetadata, future: Future[ProbeResult]) -> None:
         """Check with a small read that a connection still carries data.
@@ -262,18 +261,18 @@ class Probing:
         shows the same.
         """
         if self.over is not None:
-            answer(future, ProbeResult(metadata.engine_id, (), self.over))
+            answer(future, ProbeResult(self.over))
             return
         try:
             connection = self._connections.open(metadata)
             if connection.broken is not None or connection.waiting is not None:
-                answer(future, ProbeResult(metadata.engine_id, (), connection.broken))
+                answer(future, ProbeResult(connection.broken))
             else:
                 self._start(
                     connection, serving_agent.WARM_UP_BYTES, self._answering(future), check=True
                 )
         except Exception as error:  # noqa: BLE001 - one check fails, whatever the cause
-            answer(future, _no_probe(metadata, f"{type(error).__name__}: {error}"))
+            answer(future, _no_probe(f"{type(error).__name__}: {error}"))
 
     def step(self) -> bool:
         """Go on with all runs; return whether to come back soon."""
@@ -308,8 +307,7 @@ class Probing:
         for slots in self.scratch.values():
             slots.reset()
         while final and self.waiting:
-            future, metadata = self.waiting.popitem()
-            answer(future, ProbeResult(metadata.engine_id, (), failure))
+            answer(self.waiting.popitem()[0], ProbeResult(failure))
 
     def _next_probe(self) -> bool:
         """Begin what can begin of the probes that wait; return whether to come back soon.
@@ -332,7 +330,7 @@ class Probing:
                     continue
                 del self.waiting[future]
                 if connection.broken is not None:
-                    answer(future, ProbeResult(metadata.engine_id, (), connection.broken))
+                    answer(future, ProbeResult(connection.broken))
                 else:
                     run = self._start(
                         connection, serving_agent.PROBE_BYTES, self._answering(future)
@@ -340,7 +338,7 @@ class Probing:
                     self._probe = _Probe(run, future)
             except Exception as error:  # noqa: BLE001 - one probe fails, whatever the cause
                 self.waiting.pop(future, None)
-                answer(future, _no_probe(metadata, f"{type(error).__name__}: {error}"))
+                answer(future, _no_probe(f"{type(error).__name__}: {error}"))
             return True
         return False
 
@@ -368,8 +366,8 @@ class Probing:
         return run
 
 
-def _no_probe(metadata: EngineMetadata, message: str) -> ProbeResult:
-    return ProbeResult(metadata.engine_id, (), Failure(Reason.BACKEND_ERROR, message))
+def _no_probe(message: str) -> ProbeResult:
+    return ProbeResult(Failure(Reason.BACKEND_ERROR, message))
 
 
 def answer(future: Future[ProbeResult], result: ProbeResult) -> None:
