@@ -133,7 +133,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
         await asyncio.sleep(1e6)
         return TryAgain("")
 
-    monkeypatch.setattr("pdcluster_connector.link_health.ask_health", nobody)
+    monkeypatch.setattr("pdcluster_connector.sidechannel.handshake.ask_health", nobody)
     return launcher
 
 
