@@ -15,11 +15,12 @@ from pdcluster_operator.plan.namespace_lease import (
     LONGEST_SECONDS,
     SHORTEST_SECONDS,
     Holding,
-    Term,
+    act_seconds,
     holding_of,
     lease_manifest,
     lease_name,
     may_hold,
+    renew_seconds,
     term_of,
 )
 from pdcluster_operator.runtime.control_loop import ControlLoop
@@ -211,7 +212,7 @@ async def test_a_holder_that_cannot_renew_stops_before_another_may_begin() -> No
     one = Process(server, "one")
     await until(one.holds)
     server.down = True
-    one.now += Term().act_seconds - 1
+    one.now += act_seconds(SHORTEST_SECONDS) - 1
     assert one.holds()
     one.now += 2
     assert not one.holds()
@@ -224,7 +225,7 @@ async def test_a_holder_that_cannot_renew_stops_before_another_may_begin() -> No
 async def test_a_shorter_term_holds_although_the_answer_to_its_write_is_lost() -> None:
     server = Server()
     one, two = Process(server, "one"), Process(server, "two")
-    terms = [Term(LONGEST_SECONDS)]
+    terms = [LONGEST_SECONDS]
     one.leases._term = lambda: terms[-1]  # type: ignore[method-assign]
     await until(one.holds)
 
@@ -249,7 +250,7 @@ async def test_a_shorter_term_holds_although_the_answer_to_its_write_is_lost() -
 
     mute = Mute()
     one.now = two.now = LONGEST_SECONDS / 3
-    terms.append(Term(SHORTEST_SECONDS))
+    terms.append(SHORTEST_SECONDS)
     one.leases._client = mute  # type: ignore[assignment]
     await until(lambda: mute.written)
     two.holds()
@@ -284,13 +285,13 @@ async def test_a_process_with_many_namespaces_renews_less_often() -> None:
 @pytest.mark.parametrize("leases", [0, 1, 10, 11, 30, 40, 1_000])
 def test_the_term_grows_until_there_is_a_renewal_a_second(leases: int) -> None:
     term = term_of(leases)
-    assert SHORTEST_SECONDS <= term.seconds <= LONGEST_SECONDS
-    assert term.renew_seconds * 2 <= term.act_seconds + 0.01, (
+    assert SHORTEST_SECONDS <= term <= LONGEST_SECONDS
+    assert renew_seconds(term) * 2 <= act_seconds(term) + 0.01, (
         "a renewal that fails has a second try"
     )
-    assert term.seconds - term.act_seconds >= 10, "seconds between two holders"
-    if term.seconds < LONGEST_SECONDS:
-        assert leases / term.renew_seconds <= 1.0
+    assert term - act_seconds(term) >= 10, "seconds between two holders"
+    if term < LONGEST_SECONDS:
+        assert leases / renew_seconds(term) <= 1.0
 
 
 async def test_what_was_left_while_a_renewal_was_slow_is_looked_at() -> None:
@@ -308,7 +309,7 @@ async def test_what_was_left_while_a_renewal_was_slow_is_looked_at() -> None:
     async def late(manifest: Mapping[str, Any]) -> None:
         server.write_lease = slowly  # type: ignore[method-assign]
         await write(manifest)
-        one.now += Term().act_seconds - 1
+        one.now += act_seconds(SHORTEST_SECONDS) - 1
 
     server.write_lease = late  # type: ignore[method-assign]
     await until(lambda: one.woken == ["ns", "ns"])

@@ -28,34 +28,24 @@ def belongs_to(cluster: Manifest, operator_class: str | None) -> bool:
     return operator_class is None or bool(asked == operator_class)
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
-    """For how long a Lease is held.
-
-    Attributes:
-        seconds: for how long a holder that renews no more keeps others away.
-    """
-
-    seconds: int = SHORTEST_SECONDS
-
-    @property
-    def act_seconds(self) -> float:
-        """For how long after a renewal a holder acts. It stops well before another may begin."""
-        return self.seconds * 2 / 3
-
-    @property
-    def renew_seconds(self) -> float:
-        """The time between two renewals."""
-        return self.seconds / 3
+def act_seconds(term: int) -> float:
+    """Return for how long after a renewal a holder acts, which is well before another may begin."""
+    return term * 2 / 3
 
 
-def term_of(leases: int) -> Term:
-    """Return the term of each Lease of a process that holds so many.
+def renew_seconds(term: int) -> float:
+    """Return the time between two renewals."""
+    return term / 3
 
-    With the shortest term, a thousand namespaces were 100 renewals a second.
+
+def term_of(leases: int) -> int:
+    """Return for how many seconds each Lease is held by a process that holds so many.
+
+    A holder that renews no more keeps others away for so long. With the shortest term, a thousand
+    namespaces were 100 renewals a second.
     """
     wanted = math.ceil(3 * leases / RENEWALS_PER_SECOND)
-    return Term(min(max(wanted, SHORTEST_SECONDS), LONGEST_SECONDS))
+    return min(max(wanted, SHORTEST_SECONDS), LONGEST_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +87,7 @@ def lease_manifest(
     name: str,
     me: str,
     now: float,
-    term: Term = Term(),
+    term: int = SHORTEST_SECONDS,
 ) -> dict[str, Any]:
     """Return the Lease to write, over ``live``, which the API server compares by version.
 
@@ -117,7 +107,7 @@ def lease_manifest(
         "metadata": metadata,
         "spec": {
             "holderIdentity": me,
-            "leaseDurationSeconds": term.seconds if me else 1,
+            "leaseDurationSeconds": term if me else 1,
             "acquireTime": before if before and held.holder == me else moment,
             "renewTime": moment,
             "leaseTransitions": held.transitions + (me != "" and held.holder not in ("", me)),

@@ -92,7 +92,7 @@ class NamespaceLeases:
             except Exception:  # its PDClusters would be left to nobody for ever
                 log.exception("the Lease of namespace %s cannot be read", claim.namespace)
             held = self._clock() < claim.until
-            renew = self._renew or self._term().renew_seconds
+            renew = self._renew or namespace_lease.renew_seconds(self._term())
             await asyncio.sleep(renew if held else self._retry)
             if not self._needed(claim.namespace):
                 # If a PDCluster is created meanwhile, the loop goes on: nobody reconciles it yet.
@@ -121,11 +121,11 @@ class NamespaceLeases:
             return
         term = self._term()
         # If only the answer of this write is lost, others may act after the new term.
-        claim.until = min(claim.until, began + term.act_seconds)
+        claim.until = min(claim.until, began + namespace_lease.act_seconds(term))
         await self._write(claim, live, self._me, term)
-        claim.held = namespace_lease.Holding(self._me, term.seconds)
+        claim.held = namespace_lease.Holding(self._me, term)
         had = self._clock() < claim.until  # a slow renewal may have come too late
-        claim.until, claim.other = began + term.act_seconds, ""
+        claim.until, claim.other = began + namespace_lease.act_seconds(term), ""
         if not had:
             log.info("namespace %s: this operator works on its PDClusters now", claim.namespace)
             self._acquired(claim.namespace)
@@ -139,12 +139,10 @@ class NamespaceLeases:
         except ApiError as error:
             log.warning("the Lease of namespace %s is not given back: %s", claim.namespace, error)
 
-    def _term(self) -> namespace_lease.Term:
+    def _term(self) -> int:
         return namespace_lease.term_of(len(self._claims))
 
-    async def _write(
-        self, claim: _Claim, live: Manifest | None, holder: str, term: namespace_lease.Term
-    ) -> None:
+    async def _write(self, claim: _Claim, live: Manifest | None, holder: str, term: int) -> None:
         lease = namespace_lease.lease_manifest(
             live, claim.namespace, self._name, holder, time.time(), term
         )
