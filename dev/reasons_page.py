@@ -34,8 +34,11 @@ mean.
 
 def families() -> dict[str, list[str]]:
     """Return every reason, by the part of the product that it belongs to."""
-    calls = re.compile(r'(?:ApiError|super\(\).__init__)\(\s*"([A-Z]\w+)"')
-    failed = {n for path in OPERATOR.rglob("*.py") for n in calls.findall(path.read_text())}
+    named = re.compile(
+        r'ApiError\(\s*"([A-Z]\w+)"|^class (\w+)\((?:\w+\.)?NamedError\):', re.MULTILINE
+    )
+    found = (one for path in OPERATOR.rglob("*.py") for one in named.findall(path.read_text()))
+    failed = {call or error for call, error in found}
     refused = OPERATOR / "plan/name_conflicts.py"
     failed |= set(re.findall(r'^[A-Z_]+ = "([A-Z]\w+)"', refused.read_text(), re.MULTILINE))
     return {
