@@ -104,14 +104,15 @@ class OperatorProcess:
             return None if known else "objects are not listed yet"
 
         await serve_pages(stack, options, readiness, metrics)
-        client, renewing = [
+        client, watching, renewing = [
             await stack.enter_async_context(
                 KubeClient(
                     await kubeconfig.find_configuration(), metrics.called, connections=number
                 )
             )
-            # A pause after a 429 holds for all calls of a client, and no renewal waits for it.
-            for number in (0, RENEWALS_AT_ONCE)
+            # A pause after a 429 holds for all calls of a client. A webhook that answers 429 to
+            # every write into a namespace must delay no watch there, and no renewal.
+            for number in (0, 0, RENEWALS_AT_ONCE)
         ]
         connector = await asyncio.to_thread(build_connector)
         if options.authority is None:
@@ -155,7 +156,7 @@ class OperatorProcess:
         metrics.loop = loop
         elsewhere = PDCLUSTER, PREFILL_SCALER
         reflectors = self._reflectors = Reflectors(
-            client, loop, options.namespaces, options.sweep_seconds, elsewhere
+            watching, loop, options.namespaces, options.sweep_seconds, elsewhere
         )
         stack.push_async_callback(leases.stop)  # after the loop has stopped
         stack.push_async_callback(loop.stop)
