@@ -30,7 +30,7 @@ from pdcluster_operator.plan.rollout.revisions import (
     why_replaced,
     with_spec_of_engines,
 )
-from pdcluster_operator.plan.types import Apply, ConnectorBundle, TryOut
+from pdcluster_operator.plan.types import Apply, ConnectorBundle, Delete, TryOut
 
 NEWER = ConnectorBundle("d" * 64, b"newer")
 OLD_CONNECTOR = "pdcluster-connector-c0ffee0000000000"
@@ -248,7 +248,63 @@ def test_history_is_pruned_and_mounts_no_connector_then() -> None:
     }
 
 
-def test_engines_of_a_spec_that_the_older_operator_had_not_seen_are_not_adopted() -> None:
+def test_a_revision_that_somebody_deleted_is_made_again_from_its_engines() -> None:
+    """The operator was upgraded since. What it renders today would replace them."""
+    world = up()
+    for name in named(world, "ControllerRevision"):
+        del world.children["ControllerRevision", name]
+    engines = copy.deepcopy({k: v for k, v in world.children.items() if k[0] == "StatefulSet"})
+    for engine in engines.values():
+        # An API server says all defaults.
+        engine["spec"]["template"]["spec"]["restartPolicy"] = "Always"
+        engine["spec"]["template"]["metadata"]["creationTimestamp"] = None
+    world.children |= copy.deepcopy(engines)
+    world.connector = NEWER
+    plan = world.settle()
+    assert not [step for step in plan.steps if isinstance(step, Delete)]
+    assert named(world, "ControllerRevision") == {
+        name.rpartition("-")[0] for name in named(world, "StatefulSet")
+    }
+    for key, engine in engines.items():
+        now = world.children[key]["spec"]["template"]["spec"]
+        assert now == engine["spec"]["template"]["spec"]
+    world.edit(decode=ONE_VARIABLE)  # stored again, it is like any other
+    roll(world)
+    assert world.condition("Ready")["status"] == "True"
+
+
+def test_a_revision_from_engines_says_what_they_were_made_from() -> None:
+    """Further engines of it have as many pods, the same connector and the same partners."""
+    world = up(prefill={"parallelism": {"tensor": 2, "nodes": 2}})
+    before = {one.role: one for one in stored_revisions(world.observed())}
+    for name in named(world, "ControllerRevision"):
+        del world.children["ControllerRevision", name]
+    world.connector = NEWER
+    steps = world.step().steps
+    assert {step.manifest["kind"] for step in steps} == {"ControllerRevision"}
+    after = {one.role: one for one in stored_revisions(world.observed())}
+    for role, one in before.items():
+        assert replace(one, connector=one.connector[:16]) == after[role]
+
+
+@pytest.mark.parametrize(
+    ("reason", "again"),
+    [("Ready", True), ("EngineFailed", True), ("Paused", False), ("Replacing", False)],
+)
+def test_engines_that_were_to_be_replaced_were_made_of_another_spec(
+    reason: str, again: bool
+) -> None:
+    """Nothing then says what the engines that run were made from."""
+    world = up()
+    for name in named(world, "ControllerRevision"):
+        del world.children["ControllerRevision", name]
+    world.connector = NEWER
+    world.condition("Ready")["reason"] = reason
+    tried_out = [step for step in world.plan().steps if isinstance(step, TryOut)]
+    assert bool(tried_out) is not again
+
+
+def test_engines_of_a_spec_that_the_operator_had_not_seen_are_replaced() -> None:
     world = up()
     for name in named(world, "ControllerRevision"):
         del world.children["ControllerRevision", name]

@@ -101,6 +101,21 @@ def engine_template(revision: Revision, name: EngineName) -> dict[str, Any]:
     return renamed(revision.template, nobody, name, revision.pairing_key)
 
 
+def template_of_engine(engine: Manifest, name: EngineName) -> dict[str, Any]:
+    """Return the template of a revision from a StatefulSet that was made of it; see above.
+
+    Without the PodGroup that the operator gave it, and an empty field that an API server adds.
+    """
+    live, labels = engine["spec"]["template"], engine["metadata"].get("labels") or {}
+    metadata = {field: value for field, value in live["metadata"].items() if value is not None}
+    pod = dict(live["spec"])
+    if object_names.is_group_of(name, (pod.get("schedulingGroup") or {}).get("podGroupName") or ""):
+        del pod["schedulingGroup"]
+    nobody = nameless(name.namespace, name.cluster, name.role)
+    key = str(labels.get(object_names.PAIRING_LABEL, ""))
+    return renamed({**live, "metadata": metadata, "spec": pod}, name, nobody, key)
+
+
 def in_group(template: dict[str, Any], group: str) -> dict[str, Any]:
     """Return a pod template whose pods are in a PodGroup. Stored templates name none of ours."""
     if not group:

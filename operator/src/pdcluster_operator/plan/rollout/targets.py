@@ -7,13 +7,24 @@ an engine has to come from the user.
 
 A connector's bytes exist only in its ConfigMap, and in the operator that brought it. A revision
 whose connector is gone is used only while its engines exist.
+
+Somebody may delete the ControllerRevisions of engines that run. Then these engines are what is left
+of their revision, and it is made again from them. One that is rendered by today's operator may
+differ, and would replace them for nothing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-from pdcluster_operator.api.object_names import QUEUE_LABEL, EngineName, revision_name
+from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition
+from pdcluster_operator.api.object_names import (
+    PAIRING_LABEL,
+    QUEUE_LABEL,
+    EngineName,
+    connector_name,
+    revision_name,
+)
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.resolve import resolve_engine
@@ -64,13 +75,14 @@ def find_targets(observed: Observed, cluster: Cluster, live: Live) -> Targets:
     """
     spec = revisions.spec_of_engines(observed.cluster)
     stored = revisions.stored_revisions(observed)
-    usable = [one for one in stored if _is_usable(one, observed, live)]
+    known = (*stored, *_of_engines_alone(observed, spec, live, {one.role for one in stored}))
+    usable = [one for one in known if _is_usable(one, observed, live)]
     fits = {role: list(_fitting(usable, observed, cluster, spec, role)) for role in Role}
     chosen = _of_one_key(fits)
     key = next((one.pairing_key for one in chosen.values()), "") or revisions.pairing_key(cluster)
     digest = observed.connector.digest
     wanted = {
-        role: chosen.get(role) or _fresh(cluster, role, key, digest, spec, stored) for role in Role
+        role: chosen.get(role) or _fresh(cluster, role, key, digest, spec, known) for role in Role
     }
     return Targets(wanted, stored)
 
@@ -80,8 +92,9 @@ def what_targets_depend_on(observed: Observed, cluster: Cluster, live: Live) -> 
     kept = tuple(
         child for child in observed.children if child.get("kind") == revisions.REVISION_KIND
     )
-    spec = observed.cluster.get("spec")
-    return cluster, spec, observed.connector.digest, kept, config_maps_seen(observed), live
+    maps, spec = config_maps_seen(observed), observed.cluster.get("spec")
+    settled = _is_settled(observed.cluster)
+    return cluster, spec, observed.connector.digest, kept, maps, settled, live
 
 
 def render(cluster: Cluster, role: Role, key: str, digest: str) -> dict[str, Any]:
@@ -96,14 +109,14 @@ def _fresh(
     key: str,
     digest: str,
     spec: Mapping[str, Any],
-    stored: Iterable[Revision],
+    known: Iterable[Revision],
 ) -> Revision:
-    """Render a revision; return the stored one if it is the same."""
+    """Render a revision; return the known one if it is the same."""
     engine = resolve_engine(cluster, role)
     template = render(cluster, role, key, digest)
     renew = cluster.spec.rollout.renew or ""
     content: Any = {"template": template, "renew": renew} if renew else template
-    same_role = {one.name: one for one in stored if one.role is role}
+    same_role = {one.name: one for one in known if one.role is role}
     name, salt = revisions.short_hash(content), 0
     while (held := same_role.get(name)) is not None:
         if covers(held.template, template) and held.renew == renew:
@@ -170,6 +183,39 @@ def queues_of(live: Live) -> dict[EngineName, str]:
         for found in live.values()
         for name, engine in found.items()
     }
+
+
+def _of_engines_alone(
+    observed: Observed, spec: Mapping[str, Any], live: Live, stored: AbstractSet[Role]
+) -> Iterator[Revision]:
+    """Yield the revision of each role that has engines and no stored revision."""
+    if not _is_settled(observed.cluster):
+        return
+    for role in Role:
+        if role in stored or len({name.revision for name in live[role]}) != 1:
+            continue
+        name, engine = min(live[role].items(), key=lambda item: item[0])
+        template = revisions.template_of_engine(engine, name)
+        mounted, digest = mounted_connector(template), observed.connector.digest
+        if mounted and mounted != connector_name(digest):
+            digest = mounted.rpartition("-")[2]  # no more of it is known
+        yield Revision(
+            role=role,
+            name=name.revision,
+            pairing_key=str((engine["metadata"].get("labels") or {}).get(PAIRING_LABEL, "")),
+            connector=digest,
+            nodes=int(engine["spec"].get("replicas") or 1),
+            template=template,
+            spec=dict(spec),
+        )
+
+
+def _is_settled(cluster: Mapping[str, Any]) -> bool:
+    """Whether the engines that run were made of the present spec, as the last status says."""
+    status = cluster.get("status") or {}
+    seen = status.get("observedGeneration") == cluster["metadata"].get("generation")
+    ready = find_condition(status, ConditionType.READY).get("reason")
+    return seen and ready not in (StatusReason.PAUSED, StatusReason.REPLACING)
 
 
 def forgotten_revisions(
