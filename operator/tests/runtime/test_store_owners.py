@@ -6,9 +6,10 @@ import copy
 from typing import Any
 
 import pytest
-from listing import list_into
+from listing import list_into, loop_lists
 
 from pdcluster_operator.plan.objects import ownership
+from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.interfaces import Key
 from pdcluster_operator.runtime.store import Store
 
@@ -118,6 +119,27 @@ def test_the_pods_of_a_deleted_cluster_are_not_those_of_its_successor() -> None:
     # The clock of another API server may be late.
     store.put(created(thing("Pod", f"{ENGINE}-0", "p2", "StatefulSet", ENGINE, "s2"), 8))
     assert [pod["metadata"]["uid"] for pod in store.pods(KEY)] == ["p2"]
+
+
+@pytest.mark.parametrize("way", ["watch", "list"])
+async def test_a_pod_that_somebody_gives_to_another_cluster_concerns_both(way: str) -> None:
+    """The one that it leaves would count it as its own, up to five minutes, until its resync."""
+    unused: Any = object()
+    loop = ControlLoop(
+        api_server=unused, launchers=unused, events=unused, connector=unused, clock=unused
+    )
+    for manifest in (CLUSTER, STATEFUL_SET, POD):
+        loop.see("ADDED", copy.deepcopy(manifest))
+    woken: set[Key] = set()
+    loop.queue.add = lambda key, **_: woken.add(key)  # type: ignore[method-assign]
+    moved = copy.deepcopy(POD)
+    moved["metadata"]["labels"]["pdcluster.dev/cluster"] = "other"
+    moved["metadata"]["resourceVersion"] = "8"
+    if way == "watch":
+        loop.see("MODIFIED", moved)
+    else:
+        loop_lists(loop, "Pod", [moved])
+    assert woken == {KEY, Key("ns", "other")}
 
 
 def test_reading_one_cluster_costs_no_more_with_many_others(

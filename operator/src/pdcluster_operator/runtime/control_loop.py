@@ -20,7 +20,7 @@ from pdcluster_operator.runtime import interfaces
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.queue import Backoff, KeyedQueue
 from pdcluster_operator.runtime.reconcile import Place, Reconciler
-from pdcluster_operator.runtime.store import CLUSTER_KIND, Manifest, Store
+from pdcluster_operator.runtime.store import CLUSTER_KIND, Manifest, Store, key_of
 
 RESYNC_SECONDS = 300.0
 
@@ -70,10 +70,17 @@ class ControlLoop:
         self.unlisted: frozenset[str] = frozenset()
 
     def see(self, event: str, manifest: Manifest) -> None:
-        """Take in a watch event: ADDED, MODIFIED or DELETED. It queues a cluster if it is news."""
+        """Take in a watch event: ADDED, MODIFIED or DELETED. It queues a cluster if it is news.
+
+        Somebody may change the label by which a pod belongs to a cluster. The cluster that it
+        leaves is queued, too: the pod's StatefulSet cannot make another pod of this name.
+        """
+        before = self.store.held(manifest)
         key = self.store.drop(manifest) if event == "DELETED" else self.store.put(manifest)
         if key is not None:
             self._queue(key, manifest)
+            if before is not None and (left := key_of(before)) not in (None, key):
+                self._queue(left, manifest)
         elif event == "DELETED" and is_shared_connector(manifest):
             self.wake(str(manifest["metadata"]["namespace"]))
 
