@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.engine_id import engine_name
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
+from pdcluster_connector.sidechannel.listening import SideChannelError
 from pdcluster_connector.sidechannel.server import SideChannelServer
 
 LEASE = ("r", 7)
@@ -28,6 +29,15 @@ def answers(leases: LeaseDesk | None = None, role: str = "prefill") -> SideChann
         leases=leases,
         role=role,
     )
+
+
+def test_an_engine_that_no_peer_could_read_does_not_start() -> None:
+    """Each of its links would fail, with a cause that names the peer's connector."""
+    (shard,) = shards_of(PREFILL)[:1]
+    (region,) = shard.regions[:1]
+    unreadable = replace(shard, regions=(replace(region, layer="l" * 513),))
+    with pytest.raises(SideChannelError, match=r"describes its KV: .*length <= 512"):
+        SideChannelServer("127.0.0.1", 0, PREFILL, SHAPE, shards=[unreadable])
 
 
 def asked(oldest: int = 3, newest: int = 3) -> bytes:

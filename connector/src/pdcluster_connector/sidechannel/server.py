@@ -48,6 +48,9 @@ class SideChannelServer:
         tls: serve HTTPS to peers with a certificate; None for plain HTTP.
         allow_insecure: listen on an address that is not loopback, without TLS.
         role: of this engine.
+
+    Raises:
+        SideChannelError: no peer could read what ``shape`` and ``shards`` say.
     """
 
     def __init__(
@@ -77,6 +80,10 @@ class SideChannelServer:
                 shards=tuple(shards),
             )
         )
+        # Nothing has checked the ranks' values yet. Peers would name their own connector as cause.
+        if isinstance(wrong := messages.decode_handshake_reply(self._metadata), Malformed):
+            message = f"peers could not read how this engine describes its KV: {wrong.message}"
+            raise listening.SideChannelError(message)
         self._malformed_messages = 0
         self._tls = tls
         self._allow_insecure = allow_insecure
