@@ -27,6 +27,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.engine_id import role_name
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
+from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.sidechannel import listening
 from pdcluster_connector.sidechannel.handshake import (
     TryAgain,
@@ -192,8 +193,8 @@ def test_leases_need_the_certificate_too(engines: Engines) -> None:
         client = LeaseClient(holder, engines.tls(engine_id))
         client.start()
         engines.closing.append(client.close)
-        soon = time.monotonic() + 30
-        client.release("127.0.0.1", server.port, PREFILL, "request", 7, soon)
+        held = Ticket(PREFILL, "127.0.0.1", server.port, "request", 7, (), 16, 0, b"d" * 16, 0.0)
+        client.release(held, time.monotonic() + 30)
         told.append(("lease", status))
         until(lambda: server.answered == told)
     assert leases.take().released == ["request"]

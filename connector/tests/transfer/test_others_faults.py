@@ -375,7 +375,10 @@ def test_a_probe_that_fails_in_an_unforeseen_way_ends_with_its_agent(
     bench.pass_time(RECENT_SECONDS)
     agents = set(bench.fabric.agents)
     with monkeypatch.context() as patch:
-        patch.setattr("pdcluster_connector.transfer.probing.describe_difference", lambda *_: 1 / 0)
+        patch.setattr(
+            "pdcluster_connector.transfer.probing.serving_agent.describe_difference",
+            lambda *_: 1 / 0,
+        )
         future: Future[ProbeResult] = Future()
         bench.connections.check(prefill.metadata, future)
         bench.turns()
