@@ -116,7 +116,7 @@ class Watched(Generic[Made]):
         """
         with self._lock:
             now = self._clock()
-            if now - self._looked >= LOOK_SECONDS:
+            if not 0 <= now - self._looked < LOOK_SECONDS:  # a clock may be set back
                 self._looked = now
                 self._look()
             return self._made
