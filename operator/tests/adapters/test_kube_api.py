@@ -19,7 +19,7 @@ from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.api.conditions import ConditionType, set_conditions, yes
 from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
-from pdcluster_operator.plan.objects.drift import is_applied
+from pdcluster_operator.plan.objects.drift import is_settled
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.types import (
     Apply,
@@ -92,7 +92,7 @@ async def test_every_child_is_accepted_and_a_second_look_finds_nothing_to_do(rea
         await api.apply(step.manifest)
         _, kept = read(real, step.manifest)
         kept["kind"] = step.manifest["kind"]
-        assert is_applied(kept, step.manifest), step.why
+        assert is_settled(kept, step.manifest, None), step.why
 
 
 async def test_what_is_known_is_written_without_a_look(real, api, live, calls):
@@ -152,7 +152,7 @@ async def test_a_repair_leaves_no_second_owner_of_a_field(real, api, live):
     held["spec"]["ports"][0]["port"] = 9
     assert real.call("PUT", path, held)[0] == 200
     answer = await api.apply(wanted)
-    assert is_applied({**answer, "kind": "Service"}, wanted)
+    assert is_settled({**answer, "kind": "Service"}, wanted, None)
     managers = {one["manager"] for one in read(real, wanted)[1]["metadata"]["managedFields"]}
     assert "pdcluster-operator-repair" not in managers
     assert "pdcluster-operator" in managers

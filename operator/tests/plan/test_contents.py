@@ -5,7 +5,7 @@ from __future__ import annotations
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.plan.objects.contents import MARK, without_contents
-from pdcluster_operator.plan.objects.drift import is_applied, rewrite_of
+from pdcluster_operator.plan.objects.drift import is_settled, rewrite_of
 from pdcluster_operator.plan.types import ConnectorBundle
 
 CONFIG_MAP = {
@@ -21,10 +21,10 @@ def test_hashes_stand_for_contents_and_for_themselves() -> None:
     assert kept["binaryData"]["connector.pyz"].startswith(MARK)
     assert without_contents(kept) == kept
     assert CONFIG_MAP["binaryData"] == {"connector.pyz": "QUJD" * 1000}
-    assert is_applied(kept, CONFIG_MAP)
-    assert is_applied(CONFIG_MAP, kept)
+    assert is_settled(kept, CONFIG_MAP, None)
+    assert is_settled(CONFIG_MAP, kept, None)
     other = {**CONFIG_MAP, "binaryData": {"connector.pyz": "QUJE" * 1000}}
-    assert not is_applied(kept, other)
+    assert not is_settled(kept, other, None)
     assert rewrite_of(kept, CONFIG_MAP) is None
     changed = rewrite_of(without_contents(other), CONFIG_MAP)
     assert changed is not None

@@ -35,7 +35,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for module, name in (
         (planner, "check_manifest"),
-        (drift, "is_applied"),
+        (drift, "rewrite_of"),
         (revisions, "pairing_key"),
         (targets, "build_engine_pod"),
         (engine_objects, "build_engine_statefulset"),

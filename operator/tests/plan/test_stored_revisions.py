@@ -26,7 +26,6 @@ from pdcluster_operator.plan.rollout.revisions import (
     revisions_in,
     spec_of_engines,
     stored_revisions,
-    what_changed,
     why_replaced,
     with_spec_of_engines,
 )
@@ -384,8 +383,9 @@ def test_what_counts_as_a_change_of_an_engine() -> None:
     after = spec_of_engines(manifest(decode=ONE_VARIABLE, router={"replicas": 3}))
     assert "rollout" not in before
     assert "decode" not in before
-    assert what_changed(before, after, Role.DECODE, rekeyed=False) == ["decode.engine.env"]
-    assert what_changed(before, after, Role.PREFILL, rekeyed=False) == []
+    for role, fields in ((Role.DECODE, {"decode.engine.env"}), (Role.PREFILL, set())):
+        old = revision("old", role=role, spec=before)
+        assert why_replaced([old], revision("new", role=role), after) == fields
     assert in_words(["b", "a", "d", "c", "a"]) == "a, b, c and 1 more changed"
     assert in_words([]) == ""
     assert in_words(["a"]) == "a changed"

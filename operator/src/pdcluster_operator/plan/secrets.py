@@ -106,8 +106,8 @@ def certificates_by_engine(
     templates = {name: sets.get(name.stateful_set) for name in engines}
     if None in templates.values():
         stored = {(one.role, one.name): one.template for one in revisions_in(children)}
-        for name in engines:
-            templates[name] = templates[name] or stored.get((name.role, name.revision))
+        for name, template in templates.items():
+            templates[name] = template or stored.get((name.role, name.revision))
     return {
         name: Certificates.UNKNOWN
         if template is None

@@ -18,6 +18,12 @@ from pdcluster_operator.plan import connectors
 from pdcluster_operator.plan.builders import secrets
 from pdcluster_operator.plan.objects.ownership import child_object
 
+PORTS = {
+    "http": object_names.HTTP_PORT,
+    "launcher": object_names.LAUNCHER_PORT,
+    "metrics": object_names.ENGINE_METRICS_PORT,
+}
+
 
 def build_engine_statefulset(
     cluster: Cluster,
@@ -60,12 +66,7 @@ def _selector(name: EngineName) -> dict[str, str]:
 def build_engine_service(cluster: Cluster, name: EngineName, pairing_key: str) -> dict[str, Any]:
     """Return the Service. Pods have names before they are ready: others connect to the first."""
     labels = object_names.engine_labels(name, pairing_key)
-    ports = {
-        "http": object_names.HTTP_PORT,
-        "launcher": object_names.LAUNCHER_PORT,
-        "metrics": object_names.ENGINE_METRICS_PORT,
-        "side-channel": object_names.SIDE_CHANNEL_PORT,
-    }
+    ports = PORTS | {"side-channel": object_names.SIDE_CHANNEL_PORT}
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
@@ -228,15 +229,8 @@ def _ports(engine: Engine) -> list[dict[str, Any]]:
         "side-channel" if rank == 0 else f"side-ch-{rank}": object_names.SIDE_CHANNEL_PORT + rank
         for rank in range(engine.parallelism.data)
     }
-    own = {
-        "http": object_names.HTTP_PORT,
-        "launcher": object_names.LAUNCHER_PORT,
-        "metrics": object_names.ENGINE_METRICS_PORT,
-    }
-    ports = own | side_channels
-    return [
-        {"name": name, "containerPort": number, "protocol": "TCP"} for name, number in ports.items()
-    ]
+    ports = (PORTS | side_channels).items()
+    return [{"name": name, "containerPort": number, "protocol": "TCP"} for name, number in ports]
 
 
 def _resources(cluster: Cluster, engine: Engine) -> dict[str, Any]:

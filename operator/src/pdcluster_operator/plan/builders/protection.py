@@ -16,10 +16,8 @@ from pdcluster_operator.plan.objects.ownership import child_object
 
 def build_service_account(cluster: Cluster) -> dict[str, Any]:
     """Return the ServiceAccount; nothing in the pods talks to the Kubernetes API."""
-    name, labels = (
-        object_names.service_account_name(cluster.name),
-        object_names.cluster_labels(cluster.name, "identity"),
-    )
+    name = object_names.service_account_name(cluster.name)
+    labels = object_names.cluster_labels(cluster.name, "identity")
     return child_object(
         cluster, "v1", "ServiceAccount", name, labels, automountServiceAccountToken=False
     )
@@ -154,10 +152,8 @@ def build_router_budget(cluster: Cluster, pairing_key: str) -> dict[str, Any] | 
 def _budget(
     cluster: Cluster, component: str, selector: Mapping[str, str], bound: Mapping[str, int]
 ) -> dict[str, Any]:
-    name, labels = (
-        f"{cluster.name}-{component}",
-        object_names.cluster_labels(cluster.name, component),
-    )
+    name = f"{cluster.name}-{component}"
+    labels = object_names.cluster_labels(cluster.name, component)
     spec = {
         **bound,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",

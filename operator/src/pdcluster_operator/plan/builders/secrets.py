@@ -48,11 +48,8 @@ def tls_labels(cluster: Cluster) -> dict[str, str]:
 
 def build_certificates_secret(cluster: Cluster, issue: str) -> dict[str, Any]:
     """Return the Secret without its data; ``issue`` is noted in an annotation."""
-    name, noted = (
-        object_names.certificates_name(cluster.name),
-        {object_names.CERTIFICATES_ANNOTATION: issue},
-    )
-    return _secret(cluster, name, "certificates", noted)
+    noted = {object_names.CERTIFICATES_ANNOTATION: issue}
+    return _secret(cluster, object_names.certificates_name(cluster.name), "certificates", noted)
 
 
 def _secret(
@@ -145,19 +142,14 @@ TICKET_KEY_FILE = "ticket"
 
 def build_ticket_key_secret(cluster: Cluster, rotation: str) -> dict[str, Any]:
     """Return the Secret without its data; ``rotation`` is noted in an annotation."""
-    name, noted = (
-        object_names.ticket_key_name(cluster.name),
-        {object_names.ROTATE_TICKET_KEY_ANNOTATION: rotation},
-    )
-    return _secret(cluster, name, "ticket-key", noted)
+    noted = {object_names.ROTATE_TICKET_KEY_ANNOTATION: rotation}
+    return _secret(cluster, object_names.ticket_key_name(cluster.name), "ticket-key", noted)
 
 
 def ticket_key_volume(cluster: Cluster) -> dict[str, Any]:
     """Return the volume of a pod that mounts the keys."""
-    return {
-        "name": TICKET_KEY_VOLUME,
-        "secret": {"secretName": object_names.ticket_key_name(cluster.name)},
-    }
+    secret = {"secretName": object_names.ticket_key_name(cluster.name)}
+    return {"name": TICKET_KEY_VOLUME, "secret": secret}
 
 
 def ticket_key_mount() -> dict[str, Any]:

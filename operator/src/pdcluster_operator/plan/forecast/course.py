@@ -19,7 +19,7 @@ from pdcluster_operator.plan.objects.ownership import identity
 from pdcluster_operator.plan.observed.engines import live_by_role
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.prefill_scaler import as_scaled
-from pdcluster_operator.plan.rollout.revisions import spec_of_engines, why_replaced
+from pdcluster_operator.plan.rollout.revisions import spec_of_engines
 from pdcluster_operator.plan.rollout.targets import find_targets
 from pdcluster_operator.plan.types import Apply, Observed, Rewrite, Step, stages
 
@@ -158,8 +158,7 @@ def _replaced(observed: Observed) -> Iterator[Replaced]:
         wanted = targets.wanted[role]
         old = sorted(name for name in live[role] if name.revision != wanted.name)
         if old:
-            revisions = [targets.named(role, name.revision) for name in old]
-            fields = why_replaced(revisions, wanted, spec)
+            fields = targets.causes(role, old, spec)
             yield Replaced(role, tuple(old), tuple(sorted(fields)))
 
 

@@ -43,11 +43,6 @@ def applied_hash(manifest: Manifest) -> str:
     return str(annotations.get(APPLIED_ANNOTATION, ""))
 
 
-def is_applied(live: Manifest | None, desired: Manifest) -> bool:
-    """Whether applying ``desired`` (stamped) would change nothing."""
-    return live is not None and covers(without_contents(live), without_contents(desired))
-
-
 def repair(live: Manifest, desired: Manifest) -> dict[str, Any] | None:
     """Return a merge patch that takes an object back to what is wanted; None if there is none.
 
@@ -148,9 +143,7 @@ def is_settled(live: Manifest | None, desired: Manifest, noted: Rewrite | None) 
     Args:
         noted: what became of the last apply of this object; None if it went as wanted.
     """
-    if live is None or is_applied(live, desired):
-        return live is not None
-    return noted is not None and rewrite_of(live, desired) == noted
+    return live is not None and rewrite_of(live, desired) in (None, noted)
 
 
 def rewritten_event(desired: Manifest, rewrite: Rewrite) -> Event:

@@ -8,7 +8,7 @@ engines the routers know, and :mod:`.wanted_children` makes the objects.
 from collections.abc import Mapping, Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from pdcluster_operator.api.object_names import PAIRING_LABEL, EngineName
+from pdcluster_operator.api.object_names import PAIRING_LABEL, QUEUE_LABEL, EngineName
 from pdcluster_operator.api.spec.enums import Role, RolloutType, Switch
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.connectors import config_maps_seen
@@ -25,20 +25,9 @@ from pdcluster_operator.plan.rollout.fleet import (
 )
 from pdcluster_operator.plan.rollout.gangs import GangEngines, Gangs, find_gangs, without
 from pdcluster_operator.plan.rollout.moves import Moves, frozen, next_moves
-from pdcluster_operator.plan.rollout.revisions import (
-    Revision,
-    in_words,
-    spec_of_engines,
-    why_replaced,
-)
+from pdcluster_operator.plan.rollout.revisions import Revision, in_words, spec_of_engines
 from pdcluster_operator.plan.rollout.routing import Routing, route, stored_templates
-from pdcluster_operator.plan.rollout.targets import (
-    Targets,
-    find_targets,
-    forgotten_revisions,
-    queues_of,
-    what_targets_depend_on,
-)
+from pdcluster_operator.plan.rollout.targets import Targets, find_targets, what_targets_depend_on
 from pdcluster_operator.plan.rollout.wanted_children import Build, Wanted, try_out, wanted_children
 from pdcluster_operator.plan.types import Observed, TryOut
 
@@ -177,7 +166,7 @@ def desire(
         pods={role: _pods(cluster, role, made[role], existing.live, choice) for role in Role},
         config_maps=config_maps_seen(observed),
         gangs=gangs if observed.pod_groups else replace(gangs, groups=()),
-        queues=queues_of(existing.live),
+        queues=_queues(existing.live),
         given=observed.cluster.get("spec") or {},
         stored_routers=stored_templates(observed),
     )
@@ -197,7 +186,7 @@ def desire(
         kept=places.kept,
         stale=stale,
         trials=tuple(_trial(cluster, choice.targets, role) for role in choice.untried),
-        forgotten=forgotten_revisions(cluster, choice.targets, existing.engines),
+        forgotten=choice.targets.forgotten(cluster, existing.engines),
         changed=in_words(_changed(choice.targets, existing.engines, observed)) if stale else "",
         stuck=places.moves.stuck if places.moves else "",
     )
@@ -344,13 +333,21 @@ def _trial(cluster: Cluster, targets: Targets, role: Role) -> TryOut:
     return try_out(cluster, revision, beside=cluster.spec.rollout.type is RolloutType.SURGE)
 
 
+def _queues(live: Live) -> dict[EngineName, str]:
+    """Return the queue that each existing engine was made for. Kueue lets none change it."""
+    return {
+        name: str((engine["metadata"].get("labels") or {}).get(QUEUE_LABEL, ""))
+        for found in live.values()
+        for name, engine in found.items()
+    }
+
+
 def _changed(targets: Targets, seen: AbstractSet[EngineName], observed: Observed) -> set[str]:
     """Return the fields of the spec that made engines of older revisions be replaced."""
     spec = spec_of_engines(observed.cluster)
     changed: set[str] = set()
     for role in Role:
-        older = [targets.named(role, name.revision) for name in seen if name.role is role]
-        changed |= why_replaced(older, targets.wanted[role], spec)
+        changed |= targets.causes(role, (name for name in seen if name.role is role), spec)
     return changed
 
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass
+from itertools import count, islice
 
 from pdcluster_connector.protocol.launcher_documents import LinkState
-from pdcluster_operator.api.object_names import PAIRING_LABEL, EngineName, engine_of
+from pdcluster_operator.api.object_names import PAIRING_LABEL, EngineName, engine_of, engines_of
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.objects.ownership import engines_of
+from pdcluster_operator.plan.objects.ownership import engines_of, is_being_deleted
 from pdcluster_operator.plan.observed import links
 from pdcluster_operator.plan.observed.engines import EngineView, Live, known_ids, observe_engines
 from pdcluster_operator.plan.observed.links import PairView
@@ -41,20 +42,17 @@ class RoleFleet:
     def old(self) -> list[EngineName]:
         """Engines of other revisions that are not being removed."""
         revisions = {name.revision for name in self.wanted}
-        return sorted(
-            name for name in self.live if name not in self.going and name.revision not in revisions
-        )
+        return [name for name in self._unwanted if name.revision not in revisions]
 
     @property
     def surplus(self) -> list[EngineName]:
         """Engines of the wanted revision that the spec does not ask for any more."""
-        wanted = set(self.wanted)
-        revisions = {name.revision for name in wanted}
-        return sorted(
-            name
-            for name in self.live
-            if name.revision in revisions and name not in wanted and name not in self.going
-        )
+        revisions = {name.revision for name in self.wanted}
+        return [name for name in self._unwanted if name.revision in revisions]
+
+    @property
+    def _unwanted(self) -> list[EngineName]:
+        return sorted(self.live.keys() - self.going - set(self.wanted))
 
     @property
     def made(self) -> list[EngineName]:
@@ -145,13 +143,9 @@ def choose_indexes(
     Engines that exist stay: an index that was free for a while is not asked for again while
     another one has its place. Of too many, those with the highest indexes go.
     """
-    kept = sorted(index for index in set(live) if index not in lost)[:replicas]
-    free = (index for index in range(replicas + len(lost) + len(kept)))
-    while len(kept) < replicas:
-        index = next(free)
-        if index not in kept and index not in lost:
-            kept.append(index)
-    return sorted(kept)
+    kept = sorted(set(live) - lost)[:replicas]
+    free = (index for index in count() if index not in kept and index not in lost)
+    return sorted([*kept, *islice(free, replicas - len(kept))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +203,7 @@ def observe_fleet(
         ),
         routed=routed_engines(observed, names, existing.lost_pods),
         listed=listed,
-        ending=_ending(observed) - existing.lost,
+        ending=engines_of(filter(is_being_deleted, observed.pods)) - existing.lost,
         served_key=served if served in keys.values() else "",
         surge=cluster.spec.rollout.max_surge,
         unheard=_unheard(observed, views, listed) | existing.lost,
@@ -240,10 +234,6 @@ def _unheard(
             or view.name not in listed
         )
     )
-
-
-def _ending(observed: Observed) -> frozenset[EngineName]:
-    return engines_of(pod for pod in observed.pods if pod["metadata"].get("deletionTimestamp"))
 
 
 def engine_keys(

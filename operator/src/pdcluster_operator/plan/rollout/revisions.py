@@ -211,7 +211,7 @@ def short_hash(document: Any, length: int = object_names.REVISION_LENGTH) -> str
 
 def pairing_key(cluster: Cluster) -> str:
     """Return the key of all engines of a spec; engines pair when their keys are equal."""
-    document: dict[str, Any] = {"model": _source(cluster)}
+    document: dict[str, Any] = {"model": repr(cluster.spec.model.source)}
     if (tls := cluster.spec.transfer.tls) is not TlsMode.DISABLED:
         # An engine without TLS has no entry, and so never the key of one with it.
         document["tls"] = True if tls is TlsMode.ENABLED else tls.value
@@ -229,10 +229,6 @@ def pairing_key(cluster: Cluster) -> str:
     return short_hash(document)
 
 
-def _source(cluster: Cluster) -> str:
-    return repr(cluster.spec.model.source)
-
-
 # None of these is a part of an engine.
 ELSEWHERE = ("rollout", "monitoring", "verification", "operatorClass", "scheduling")
 ONLY_FIELD_OF_THE_ROUTER = "apiKeySecretRef"
@@ -243,14 +239,12 @@ MOST_SHOWN = 3
 
 def spec_of_engines(cluster: Manifest) -> dict[str, Any]:
     """Return the spec as the user wrote it, without the fields that change no engine."""
-    given = cluster.get("spec")
-    spec = {
-        name: value
-        for name, value in (given.items() if isinstance(given, Mapping) else ())
-        if name not in ELSEWHERE
-    }
+    given = as_mapping(cluster.get("spec"))
+    spec = {name: value for name, value in given.items() if name not in (*ELSEWHERE, *PARTLY)}
     for part in PARTLY:
-        _keep(spec, part)
+        fields = as_mapping(given.get(part)).items()
+        if kept := {name: value for name, value in fields if _is_of_engines(part, name)}:
+            spec[part] = kept
     return spec
 
 
@@ -285,33 +279,24 @@ def changed_fields(before: Any, after: Any, path: str = "") -> Iterator[str]:
         yield path
 
 
-def what_changed(before: Manifest, after: Manifest, role: Role, *, rekeyed: bool) -> list[str]:
-    """Return the fields that can have made another revision of ``role`` necessary.
-
-    Args:
-        rekeyed: the pairing key is another one, so the other role's fields count as well.
-    """
-    other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
-    return [
-        path
-        for path in changed_fields(before, after)
-        if rekeyed or not path.startswith(f"{other.value}.")
-    ]
-
-
 def why_replaced(older: Iterable[Revision | None], wanted: Revision, spec: Manifest) -> set[str]:
     """Return the fields because of which engines of older revisions get the wanted one.
+
+    The other role's fields count only if the pairing key is another one.
 
     Args:
         older: the revisions of one role that engines have; None for one that is not known.
         spec: see :func:`spec_of_engines`.
     """
+    other = Role.DECODE if wanted.role is Role.PREFILL else Role.PREFILL
     fields: set[str] = set()
     for old in older:
         if old is None or old.name == wanted.name:
             continue
         rekeyed = old.pairing_key != wanted.pairing_key
-        fields.update(what_changed(old.spec, spec, wanted.role, rekeyed=rekeyed))
+        for path in changed_fields(old.spec, spec):
+            if rekeyed or not path.startswith(f"{other.value}."):
+                fields.add(path)
         if old.renew != wanted.renew:
             fields.add("rollout.renew")
     return fields
@@ -325,15 +310,6 @@ def in_words(paths: Iterable[str]) -> str:
     more = len(unique) - MOST_SHOWN
     tail = f" and {more} more" if more > 0 else ""
     return f"{', '.join(unique[:MOST_SHOWN])}{tail} changed"
-
-
-def _keep(spec: dict[str, Any], part: str) -> None:
-    """Keep only what engines have of one part of the spec; leave out a part that has none."""
-    given = spec.pop(part, None)
-    items = given.items() if isinstance(given, Mapping) else ()
-    kept = {name: value for name, value in items if _is_of_engines(part, name)}
-    if kept:
-        spec[part] = kept
 
 
 def _is_of_engines(part: str, name: str) -> bool:

@@ -8,8 +8,6 @@ another connector. Another builder or another default alone replaces no router. 
 carries, in an annotation, its template and the part of the spec that it was rendered from.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -23,6 +21,7 @@ from pdcluster_operator.plan.builders import router
 from pdcluster_operator.plan.connectors import mounted_connector
 from pdcluster_operator.plan.observed.routers import routed_keys, routers_run
 from pdcluster_operator.plan.rollout.fleet import Fleet
+from pdcluster_operator.plan.rollout.gangs import without
 from pdcluster_operator.plan.rollout.moves import Moves
 from pdcluster_operator.plan.rollout.revisions import is_pod_template
 from pdcluster_operator.plan.types import Manifest, Observed
@@ -44,17 +43,12 @@ class Routing:
     members: Mapping[str, Members]
     stop: bool = False
 
-    def without(self, held: AbstractSet[EngineName]) -> Routing:
+    def without(self, held: AbstractSet[EngineName]) -> "Routing":
         """Return it without engines that are created later, and join when they are verified.
 
         A router that lists them at once would be replaced, because it forgets them meanwhile.
         """
-        members = {
-            key: {
-                role: tuple(one for one in found if one not in held) for role, found in of.items()
-            }
-            for key, of in self.members.items()
-        }
+        members = {key: without(found, held) for key, found in self.members.items()}
         return replace(self, members=members)
 
 
@@ -166,14 +160,8 @@ def router_template(
         return then
     others = {name: value for name, value in given.items() if name not in PARTS}
     named = {"name": cluster.name, "namespace": cluster.namespace, "uid": cluster.uid}
-    parsed = parse_cluster(
-        {
-            "apiVersion": API_VERSION,
-            "kind": KIND,
-            "metadata": named,
-            "spec": {**others, **then.spec},
-        }
-    )
+    document = {"apiVersion": API_VERSION, "kind": KIND, "metadata": named}
+    parsed = parse_cluster({**document, "spec": {**others, **then.spec}})
     if parsed.errors:
         return today
     meant = router.build_router_template(parsed.cluster, key, connector)

@@ -20,7 +20,6 @@ from typing import Any
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition
 from pdcluster_operator.api.object_names import (
     PAIRING_LABEL,
-    QUEUE_LABEL,
     EngineName,
     connector_name,
     revision_name,
@@ -35,7 +34,7 @@ from pdcluster_operator.plan.objects.drift import covers
 from pdcluster_operator.plan.observed.engines import Live
 from pdcluster_operator.plan.rollout import revisions
 from pdcluster_operator.plan.rollout.revisions import Revision
-from pdcluster_operator.plan.types import Observed
+from pdcluster_operator.plan.types import Manifest, Observed
 
 NO_CONNECTOR = ""
 
@@ -57,6 +56,15 @@ class Targets:
         known = (self.wanted[role], *self.stored)
         return next((one for one in known if one.role is role and one.name == name), None)
 
+    def causes(self, role: Role, engines: Iterable[EngineName], spec: Manifest) -> set[str]:
+        """Return the fields of the spec because of which engines of a role are replaced.
+
+        Args:
+            spec: see :func:`.revisions.spec_of_engines`.
+        """
+        older = [self.named(role, name.revision) for name in engines]
+        return revisions.why_replaced(older, self.wanted[role], spec)
+
     def number(self, role: Role) -> int:
         """Return the number that makes the wanted revision of a role the newest one."""
         others = [
@@ -65,6 +73,21 @@ class Targets:
             if one.role is role and one.name != self.wanted[role].name
         ]
         return max([self.wanted[role].number, max(others, default=0) + 1])
+
+    def forgotten(self, cluster: Cluster, seen: AbstractSet[EngineName]) -> frozenset[str]:
+        """Return the names of the ControllerRevisions to delete.
+
+        They are those over the limit that are not wanted and have no engine.
+        """
+        in_use = {(name.role, name.revision) for name in seen}
+        in_use |= {(role, one.name) for role, one in self.wanted.items()}
+        forgotten: set[str] = set()
+        for role in Role:
+            of_role = [one.name for one in self.stored if one.role is role]
+            idle = [name for name in of_role if (role, name) not in in_use]
+            over = idle[cluster.spec.rollout.revision_history_limit :]
+            forgotten |= {revision_name(cluster.name, role, name) for name in over}
+        return frozenset(forgotten)
 
 
 def find_targets(observed: Observed, cluster: Cluster, live: Live) -> Targets:
@@ -176,15 +199,6 @@ def _is_usable(one: Revision, observed: Observed, live: Live) -> bool:
     return mounted in config_maps_seen(observed)
 
 
-def queues_of(live: Live) -> dict[EngineName, str]:
-    """Return the queue that each existing engine was made for. Kueue lets none change it."""
-    return {
-        name: str((engine["metadata"].get("labels") or {}).get(QUEUE_LABEL, ""))
-        for found in live.values()
-        for name, engine in found.items()
-    }
-
-
 def _of_engines_alone(
     observed: Observed, spec: Mapping[str, Any], live: Live, stored: AbstractSet[Role]
 ) -> Iterator[Revision]:
@@ -216,21 +230,3 @@ def _is_settled(cluster: Mapping[str, Any]) -> bool:
     seen = status.get("observedGeneration") == cluster["metadata"].get("generation")
     ready = find_condition(status, ConditionType.READY).get("reason")
     return seen and ready not in (StatusReason.PAUSED, StatusReason.REPLACING)
-
-
-def forgotten_revisions(
-    cluster: Cluster, targets: Targets, seen: AbstractSet[EngineName]
-) -> frozenset[str]:
-    """Return the names of the ControllerRevisions to delete.
-
-    They are those over the limit that are not wanted and have no engine.
-    """
-    in_use = {(name.role, name.revision) for name in seen}
-    in_use |= {(role, one.name) for role, one in targets.wanted.items()}
-    forgotten: set[str] = set()
-    for role in Role:
-        of_role = [one.name for one in targets.stored if one.role is role]
-        idle = [name for name in of_role if (role, name) not in in_use]
-        over = idle[cluster.spec.rollout.revision_history_limit :]
-        forgotten |= {revision_name(cluster.name, role, name) for name in over}
-    return frozenset(forgotten)

@@ -16,12 +16,7 @@ from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan import connectors
-from pdcluster_operator.plan.builders import engine_objects, protection
-from pdcluster_operator.plan.builders.router import (
-    bound,
-    build_router_deployment,
-    build_router_service,
-)
+from pdcluster_operator.plan.builders import engine_objects, protection, router
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.drift import stamped
 from pdcluster_operator.plan.objects.ownership import identity
@@ -92,9 +87,9 @@ class Build:
             for name in names[role]:
                 if name not in skipped:
                     yield from self._engine(name, revision)
-        for router in routers:
-            yield Wanted(router, "the router before the engines")
-        service = build_router_service(self.cluster, self.routing.served_key)
+        for one in routers:
+            yield Wanted(one, "the router before the engines")
+        service = router.build_router_service(self.cluster, self.routing.served_key)
         if service is not None:
             yield Wanted(service, "the address for clients")
 
@@ -114,8 +109,8 @@ class Build:
         )
         rendered = router_template(self.cluster, self.given, key, self._gate(), stored)
         engines = [name for role in Role for name in members[role]]
-        made = build_router_deployment(
-            self.cluster, key, bound(rendered.template, engines), stop=self.routing.stop
+        made = router.build_router_deployment(
+            self.cluster, key, router.bound(rendered.template, engines), stop=self.routing.stop
         )
         made["metadata"]["annotations"] = {object_names.RENDERED_ANNOTATION: rendered.text()}
         return made
@@ -123,7 +118,7 @@ class Build:
     def _connectors(self, routers: Iterable[Mapping[str, Any]]) -> Iterator[Wanted]:
         """Yield this operator's connector if it is mounted. Of another one it has no bytes."""
         templates = [one.template for one in self.serving.values() if one is not None]
-        templates += [router["spec"]["template"] for router in routers]
+        templates += [one["spec"]["template"] for one in routers]
         if object_names.connector_name(self.connector.digest) in map(
             connectors.mounted_connector, templates
         ):
@@ -157,8 +152,7 @@ class Build:
         yield Wanted(protection.build_service_account(self.cluster), "who the pods are")
         policy = protection.build_engines_policy(self.cluster, self.operator_namespace)
         yield Wanted(policy, "who may reach the engines")
-        policy_of_router = protection.build_router_policy(self.cluster)
-        if policy_of_router is not None:
+        if (policy_of_router := protection.build_router_policy(self.cluster)) is not None:
             yield Wanted(policy_of_router, "who may reach the router")
         for role in Role:
             budget = protection.build_disruption_budget(self.cluster, role, self.pods[role])
