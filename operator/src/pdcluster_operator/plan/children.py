@@ -12,6 +12,7 @@ process of the operator goes on with it.
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
+from dataclasses import replace
 from typing import Any
 
 from pdcluster_operator.api import object_names
@@ -31,13 +32,12 @@ from pdcluster_operator.plan.observed.engines import released
 from pdcluster_operator.plan.observed.pods import pods_by_engine, status_of, text_of
 from pdcluster_operator.plan.rollout.desired import Desired
 from pdcluster_operator.plan.rollout.revisions import REVISION_KIND
-from pdcluster_operator.plan.rollout.wanted_children import Wanted
 from pdcluster_operator.plan.types import Apply, Delete, Manifest, Observed, Step
 
 
 def children_now(
     observed: Observed, cluster: Cluster, desired: Desired, now: float
-) -> tuple[Wanted, ...]:
+) -> tuple[Apply, ...]:
     """Return the children as they should be now: some engines may have to be without pods."""
     sets = [one.manifest for one in desired.children if one.manifest["kind"] == "StatefulSet"]
     engines = [engine for engine in sets if engine["spec"]["replicas"] > 1]
@@ -49,12 +49,12 @@ def children_now(
     if not released:
         return desired.children
     return tuple(
-        Wanted(released.get(identity(one.manifest), one.manifest), one.why)
+        replace(one, manifest=released.get(identity(one.manifest), one.manifest))
         for one in desired.children
     )
 
 
-def steps_to(observed: Observed, desired: Desired, children: tuple[Wanted, ...]) -> Iterator[Step]:
+def steps_to(observed: Observed, desired: Desired, children: tuple[Apply, ...]) -> Iterator[Step]:
     """Yield the steps from the live children to the desired ones, in order.
 
     Args:
@@ -69,7 +69,7 @@ def steps_to(observed: Observed, desired: Desired, children: tuple[Wanted, ...])
     }
     for name, wanted in zip(names, children, strict=True):
         if name not in settled:
-            yield Apply(wanted.manifest, wanted.why, _uid(live.get(name)))
+            yield replace(wanted, uid=_uid(live.get(name)))
     yield from desired.trials
     yield from deletions(observed, desired)
     yield from restarts(observed, desired, settled)
@@ -167,7 +167,7 @@ def restarts(
 
 
 def _current_revisions(
-    observed: Observed, children: tuple[Wanted, ...], applied: AbstractSet[tuple[str, str]]
+    observed: Observed, children: tuple[Apply, ...], applied: AbstractSet[tuple[str, str]]
 ) -> Mapping[str, str]:
     """Return the template revision of each StatefulSet, by name.
 

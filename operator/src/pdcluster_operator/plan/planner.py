@@ -31,11 +31,10 @@ from pdcluster_operator.plan.observed.pods import lost_pods, seconds_to_loss
 from pdcluster_operator.plan.observed.routers import routed_engines
 from pdcluster_operator.plan.prefill_scaler import as_scaled, scaler_status
 from pdcluster_operator.plan.rollout.desired import Desired, as_it_is, desire
-from pdcluster_operator.plan.rollout.wanted_children import Wanted
 from pdcluster_operator.plan.status.build import Judgement, build_status, judge
 from pdcluster_operator.plan.status.events import transitions
 from pdcluster_operator.plan.status.progress import ChangeView, with_failure
-from pdcluster_operator.plan.types import Manifest, Observed, Plan, Step
+from pdcluster_operator.plan.types import Apply, Manifest, Observed, Plan, Step
 
 BUSY_SECONDS = 10.0
 """How often a cluster on its way to Ready is looked at without an event, to be sure."""
@@ -116,7 +115,7 @@ def _outcome(
     cluster: Cluster,
     findings: Findings,
     desired: Desired,
-    children: tuple[Wanted, ...],
+    children: tuple[Apply, ...],
     lost: AbstractSet[str],
     period: float,
 ) -> _Outcome:

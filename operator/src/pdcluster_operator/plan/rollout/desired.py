@@ -28,8 +28,8 @@ from pdcluster_operator.plan.rollout.moves import Moves, frozen, next_moves
 from pdcluster_operator.plan.rollout.revisions import Revision, in_words, spec_of_engines
 from pdcluster_operator.plan.rollout.routing import Routing, route, stored_templates
 from pdcluster_operator.plan.rollout.targets import Targets, find_targets, what_targets_depend_on
-from pdcluster_operator.plan.rollout.wanted_children import Build, Wanted, try_out, wanted_children
-from pdcluster_operator.plan.types import Observed, TryOut
+from pdcluster_operator.plan.rollout.wanted_children import Build, try_out, wanted_children
+from pdcluster_operator.plan.types import Apply, Observed, TryOut
 
 Names = Mapping[Role, tuple[EngineName, ...]]
 
@@ -54,7 +54,7 @@ class Desired:
 
     names: Names
     keys: Mapping[EngineName, str]
-    children: tuple[Wanted, ...] = ()
+    children: tuple[Apply, ...] = ()
     blocked: frozenset[EngineName] = frozenset()
     held: frozenset[EngineName] = frozenset()
     kept: frozenset[EngineName] = frozenset()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 
 from pdcluster_connector.protocol.launcher_documents import LinkState
-from pdcluster_operator.api.object_names import PAIRING_LABEL, EngineName, engine_of, engines_of
+from pdcluster_operator.api.object_names import PAIRING_LABEL, EngineName, engine_of
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster

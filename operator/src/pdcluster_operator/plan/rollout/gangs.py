@@ -12,6 +12,7 @@ A pod never leaves its group, and a changed template would restart engines. So a
 exists keeps the group that its StatefulSet names, or none. Only the count of a group changes.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -170,7 +171,7 @@ def _held(known: GangEngines, of: Mapping[EngineName, str]) -> set[EngineName]:
         others = {name for side in known.live.values() for name in side} - set(first)
         if not first or any(known.keys.get(name) == key for name in others):
             continue
-        if any(placed.get(name, 0) < known.size(name) for name in first):
+        if any(placed[name] < known.size(name) for name in first):
             found |= rest
     return found
 
@@ -185,19 +186,15 @@ def _count(known: GangEngines, members: list[EngineName]) -> int:
     placed = _placed(known.pods)
     keys = {known.keys[name] for name in members}
     others = any(known.keys.get(name) in keys for name in placed if name not in members)
-    if others and not any(placed.get(name, 0) >= known.size(name) for name in members):
+    if others and not any(placed[name] >= known.size(name) for name in members):
         return min(sizes)
     return sum(sizes)
 
 
-def _placed(pods: Iterable[Manifest]) -> dict[EngineName, int]:
+def _placed(pods: Iterable[Manifest]) -> Counter[EngineName]:
     """Return how many pods of each engine have a node."""
-    found: dict[EngineName, int] = {}
-    for pod in pods:
-        name = engine_of(pod)
-        if name is not None and (pod.get("spec") or {}).get("nodeName"):
-            found[name] = found.get(name, 0) + 1
-    return found
+    placed = (pod for pod in pods if (pod.get("spec") or {}).get("nodeName"))
+    return Counter(name for name in map(engine_of, placed) if name is not None)
 
 
 def without(

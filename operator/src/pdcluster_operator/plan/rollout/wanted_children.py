@@ -25,18 +25,7 @@ from pdcluster_operator.plan.rollout.gangs import Gangs
 from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
 from pdcluster_operator.plan.rollout.revisions import Revision
 from pdcluster_operator.plan.rollout.routing import Members, Routing, router_template
-from pdcluster_operator.plan.types import ConnectorBundle, TryOut
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One child, stamped with a hash of itself, and why it is wanted.
-
-    What other PDClusters share is not stamped: operators of two releases would stamp it in turns.
-    """
-
-    manifest: dict[str, Any]
-    why: str
+from pdcluster_operator.plan.types import Apply, ConnectorBundle, Manifest, TryOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +58,7 @@ class Build:
 
     def children(
         self, names: Mapping[Role, tuple[EngineName, ...]], skipped: AbstractSet[EngineName]
-    ) -> Iterator[Wanted]:
+    ) -> Iterator[Apply]:
         """Yield the children in order; ``skipped`` engines are not among them."""
         yield from self._fences()
         routers = self._routers()
@@ -78,7 +67,7 @@ class Build:
             group = engine_objects.build_pod_group(
                 self.cluster, gang.name, gang.pods, gang.priority
             )
-            yield Wanted(group, "pods that get their nodes together")
+            yield Apply(group, "pods that get their nodes together")
         for role in Role:
             revision = self.serving[role]
             if revision is None:
@@ -88,10 +77,10 @@ class Build:
                 if name not in skipped:
                     yield from self._engine(name, revision)
         for one in routers:
-            yield Wanted(one, "the router before the engines")
+            yield Apply(one, "the router before the engines")
         service = router.build_router_service(self.cluster, self.routing.served_key)
         if service is not None:
-            yield Wanted(service, "the address for clients")
+            yield Apply(service, "the address for clients")
 
     def _routers(self) -> list[dict[str, Any]]:
         """Return the routers of each pairing key that has engines of both roles."""
@@ -115,7 +104,7 @@ class Build:
         made["metadata"]["annotations"] = {object_names.RENDERED_ANNOTATION: rendered.text()}
         return made
 
-    def _connectors(self, routers: Iterable[Mapping[str, Any]]) -> Iterator[Wanted]:
+    def _connectors(self, routers: Iterable[Mapping[str, Any]]) -> Iterator[Apply]:
         """Yield this operator's connector if it is mounted. Of another one it has no bytes."""
         templates = [one.template for one in self.serving.values() if one is not None]
         templates += [one["spec"]["template"] for one in routers]
@@ -123,7 +112,7 @@ class Build:
             connectors.mounted_connector, templates
         ):
             shared = connectors.build_connector_configmap(self.cluster.namespace, self.connector)
-            yield Wanted(shared, "the connector that engines mount")
+            yield Apply(shared, "the connector that engines mount")
 
     def _gate(self) -> str:
         """Return the ConfigMap that routers mount: that of the engines, so that both stay.
@@ -140,30 +129,30 @@ class Build:
         older = object_names.connector_name(engines.connector)
         return older if older in self.config_maps else newest
 
-    def _revision(self, revision: Revision) -> Iterator[Wanted]:
+    def _revision(self, revision: Revision) -> Iterator[Apply]:
         """Yield the ControllerRevision if it is not stored, or is not the newest one."""
         number = self.numbers.get(revision.role, revision.number)
         if number != revision.number:
             stored = revisions.build_revision(self.cluster, replace(revision, number=number))
-            yield Wanted(stored, f"what {revision.role} engines are made from")
+            yield Apply(stored, f"what {revision.role} engines are made from")
 
-    def _fences(self) -> Iterator[Wanted]:
+    def _fences(self) -> Iterator[Apply]:
         """Yield what must exist before the first pod: its identity, and who may reach it."""
-        yield Wanted(protection.build_service_account(self.cluster), "who the pods are")
+        yield Apply(protection.build_service_account(self.cluster), "who the pods are")
         policy = protection.build_engines_policy(self.cluster, self.operator_namespace)
-        yield Wanted(policy, "who may reach the engines")
+        yield Apply(policy, "who may reach the engines")
         if (policy_of_router := protection.build_router_policy(self.cluster)) is not None:
-            yield Wanted(policy_of_router, "who may reach the router")
+            yield Apply(policy_of_router, "who may reach the router")
         for role in Role:
             budget = protection.build_disruption_budget(self.cluster, role, self.pods[role])
-            yield Wanted(budget, f"how many {role} engines may be evicted at once")
+            yield Apply(budget, f"how many {role} engines may be evicted at once")
         budget_of_routers = protection.build_router_budget(self.cluster, self.routing.served_key)
         if budget_of_routers is not None:
-            yield Wanted(budget_of_routers, "how many routers may be evicted at once")
+            yield Apply(budget_of_routers, "how many routers may be evicted at once")
 
-    def _engine(self, name: EngineName, revision: Revision) -> Iterator[Wanted]:
+    def _engine(self, name: EngineName, revision: Revision) -> Iterator[Apply]:
         service = engine_objects.build_engine_service(self.cluster, name, revision.pairing_key)
-        yield Wanted(service, f"addresses of {name.role} engine {name.index}")
+        yield Apply(service, f"addresses of {name.role} engine {name.index}")
         queue = self.queues.get(name, self.cluster.spec.scheduling.queue_name or "")
         group = self.gangs.of.get(name, "")
         engine = engine_objects.build_engine_statefulset(
@@ -174,7 +163,7 @@ class Build:
             nodes=revision.nodes,
             queue=queue,
         )
-        yield Wanted(engine, f"{name.role} engine {name.index}")
+        yield Apply(engine, f"{name.role} engine {name.index}")
 
 
 def wanted_children(
@@ -182,8 +171,8 @@ def wanted_children(
     names: Mapping[Role, tuple[EngineName, ...]],
     skipped: AbstractSet[EngineName],
     memo: Memo | None = None,
-) -> tuple[Wanted, ...]:
-    """Return the children, in the order in which they are applied.
+) -> tuple[Apply, ...]:
+    """Return the children, stamped with hashes of themselves, in the order of their applies.
 
     Args:
         skipped: engines that are not applied: they wait, or are of another revision.
@@ -191,12 +180,13 @@ def wanted_children(
     """
     memo = memo or Memo()
     return tuple(
-        Wanted(memo.get(("child", *identity(one.manifest)), (one.manifest,), _stamped), one.why)
+        Apply(memo.get(("child", *identity(one.manifest)), (one.manifest,), _stamped), one.why)
         for one in build.children(names, skipped)
     )
 
 
-def _stamped(manifest: dict[str, Any]) -> dict[str, Any]:
+def _stamped(manifest: Manifest) -> Manifest:
+    # What other PDClusters share is not stamped: operators of two releases would stamp it in turns.
     return manifest if connectors.is_shared_connector(manifest) else stamped(manifest)
 
 
