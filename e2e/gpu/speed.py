@@ -18,7 +18,7 @@ from pdcluster_connector.nixl_io.interface import MemoryRange
 from pdcluster_connector.nixl_io.reading_agent import ReadingAgent
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
 from pdcluster_connector.plan.peer_plan import plan_peer
-from pdcluster_connector.plan.request import plan_request
+from pdcluster_connector.plan.request_descriptors import plan_request
 from pdcluster_connector.plan.slices import seams
 
 LLAMA_8B = {"kv_heads": 8, "layers": 32, "token_bytes": 512}

@@ -15,7 +15,7 @@ import numpy as np
 
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.peer_plan import PeerPlan
-from pdcluster_connector.plan.request import SourceIndices
+from pdcluster_connector.plan.request_descriptors import SourceIndices
 
 GUARD = 64  # bytes between shards that nothing may touch
 

@@ -18,7 +18,7 @@ from pdcluster_connector.compat.findings import Finding
 from pdcluster_connector.compat.rules import check
 from pdcluster_connector.compat.shape import LayerKind
 from pdcluster_connector.plan.peer_plan import plan_peer
-from pdcluster_connector.plan.request import plan_request
+from pdcluster_connector.plan.request_descriptors import plan_request
 
 FULL, WINDOW = LayerKind.FULL_ATTENTION, LayerKind.SLIDING_WINDOW
 MLA, MAMBA = LayerKind.MLA, LayerKind.MAMBA

@@ -12,7 +12,7 @@ from labelled_engine import GUARD, Engine, execute
 
 from pdcluster_connector.plan.pairing import BlockList, pair_blocks
 from pdcluster_connector.plan.peer_plan import plan_peer
-from pdcluster_connector.plan.request import descriptor_indices
+from pdcluster_connector.plan.request_descriptors import descriptor_indices
 
 SLICEABLE = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC")
 PACKED = ("LBHNC", "BLHNC", "BHLNC")

@@ -11,7 +11,7 @@ from test_byte_oracle import Case, random_case
 from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.plan.pairing import BlockList, pair_blocks
 from pdcluster_connector.plan.peer_plan import plan_peer
-from pdcluster_connector.plan.request import descriptor_indices
+from pdcluster_connector.plan.request_descriptors import descriptor_indices
 
 
 def joined(*engines: Engine) -> list[Shard]:

@@ -16,7 +16,7 @@ from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
 from pdcluster_connector.plan.peer_plan import plan_peer
-from pdcluster_connector.plan.request import plan_request
+from pdcluster_connector.plan.request_descriptors import plan_request
 
 MENU = ((FULL,), (FULL, WINDOW), (FULL, MAMBA), (MLA,), (FULL, WINDOW, MAMBA))
 

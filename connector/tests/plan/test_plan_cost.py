@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.plan.pairing import BlockList, pair_blocks
 from pdcluster_connector.plan.peer_plan import PeerPlan, cost_notice, descriptors, plan_peer
-from pdcluster_connector.plan.request import descriptor_indices
+from pdcluster_connector.plan.request_descriptors import descriptor_indices
 
 LAYERS, BLOCKS, TOKENS, HEADS = 3, 80, 16, 8
 

@@ -21,7 +21,7 @@ from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.pairing import BlockList, Pairs, pair_blocks
 from pdcluster_connector.plan.peer_plan import PeerPlan, plan_peer
-from pdcluster_connector.plan.request import descriptor_indices, units
+from pdcluster_connector.plan.request_descriptors import descriptor_indices, units
 
 BASE = 1 << 40
 LIMIT = 2**31

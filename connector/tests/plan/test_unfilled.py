@@ -13,7 +13,7 @@ from pdcluster_connector.compat.shape import GroupShape, LayerKind
 from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks, unfilled
 from pdcluster_connector.plan.peer_plan import PeerPlan
-from pdcluster_connector.plan.request import plan_request, units
+from pdcluster_connector.plan.request_descriptors import plan_request, units
 
 # A plan in which the first groups of both sides hold the same layers.
 PAIRED: Any = SimpleNamespace(

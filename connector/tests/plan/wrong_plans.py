@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pdcluster_connector.plan.request import SourceIndices
+from pdcluster_connector.plan.request_descriptors import SourceIndices
 
 Spoiler = Callable[[SourceIndices], SourceIndices]
 

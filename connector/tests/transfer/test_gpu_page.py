@@ -14,9 +14,11 @@ ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.nixl
 
 
-def page(*options: str) -> tuple[int, str]:
+def page(*options: str, **variables: str) -> tuple[int, str]:
     folders = ("connector/src", "e2e", "connector/tests/transfer")
-    environment = os.environ | {"PYTHONPATH": ":".join(str(ROOT / one) for one in folders)}
+    environment = (
+        os.environ | {"PYTHONPATH": ":".join(str(ROOT / one) for one in folders)} | variables
+    )
     done = subprocess.run(
         [sys.executable, "-m", "gpu", "--device", "cpu", "--small", *options],
         env=environment, capture_output=True, text=True, timeout=300, check=False,
@@ -38,7 +40,8 @@ def test_the_page_holds_the_bytes_the_rates_and_what_was_refused() -> None:
 
 
 def test_a_part_that_fails_fails_the_page_and_the_others_are_shown() -> None:
-    code, text = page("--parts", "unknown,idle", "--transport", "TCP")
+    options = ("--parts", "probe,fence", "--transport", "shared memory")
+    code, text = page(*options, UCX_TLS="no-such-transport")
     assert code == 1
-    assert "(unknown: FAILED" in text
-    assert "(idle: right" in text
+    assert "(probe: FAILED" in text
+    assert "(fence: FAILED" in text

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from pdcluster_connector.plan.peer_plan import PeerPlan
-from pdcluster_connector.plan.request import SourceIndices
+from pdcluster_connector.plan.request_descriptors import SourceIndices
 
 BLOCKS, BLOCK, HEADS, HEAD = 6, 64, 2, 32
 NAMES = ["model.layers.0.attn", "model.layers.1.attn"]

@@ -25,7 +25,7 @@ from pdcluster_connector.compat.rules import check
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks, groups_of
 from pdcluster_connector.plan.peer_plan import plan_peer
-from pdcluster_connector.plan.request import plan_request
+from pdcluster_connector.plan.request_descriptors import plan_request
 from pdcluster_connector.plan.topology import head_interval
 from pdcluster_connector.vllm.kv_caches.registration import Registration, register
 

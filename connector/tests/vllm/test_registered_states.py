@@ -18,7 +18,7 @@ from pdcluster_connector.compat.rules import check, refused
 from pdcluster_connector.compat.shape import PartShape
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks, groups_of
 from pdcluster_connector.plan.peer_plan import plan_peer
-from pdcluster_connector.plan.request import plan_request
+from pdcluster_connector.plan.request_descriptors import plan_request
 from pdcluster_connector.vllm.kv_caches import layers as states
 from pdcluster_connector.vllm.kv_caches.registration import Registration, register
 

@@ -19,10 +19,10 @@ from loopback import free_network
 from pdcluster_connector.certificate_files import Tls, tls_files
 from pdcluster_connector.protocol.ticket_keys import parse_keys
 from pdcluster_operator.adapters.engine_authority import EngineAuthority, with_certificates
-from pdcluster_operator.local import container, kubelet
+from pdcluster_operator.local import container_process, kubelet
 from pdcluster_operator.local.addresses import AddressBook, resolve
 from pdcluster_operator.local.api_server import LocalApi
-from pdcluster_operator.local.container import expand, substitute
+from pdcluster_operator.local.container_process import expand, substitute
 from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.local.kubelet import Kubelet, PodRun
 from pdcluster_operator.plan.planner import make_plan
@@ -161,7 +161,7 @@ def test_kubernetes_expansion() -> None:
 
 
 def test_the_mini_kubelet_stays_mini() -> None:
-    assert sum(code_lines(Path(part.__file__)) for part in (container, kubelet)) <= 400
+    assert sum(code_lines(Path(part.__file__)) for part in (container_process, kubelet)) <= 400
 
 
 def code_lines(path: Path) -> int:

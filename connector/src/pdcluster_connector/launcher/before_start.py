@@ -20,6 +20,7 @@ from pdcluster_connector.host_memory import GIB, MIB, available_bytes
 from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.launcher.installed_versions import version_problems
 from pdcluster_connector.protocol import api_key
+from pdcluster_connector.protocol.host_port import data_rank_port
 
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _CONFIGS: Final = ("config.json", "params.json")
@@ -185,7 +186,7 @@ def _engine_ports(command: EngineCommand) -> Sequence[Port]:
     side = [
         Port(
             command.side_channel_host,
-            command.side_channel_port + rank,
+            data_rank_port(command.side_channel_port, rank),
             "the connector's side channel" + (f" of data-parallel rank {rank}" if rank else ""),
             "set another side_channel_port in --kv-transfer-config",
         )

@@ -32,8 +32,8 @@ from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.launcher.multi_node import ASK_EVERY, Followers, Leader, Rendezvous
 from pdcluster_connector.launcher.options import Options
 from pdcluster_connector.protocol import api_key
-from pdcluster_connector.protocol.addresses import url
 from pdcluster_connector.protocol.engine_id import parse_engine_id
+from pdcluster_connector.protocol.host_port import url
 from pdcluster_connector.protocol.kv_path import key_of
 
 _LOADING_POLL: Final = 0.25

@@ -1,8 +1,8 @@
 """The plan of one decode shard with one prefill engine: which bytes of the two correspond.
 
 It is compiled once per peer: descriptor rows for both sides. A request then needs only indices into
-them (``request.py``). The plan does not say who moves the bytes: a read and a write would use the
-same one.
+them (``request_descriptors.py``). The plan does not say who moves the bytes: a read and a write
+would use the same one.
 """
 
 from collections.abc import Mapping, Sequence

@@ -28,8 +28,8 @@ from msgspec.structs import force_setattr
 
 from pdcluster_connector.compat.shape import Identifier, ParallelSize
 from pdcluster_connector.plan.topology import node_of_data_rank
-from pdcluster_connector.protocol.addresses import split_address
 from pdcluster_connector.protocol.field_by_field import reader_of
+from pdcluster_connector.protocol.host_port import data_rank_port, split_address
 from pdcluster_connector.protocol.messages import Malformed, Rank, RankNumber, Text, bounded
 
 MAX_DOCUMENT_BYTES = 1024 * 1024
@@ -118,7 +118,7 @@ class PeerEntry(Struct, frozen=True):
         host, port = split_address(self.side_channel) or ("", 0)
         hosts = (host, *self.follower_hosts)
         node = node_of_data_rank(data_rank, self.data_parallel_size, len(hosts))
-        return hosts[node], port + data_rank
+        return hosts[node], data_rank_port(port, data_rank)
 
 
 class PeersDocument(Struct, frozen=True):

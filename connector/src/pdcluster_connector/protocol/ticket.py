@@ -3,7 +3,8 @@
 It travels as one opaque string in ``kv_transfer_params``. The client and the router need not be
 trusted: decode acts upon nothing but the ticket, and the ticket is signed with a key that only the
 engines hold. A ticket serves only the prompt that it was made for, which is why it holds a digest
-of what KV depends on.
+of what KV depends on. Here it is read, and its signature checked. Whether it fits its request (the
+prompt, the time, used once) is decided in ``vllm/scheduler_side/decode.py``.
 
 A long prompt has very many block ids: 250,000 for a million tokens in four groups. vLLM hands
 blocks out in runs. So the ticket holds by how much each id differs from the one before, and how

@@ -16,8 +16,8 @@ from pdcluster_connector.compat import rules
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol import messages
-from pdcluster_connector.protocol.addresses import url
 from pdcluster_connector.protocol.failure import Failure, failure_of, refusal_of
+from pdcluster_connector.protocol.host_port import url
 from pdcluster_connector.protocol.validation import contradictions
 
 ATTEMPT = aiohttp.ClientTimeout(total=60.0, sock_connect=3.0, sock_read=15.0)

@@ -22,7 +22,7 @@ from pdcluster_connector.nixl_io.reading_agent import Connection
 from pdcluster_connector.nixl_io.serving_agent import WORD_BYTES, one_row
 from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
-from pdcluster_connector.plan.request import plan_request
+from pdcluster_connector.plan.request_descriptors import plan_request
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.lease import CLEARED
 from pdcluster_connector.protocol.ticket import Ticket

@@ -1,8 +1,9 @@
 """A foreground mini-kubelet: the pods of the in-memory API become processes of this machine.
 
-It has at most 400 lines of code together with :mod:`.container`, which a test counts. As in a
-cluster, the container runtime (:mod:`.shim`) and the network plugin (:mod:`.addresses`) are no part
-of it. The pre-flight has found what the machine lacks for good, so the kubelet looks for nothing.
+It has at most 400 lines of code together with :mod:`.container_process`, which a test counts. As in
+a cluster, the container runtime (:mod:`.shim`) and the network plugin (:mod:`.addresses`) are no
+part of it. The pre-flight has found what the machine lacks for good, so the kubelet looks for
+nothing.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from pathlib import Path
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.local.addresses import AddressBook, PortBusyError
 from pdcluster_operator.local.api_server import LocalApi, Manifest
-from pdcluster_operator.local.container import (
+from pdcluster_operator.local.container_process import (
     Container,
     kubernetes_command,
     kubernetes_environment,

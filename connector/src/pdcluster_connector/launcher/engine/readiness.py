@@ -15,8 +15,8 @@ from typing import Final
 from msgspec.structs import replace
 
 from pdcluster_connector.launcher.arguments import EngineCommand
-from pdcluster_connector.protocol.addresses import url
 from pdcluster_connector.protocol.engine_id import EngineId
+from pdcluster_connector.protocol.host_port import url
 from pdcluster_connector.protocol.launcher_documents import EngineReport, EngineState
 
 _ORDER: Final = {state: place for place, state in enumerate(EngineState)}

@@ -116,7 +116,7 @@ class DecodeRole:
         key: a request with this key learns in any case between which engines its KV moved; empty
             for no such request.
         recomputes: whether vLLM computes the prompt here if its transfer fails. Else the request
-            fails.
+            fails. Here it is only counted so.
     """
 
     def __init__(

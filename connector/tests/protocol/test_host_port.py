@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdcluster_connector.protocol.addresses import split_address, url
+from pdcluster_connector.protocol.host_port import split_address, url
 
 
 @pytest.mark.parametrize(
