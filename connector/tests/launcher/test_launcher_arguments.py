@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from pdcluster_connector.launcher import inside_vllm
 from pdcluster_connector.launcher.arguments import ArgumentError, EngineCommand, engine_command
-from pdcluster_connector.launcher.options import UsageError, new_engine_id
+from pdcluster_connector.protocol.engine_id import new_engine_id
 
 CONFIG = json.dumps({"kv_connector": "PDClusterConnector", "kv_role": "kv_producer"})
 
@@ -158,7 +158,7 @@ def test_each_start_has_an_incarnation_of_its_own():
     )
     assert len({new_engine_id("a").incarnation for _ in range(1000)}) == 1000
     for wrong in ("", "a/b", "a b", "-a", "a\n", "x" * 201):
-        with pytest.raises(UsageError, match="is not a valid engine id"):
+        with pytest.raises(ValueError, match="is not a valid engine id"):
             new_engine_id(wrong)
 
 

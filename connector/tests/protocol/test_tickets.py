@@ -413,7 +413,7 @@ def test_router_keys() -> None:
     assert params["do_remote_prefill"] is True
     assert params["do_remote_decode"] is False
     assert params["remote_engine_id"] == TICKET.engine_id
-    assert (params["remote_host"], params["remote_port"]) == TICKET.side_channel
+    assert (params["remote_host"], params["remote_port"]) == (TICKET.host, TICKET.port)
     assert params["remote_request_id"] == TICKET.request_id
     assert params["remote_block_ids"] == [[3, 4, -1, 9]]
     assert params["tp_size"] == 2

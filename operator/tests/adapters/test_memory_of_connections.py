@@ -81,6 +81,6 @@ async def test_the_operator_uses_small_buffers(monkeypatch: pytest.MonkeyPatch) 
     def ask() -> None:
         raise AskedError
 
-    monkeypatch.setattr(operator_process, "use_small_buffers", ask)
+    monkeypatch.setattr(operator_process.engines_http, "use_small_buffers", ask)
     with pytest.raises(AskedError):
         await operator_process.OperatorProcess(operator_process.OperatorOptions()).start()

@@ -1,15 +1,13 @@
 """The launcher's own command line."""
 
 import argparse
-import re
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
 from pdcluster_connector import __version__
-from pdcluster_connector.protocol.engine_id import EngineId
+from pdcluster_connector.protocol.engine_id import EngineId, new_engine_id
 
 RUNNER: Final = "pdcluster_connector.launcher.vllm_shim"
 
@@ -137,27 +135,11 @@ def parse(arguments: Sequence[str]) -> Options:
     known = parser.parse_args(words[:cut])
     if cut == len(words):
         raise UsageError("the engine's arguments are missing: add -- MODEL [flags of vllm serve]")
-    known.engine = new_engine_id(known.engine)
+    try:
+        known.engine = new_engine_id(known.engine)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     return Options(**vars(known), vllm=tuple(words[cut + 1 :]))
-
-
-MAX_LOGICAL_ID: Final = 200
-_LOGICAL_ID: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
-
-
-def new_engine_id(logical: str) -> EngineId:
-    """Return the id of a new start of an engine: peers see every restart by it.
-
-    Raises:
-        UsageError: the logical id could not stand in an address, a label or a log.
-    """
-    if len(logical) > MAX_LOGICAL_ID or not _LOGICAL_ID.fullmatch(logical):
-        raise UsageError(
-            f"{logical[:MAX_LOGICAL_ID]!r} is not a valid engine id: use letters, "
-            f"digits, '.', '-' and '_' ({MAX_LOGICAL_ID} at most), such as "
-            "default.llama.prefill.7f9c4.0"
-        )
-    return EngineId(logical, secrets.token_hex(8))
 
 
 def _port(text: str) -> int:

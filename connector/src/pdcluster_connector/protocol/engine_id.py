@@ -15,6 +15,7 @@ handshake.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -49,6 +50,25 @@ class EngineId:
             and self.logical == other.logical
             and self.incarnation != other.incarnation
         )
+
+
+MAX_LOGICAL_ID: Final = 200
+_LOGICAL_ID: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+
+
+def new_engine_id(logical: str) -> EngineId:
+    """Return the id of a new start of an engine: peers see every restart by it.
+
+    Raises:
+        ValueError: the logical id could not stand in an address, a label or a log.
+    """
+    if len(logical) > MAX_LOGICAL_ID or not _LOGICAL_ID.fullmatch(logical):
+        raise ValueError(
+            f"{logical[:MAX_LOGICAL_ID]!r} is not a valid engine id: use letters, "
+            f"digits, '.', '-' and '_' ({MAX_LOGICAL_ID} at most), such as "
+            "default.llama.prefill.7f9c4.0"
+        )
+    return EngineId(logical, secrets.token_hex(8))
 
 
 def parse_engine_id(text: str) -> EngineId:
