@@ -159,15 +159,20 @@ async def test_two_that_ask_at_once_do_not_both_get_it() -> None:
             await process.leases.stop()
 
 
-async def test_a_holder_that_is_killed_keeps_others_away_for_the_duration_only() -> None:
+async def one_that_finds_a_lease_of(holder: str) -> tuple[Server, Process]:
+    """Return a server with a Lease of ``holder``, and a process that has seen it."""
     server = Server()
-    server.held["ns", "pdcluster-operator"] = {
-        **lease_manifest(None, "ns", "pdcluster-operator", "dead", 0.0)
-    }
-    server.held["ns", "pdcluster-operator"]["metadata"]["resourceVersion"] = "7"
+    lease = lease_manifest(None, "ns", "pdcluster-operator", holder, 0.0)
+    server.held["ns", "pdcluster-operator"] = lease
+    lease["metadata"]["resourceVersion"] = "7"
     two = Process(server, "two")
     two.holds()
     await asyncio.sleep(0.05)
+    return server, two
+
+
+async def test_a_holder_that_is_killed_keeps_others_away_for_the_duration_only() -> None:
+    server, two = await one_that_finds_a_lease_of("dead")
     two.now += SHORTEST_SECONDS - 1
     await asyncio.sleep(0.05)
     assert not two.holds()
@@ -179,14 +184,7 @@ async def test_a_holder_that_is_killed_keeps_others_away_for_the_duration_only()
 
 async def test_a_lease_that_was_deleted_keeps_others_away_for_the_duration() -> None:
     """Its holder does not know yet, and acts. Its namespace may have been made again."""
-    server = Server()
-    server.held["ns", "pdcluster-operator"] = {
-        **lease_manifest(None, "ns", "pdcluster-operator", "one", 0.0)
-    }
-    server.held["ns", "pdcluster-operator"]["metadata"]["resourceVersion"] = "7"
-    two = Process(server, "two")
-    two.holds()
-    await asyncio.sleep(0.05)
+    server, two = await one_that_finds_a_lease_of("one")
     server.held.clear()
     for _ in range(2):
         await asyncio.sleep(0.05)
