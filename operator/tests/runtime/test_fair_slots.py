@@ -349,3 +349,27 @@ def test_one_namespace_alone_has_most_workers() -> None:
 
 def now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def test_a_key_that_was_begun_does_not_wait_behind_a_crowd_of_new_ones() -> None:
+    """Each new key takes ten seconds; one whose pods have become ready is looked at soon."""
+    begun = Key("a", "begun")
+    started: dict[Key, float] = {}
+
+    async def handler(key: Key) -> None:
+        started[key] = asyncio.get_running_loop().time()
+        await asyncio.sleep(0.1 if key == begun else 10.0)
+
+    async def crowd() -> None:
+        keys = KeyedQueue(handler, is_new=lambda key: key != begun, workers=8)
+        keys.start()
+        for number in range(100):
+            keys.add(Key("a", f"new-{number}"))
+        await asyncio.sleep(25.0)
+        keys.add(begun)
+        await asyncio.sleep(5.0)
+        assert started[begun] == pytest.approx(25.0)
+        assert len(started) == 13, "half of the workers take new keys, and never wait meanwhile"
+        await keys.stop()
+
+    virtual_time.run(crowd())

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition
 from pdcluster_operator.api.object_names import SCALER_KIND
 from pdcluster_operator.plan.connectors import is_shared_connector
-from pdcluster_operator.plan.lifecycle import is_changed
+from pdcluster_operator.plan.lifecycle import is_changed, is_new
 from pdcluster_operator.plan.namespace_lease import belongs_to
 from pdcluster_operator.plan.status.conditions import local_share
 from pdcluster_operator.plan.types import ConnectorBundle
@@ -53,7 +53,9 @@ class ControlLoop:
         self._worked = worked
         self._holds = holds
         self.store = Store()
-        self.queue = KeyedQueue(self._work, is_urgent=self._is_urgent, backoff=backoff)
+        self.queue = KeyedQueue(
+            self._work, is_urgent=self._is_urgent, is_new=self._is_new, backoff=backoff
+        )
         self.monitor = LauncherMonitor(launchers, self.queue.add, period=poll_seconds)
         self._reconciler = Reconciler(
             store=self.store,
@@ -104,6 +106,10 @@ class ControlLoop:
     def _is_urgent(self, key: interfaces.Key) -> bool:
         cluster = self.store.cluster(key)
         return cluster is not None and is_changed(cluster)
+
+    def _is_new(self, key: interfaces.Key) -> bool:
+        cluster = self.store.cluster(key)
+        return cluster is not None and is_new(cluster, has_children=bool(self.store.children(key)))
 
     def set_unlisted(self, namespaces: Collection[str]) -> None:
         """Say in which namespaces nothing can be done: not all of their objects are known."""

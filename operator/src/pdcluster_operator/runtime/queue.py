@@ -5,9 +5,9 @@ So the queue keeps keys, not events. Adding a key that is queued changes nothing
 that is being reconciled requeues it once it is done. A key that failed is requeued after a delay
 that doubles with each failure; other keys do not wait for it.
 
-Which key is next: urgent keys, whose spec was changed, and the others take turns, and so do
-namespaces; see :class:`FairSlots`. A changed spec therefore does not wait behind a thousand new
-PDClusters.
+Which key is next: urgent keys, whose spec was changed, new keys and the others take turns, and so
+do namespaces; see :class:`FairSlots`. A changed spec therefore does not wait behind a thousand new
+PDClusters, nor does one whose pods have just become ready.
 
 A key that was reconciled rests for half a second, unless its spec changes. Objects that were just
 created cause a dozen events within a second, and one reconcile is enough for all of them.
@@ -69,6 +69,7 @@ class KeyedQueue:
 
     Args:
         is_urgent: whether a key whose delay has passed is queued as an urgent one.
+        is_new: whether nothing was created for a key yet.
         rest: seconds for which a key rests.
     """
 
@@ -77,6 +78,7 @@ class KeyedQueue:
         handler: Handler,
         *,
         is_urgent: Callable[[Key], bool] = lambda _: False,
+        is_new: Callable[[Key], bool] = lambda _: False,
         workers: int = WORKERS,
         rest: float = REST_SECONDS,
         backoff: Backoff | None = None,
@@ -87,7 +89,7 @@ class KeyedQueue:
         self._rest = rest
         self._backoff = backoff or Backoff()
         self._uniform = uniform
-        self._slots = FairSlots(workers, RECONCILE_HANGS_SECONDS, self._start)
+        self._slots = FairSlots(workers, RECONCILE_HANGS_SECONDS, self._start, is_new)
         self._resting: dict[Key, bool] = {}  # whether it was added meanwhile
         self._running: dict[Key, asyncio.Task[None]] = {}
         self._again: dict[Key, bool] = {}  # added while it is reconciled: whether it is urgent
@@ -205,8 +207,13 @@ class KeyedQueue:
 class FairSlots:
     """Starts keys when they get a slot, so that no namespace gets all slots.
 
-    Keys wait in two lines, urgent ones and the others, which take turns. In each line the
-    namespaces take turns, and within a namespace the oldest key is first.
+    Keys wait in three lines, urgent ones, new ones and the others, which take turns. In each line
+    the namespaces take turns, and within a namespace the oldest key is first.
+
+    **New keys** have half of the slots at most. Each holds its slot for a dozen requests, and the
+    others mostly need none. With one line for both, a PDCluster among a thousand new ones becomes
+    Ready only when all have their children: it has two statuses and events more on the way
+    (``operator/tests/runtime/test_crowd.py``).
 
     Each call into a namespace may hang for half a minute: it is enough that an admission webhook
     for that namespace does not answer. If the calls into one namespace held all workers, no
@@ -231,15 +238,25 @@ class FairSlots:
         total: number of slots. Up to a quarter more are given out while something hangs.
         hangs_seconds: what holds a slot for longer hangs.
         start: called with each key that gets a slot. :meth:`done` gives the slot back.
+        is_new: whether nothing was created for a key yet.
     """
 
-    def __init__(self, total: int, hangs_seconds: float, start: Callable[[Key], None]) -> None:
+    def __init__(
+        self,
+        total: int,
+        hangs_seconds: float,
+        start: Callable[[Key], None],
+        is_new: Callable[[Key], bool] = lambda _: False,
+    ) -> None:
         self._total = total
         self._hangs_seconds = hangs_seconds
         self._start = start
         self._urgent: _Line = OrderedDict()
+        self._new: _Line = OrderedDict()
         self._others: _Line = OrderedDict()
-        self._turns = deque((self._urgent, self._others))
+        self._turns = deque((self._urgent, self._new, self._others))
+        self._is_new = is_new
+        self._new_holders: set[Key] = set()
         self._since: dict[str, dict[Key, float]] = {}  # when each holder got its slot, oldest first
         self._hung_until: dict[str, float] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -260,15 +277,19 @@ class FairSlots:
 
     def add(self, key: Key, *, urgent: bool = False) -> None:
         """Let a key wait. One that waits keeps its place, unless it gets urgent."""
-        if key in self._urgent.get(key.namespace, ()):
+        if key in self._urgent.get(key.namespace, ()) or (self.waits(key) and not urgent):
             return
         if urgent:
+            _drop(self._new, key)
             _drop(self._others, key)
-        line = self._urgent if urgent else self._others
+            line = self._urgent
+        else:
+            line = self._new if self._is_new(key) else self._others
         line.setdefault(key.namespace, OrderedDict())[key] = None
 
     def done(self, key: Key) -> None:
         """Take back the slot that a key had."""
+        self._new_holders.discard(key)
         held, now = self._since[key.namespace], _now()
         if now - held.pop(key) > self._hangs_seconds:
             self._hung_until[key.namespace] = now + BELIEVED_SECONDS
@@ -302,6 +323,8 @@ class FairSlots:
         for _ in range(len(self._turns)):
             line = self._turns[0]
             self._turns.rotate(-1)
+            if line is self._new and len(self._new_holders) >= max(1, self._total // 2):
+                continue
             for namespace, keys in line.items():
                 own = of_hanging if namespace in hanging else len(self._since.get(namespace, ()))
                 if own < TIMES_FREE * free:
@@ -309,6 +332,8 @@ class FairSlots:
                     line.move_to_end(namespace)
                     _drop(line, key)
                     self._since.setdefault(namespace, {})[key] = _now()
+                    if line is self._new:
+                        self._new_holders.add(key)
                     return key
         return None
 
