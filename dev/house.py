@@ -21,13 +21,14 @@ import yaml
 
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.protocol.launcher_documents import (
+    ChangesReport,
     LinksReport,
     LinkState,
     PeerEntry,
     PeersDocument,
     RankLink,
     RankReport,
-    decode_links,
+    decode_changes,
     encode_json,
 )
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, set_conditions
@@ -59,13 +60,15 @@ def report_to_condition() -> None:
     link = RankLink(prefill.logical, "id", LinkState.ESTABLISHED, establishment=1)
     table.add(RankReport((0, 0), (1, 1), (link,)), 0.0)
     links = tuple(row.report for row in table.rows(1.0))
-    report = decode_links(encode_json(LinksReport(decode.logical, "id", links)))
-    assert isinstance(report, LinksReport)
+    answer = ChangesReport("1", links=LinksReport(decode.logical, "id", links))
+    report = decode_changes(encode_json(answer))
+    assert isinstance(report, ChangesReport)
+    assert report.links is not None
     one, other = (
         EngineView(name, True, StatusReason.ENGINES_READY, "", "id", "192.0.2.1", 1)
         for name in (prefill, decode)
     )
-    pairs = observe_pairs((one,), (other,), {decode.logical: report})
+    pairs = observe_pairs((one,), (other,), {decode.logical: report.links})
     verdict = links_established(pairs, {})
     set_conditions({}, [(ConditionType.KV_LINKS_ESTABLISHED, verdict)], 1, 0.0)
 

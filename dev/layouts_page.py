@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from pdcluster_connector.compat.rules import RULES
+from pdcluster_connector.compat.check import RULES
 
 INTRODUCTION = """\
 # Layouts of the KV cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from pdcluster_connector.compat.rules import RULES
+from pdcluster_connector.compat.check import RULES
 from pdcluster_connector.compat.shape_rules import SHAPE_RULES
 
 INTRODUCTION = """\

@@ -22,7 +22,7 @@ from connecting import connected
 from images.engine_image import engine_image, for_this_machine
 from images.operator_image import operator_image
 from models.tiny import model_path
-from pdcluster_connector.compat.counted import counted
+from pdcluster_connector.compat.findings import counted
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"

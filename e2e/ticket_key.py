@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pdcluster_connector.protocol.ticket_keys import parse_keys
+from pdcluster_connector.sidechannel.ticket_key_file import parse_keys
 
 KEY_FILE = str(Path(__file__).with_name("not-secret.key"))
 KEYS = parse_keys(Path(KEY_FILE).read_bytes())

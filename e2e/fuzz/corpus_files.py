@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from fuzz.targets import TARGETS
+from pdcluster_connector.plan.geometry import MemoryRange
 from pdcluster_connector.protocol import messages as m, ticket
 from pdcluster_connector.protocol.engine_id import engine_name
 from pdcluster_connector.testing.engines import Size
@@ -49,7 +50,7 @@ def seeds(target: str) -> list[bytes]:
     regions = tuple(
         msgspec.structs.replace(region, base=1 << 20) for region in size.caches()[0].shard.regions
     )
-    shard = m.ShardMetadata("p/1", (0, 0), "a", b"m", regions, m.ProbeRegion(4096, 4096))
+    shard = m.ShardMetadata("p/1", (0, 0), "a", b"m", regions, MemoryRange(4096, 4096))
     parameters = {"do_remote_prefill": True, "ticket": ticket.encode(_ticket(), KEYS)}
     documents = {
         "side_channel": [

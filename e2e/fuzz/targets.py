@@ -14,11 +14,12 @@ from typing import Any
 
 import msgspec
 
+from launcher_answers import decode_engine, decode_links
 from pdcluster_connector.certificate_files import Tls, TlsError, TlsFiles, tls_files
-from pdcluster_connector.compat import rules
+from pdcluster_connector.compat.check import check
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.launcher.inside_vllm import plain
-from pdcluster_connector.plan.errors import PlanError
+from pdcluster_connector.plan import PlanError
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.protocol import messages, ticket
 from pdcluster_connector.protocol.engine_id import (
@@ -31,15 +32,13 @@ from pdcluster_connector.protocol.engine_id import (
 from pdcluster_connector.protocol.failure import refusal_of
 from pdcluster_connector.protocol.launcher_documents import (
     decode_changes,
-    decode_engine,
-    decode_links,
     decode_peers,
     decode_report,
 )
 from pdcluster_connector.protocol.messages import EngineMetadata, Malformed
 from pdcluster_connector.protocol.ticket import BlockIds
-from pdcluster_connector.protocol.ticket_keys import parse_keys
 from pdcluster_connector.protocol.validation import contradictions
+from pdcluster_connector.sidechannel.ticket_key_file import parse_keys
 from pdcluster_connector.testing.caches import LabelledCache
 from pdcluster_connector.vllm.config import ConfigError, parse_options
 from pdcluster_operator.api.spec.parse import parse_cluster
@@ -67,7 +66,7 @@ def side_channel(raw: bytes) -> None:
 def _handshake_request(raw: bytes) -> None:
     asked = messages.decode_handshake_request(raw)
     if not isinstance(asked, Malformed):
-        refusal_of(rules.check(EngineShape(), asked.shape))
+        refusal_of(check(EngineShape(), asked.shape))
 
 
 def metadata(raw: bytes) -> None:

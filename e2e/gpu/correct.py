@@ -12,8 +12,8 @@ import torch
 
 from gpu.device_cache import BLOCK_OUTERMOST, LAYER_OUTERMOST, DeviceCache, probe_memory
 from gpu.rig import Agents, PrefillProcess, decode_of, pair, select
-from pdcluster_connector.nixl_io.interface import MemoryRange
 from pdcluster_connector.nixl_io.reading_agent import ReadingAgent
+from pdcluster_connector.plan.geometry import MemoryRange
 from pdcluster_connector.plan.peer_plan import plan_peer
 
 ORACLE = {"kv_heads": 4, "layers": 4, "num_blocks": 96, "block_tokens": 16, "token_bytes": 32}

@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from pdcluster_connector.compat.shape import Memory
-from pdcluster_connector.nixl_io.interface import MemoryRange
-from pdcluster_connector.plan.geometry import Region, Shard
+from pdcluster_connector.plan.geometry import MemoryRange, Region, Shard
 from pdcluster_connector.plan.slices import sliced
 from pdcluster_connector.testing.caches import labels
 

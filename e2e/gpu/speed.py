@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from gpu.device_cache import BLOCK_OUTERMOST, LAYER_OUTERMOST, DeviceCache
 from gpu.rig import Agents, PrefillProcess, decode_of, select
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
-from pdcluster_connector.nixl_io.interface import MemoryRange
 from pdcluster_connector.nixl_io.reading_agent import ReadingAgent
-from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
+from pdcluster_connector.plan.geometry import MemoryRange
+from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.request_descriptors import plan_request
 from pdcluster_connector.plan.slices import seams

@@ -13,8 +13,6 @@ former ones stay in use and the log says why. The files are loaded into new cont
 the old ones as a whole: a file that changes meanwhile cannot leave a context with half of a pair.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import ssl
@@ -24,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 from pdcluster_connector.protocol.engine_id import engine_name, role_name
 
@@ -198,6 +196,19 @@ def _stamps(files: Sequence[Path]) -> tuple[tuple[int, int], ...]:
     return tuple(stamps)
 
 
+@dataclass(frozen=True, slots=True)
+class _Contexts:
+    server: ssl.SSLContext
+    open_server: ssl.SSLContext
+    client: ssl.SSLContext
+
+    @classmethod
+    def of(cls, files: TlsFiles) -> Self:
+        server, open_server = server_context(files), server_context(files)
+        open_server.verify_mode = ssl.CERT_OPTIONAL
+        return cls(server, open_server, client_context(files))
+
+
 _STEPS: Final = 10  # of a TLS handshake with oneself; three are enough
 _SniCallback = Callable[[ssl.SSLObject, str | None, ssl.SSLContext], None]
 
@@ -295,19 +306,6 @@ def tls_arguments(tls: Tls | None, engine_id: str) -> dict[str, Any]:
 def own_arguments(tls: Tls | None) -> dict[str, Any]:
     """Return the arguments of aiohttp with which a request reaches only this engine's own pods."""
     return {} if tls is None else tls_arguments(tls, tls.engine_id)
-
-
-@dataclass(frozen=True, slots=True)
-class _Contexts:
-    server: ssl.SSLContext
-    open_server: ssl.SSLContext
-    client: ssl.SSLContext
-
-    @classmethod
-    def of(cls, files: TlsFiles) -> _Contexts:
-        server, open_server = server_context(files), server_context(files)
-        open_server.verify_mode = ssl.CERT_OPTIONAL
-        return cls(server, open_server, client_context(files))
 
 
 def _meet_oneself(contexts: _Contexts, name: str, files: TlsFiles) -> int:

@@ -8,10 +8,10 @@ from unittest import mock
 import pytest
 from msgspec.structs import replace
 
-from pdcluster_connector.compat import rules
-from pdcluster_connector.compat.findings import Finding
+from pdcluster_connector.compat import check as judging
+from pdcluster_connector.compat.check import RULES, check, check_engine, refused
+from pdcluster_connector.compat.findings import Finding, Verdict
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.rules import RULES, Verdict, check, check_engine, refused
 from pdcluster_connector.compat.shape import (
     EngineShape,
     GroupShape,
@@ -853,7 +853,7 @@ def test_layers_of_one_engine_that_are_not_known_are_told_with_the_number_of_the
         ((KNOWN, unknown), ("2 layers", "unknown")),
         ((unknown, KNOWN), ("unknown", "2 layers")),
     ):
-        with mock.patch.object(rules, "RULES", (rule,)):
+        with mock.patch.object(judging, "RULES", (rule,)):
             [found] = check(*pair)
         assert found.verdict is Verdict.UNKNOWN
         assert (found.field, found.prefill_value, found.decode_value) == ("layers", *values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdcluster_connector.compat.counted import counted
+from pdcluster_connector.compat.findings import counted
 
 
 @pytest.mark.parametrize(("number", "said"), [(0, "0 links"), (1, "1 link"), (2, "2 links")])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from dev.layouts_page import GRIDS, ROWS, Row, page, state_of
 
-from pdcluster_connector.compat.rules import RULES
+from pdcluster_connector.compat.check import RULES
 
 ROOT = Path(__file__).parents[3]
 TESTS = ROOT / "connector" / "tests"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dev.rules_page import page
 
-from pdcluster_connector.compat.rules import RULES
+from pdcluster_connector.compat.check import RULES
 
 CHECKED_IN = Path(__file__).parents[3] / "docs" / "rules.md"
 
@@ -27,7 +27,7 @@ def test_the_rules_import_nothing_but_msgspec() -> None:
     """The operator's image has neither torch nor vLLM, and admission must be quick."""
     code = (
         "import sys; before = set(sys.modules);"
-        "import pdcluster_connector.compat.rules;"
+        "import pdcluster_connector.compat.check;"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before};"
         "print(*sorted(new - set(sys.stdlib_module_names)))"
     )

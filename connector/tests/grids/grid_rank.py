@@ -21,12 +21,13 @@ from layout_cases import Case, wanted
 from modelled_engine import Layout, Model, Modelled
 from wrong_plans import SPOILERS
 
-from pdcluster_connector.compat import rules
+from pdcluster_connector.compat import check
 from pdcluster_connector.compat.shape import Memory
-from pdcluster_connector.nixl_io.interface import Dlist, Handle, Indices, MemoryRange
+from pdcluster_connector.nixl_io.interface import Dlist, Handle, Indices
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.plan.descriptors import Rows
+from pdcluster_connector.plan.geometry import MemoryRange
 from pdcluster_connector.protocol import ticket
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.transfer import job
@@ -88,9 +89,9 @@ class Watched(NixlAgent):
 @contextmanager
 def without_rules(ids: Collection[str]) -> Iterator[None]:
     """Shake hands as if the layouts that these rules refuse were carried."""
-    assert set(ids) <= {rule.id for rule in rules.RULES}
-    kept = tuple(rule for rule in rules.RULES if rule.id not in ids)
-    with mock.patch.object(rules, "RULES", kept):
+    assert set(ids) <= {rule.id for rule in check.RULES}
+    kept = tuple(rule for rule in check.RULES if rule.id not in ids)
+    with mock.patch.object(check, "RULES", kept):
         yield
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+from launcher_answers import decode_engine, decode_links
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.engine.prompt_window import PromptWindow
 from pdcluster_connector.launcher.engine.readiness import Progress, Readiness
@@ -33,8 +34,8 @@ READERS: dict[str, Callable[[bytes], Any]] = {
     "PUT /v1/peers": documents.decode_peers,
     "GET /v1/peers": documents.decode_peers,
     "POST /v1/reports": documents.decode_report,
-    "GET /readyz": documents.decode_engine,
-    "GET /v1/links": documents.decode_links,
+    "GET /readyz": decode_engine,
+    "GET /v1/links": decode_links,
     "GET /v1/changes": documents.decode_changes,
 }
 

@@ -14,8 +14,8 @@ from hypothesis import settings
 from labelled_engine import execute
 from modelled_engine import PAGES, Array, Grid, Group, Layout, Model, Modelled
 
+from pdcluster_connector.compat.check import check
 from pdcluster_connector.compat.findings import Finding
-from pdcluster_connector.compat.rules import check
 from pdcluster_connector.compat.shape import LayerKind
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.request_descriptors import plan_request

@@ -12,9 +12,9 @@ from modelled_engine import Modelled
 from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.plan.errors import PlanError
+from pdcluster_connector.plan import PlanError
 from pdcluster_connector.plan.geometry import Region, Shard
-from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
+from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.request_descriptors import plan_request
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.plan.errors import CoverageError
+from pdcluster_connector.plan import CoverageError
 from pdcluster_connector.plan.pairing import (
     BlockList,
     Pairs,

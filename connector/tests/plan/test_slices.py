@@ -13,8 +13,7 @@ from layout_cases import FULL, MAMBA, WINDOW, Choices, build, chunks
 from modelled_engine import Modelled
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.plan import slices
-from pdcluster_connector.plan.errors import PlanError
+from pdcluster_connector.plan import PlanError, slices
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.slices import joined, seams, sliced, split_rows

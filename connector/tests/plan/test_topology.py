@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.plan.errors import PlanError
+from pdcluster_connector.plan import PlanError
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.topology import assign_sources, head_interval
 

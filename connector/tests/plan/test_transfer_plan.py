@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import Memory
-from pdcluster_connector.plan.errors import PlanError
+from pdcluster_connector.plan import PlanError
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.pairing import BlockList, Pairs, pair_blocks
 from pdcluster_connector.plan.peer_plan import PeerPlan, plan_peer

@@ -15,7 +15,7 @@ from pdcluster_connector.compat.shape import (
     LayerShape,
     Memory,
 )
-from pdcluster_connector.plan.geometry import Region
+from pdcluster_connector.plan.geometry import MemoryRange, Region
 from pdcluster_connector.protocol import launcher_documents as links, messages as m
 
 
@@ -26,7 +26,7 @@ def read(kind: Any, value: object) -> Any:
 @pytest.mark.parametrize(
     ("kind", "sent", "meant"),
     [
-        (m.ProbeRegion, {"address": 4096, "length": 64}, {"device": 0, "memory": Memory.DRAM}),
+        (MemoryRange, {"address": 4096, "length": 64}, {"device": 0, "memory": Memory.DRAM}),
         (
             m.ShardMetadata,
             {

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from pdcluster_connector.compat.findings import Finding, Verdict
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.rules import Finding, Verdict
 from pdcluster_connector.compat.shape import (
     EngineShape,
     GroupShape,
@@ -18,7 +18,7 @@ from pdcluster_connector.compat.shape import (
     LayerShape,
     PartShape,
 )
-from pdcluster_connector.plan.geometry import Region
+from pdcluster_connector.plan.geometry import MemoryRange, Region
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import failure_of, refusal_of
 from pdcluster_connector.protocol.validation import contradictions
@@ -36,7 +36,7 @@ def shard(tp: int, **change: object) -> m.ShardMetadata:
     regions = tuple(
         Region(f"l{i}", 1 << 30, 8, 1024, 16, tp, tp + 1, 1024, None, 64) for i in range(3)
     )
-    value = m.ShardMetadata("p/1", (0, tp), "a", b"", regions, m.ProbeRegion(4096, 64))
+    value = m.ShardMetadata("p/1", (0, tp), "a", b"", regions, MemoryRange(4096, 64))
     return msgspec.structs.replace(value, **change)
 
 

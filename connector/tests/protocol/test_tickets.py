@@ -32,7 +32,7 @@ from pdcluster_connector.protocol.ticket import (
     prompt_digest,
     ticket_of,
 )
-from pdcluster_connector.protocol.ticket_keys import parse_keys
+from pdcluster_connector.sidechannel.ticket_key_file import parse_keys
 
 EXAMPLES = settings().max_examples  # `make soak` asks for ten times as many
 KEYS = parse_keys(b"5a" * 32)

@@ -15,10 +15,10 @@ from pdcluster_connector.compat.shape import (
     LayerShape,
     PartShape,
 )
-from pdcluster_connector.plan.geometry import Region
+from pdcluster_connector.plan.geometry import MemoryRange, Region
 from pdcluster_connector.protocol import launcher_documents as links, messages as m
 
-SHARD = m.ShardMetadata("e/1", (0, 0), "agent", b"blob", (), m.ProbeRegion(4096, 65536))
+SHARD = m.ShardMetadata("e/1", (0, 0), "agent", b"blob", (), MemoryRange(4096, 65536))
 ENGINE = m.EngineMetadata(1, "e/1", EngineShape(), (SHARD,))
 LEASES = m.LeaseRequest("p/1", "d/1")
 REPLY = m.LeaseReply(60.0)

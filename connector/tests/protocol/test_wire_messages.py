@@ -17,7 +17,7 @@ from pdcluster_connector.compat.shape import (
     Memory,
     PartShape,
 )
-from pdcluster_connector.plan.geometry import Region, Shard
+from pdcluster_connector.plan.geometry import MemoryRange, Region, Shard
 from pdcluster_connector.protocol import messages as m
 
 EXAMPLES = settings().max_examples  # `make soak` asks for ten times as many
@@ -97,7 +97,7 @@ def engine(shape: EngineShape, held: tuple[Region, ...]) -> m.EngineMetadata:
         "agent",
         b"\0\1blob",
         tuple(held),
-        m.ProbeRegion(4096, 65536),
+        MemoryRange(4096, 65536),
         m.LeaseWords(1 << 40, 128),
     )
     return m.EngineMetadata(1, "ns.c.prefill.r.0/00", shape, (shard,))

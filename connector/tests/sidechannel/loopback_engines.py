@@ -13,7 +13,7 @@ import pytest
 
 from pdcluster_connector.compat.shape import EngineShape, LayerKind, LayerShape, Memory
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
-from pdcluster_connector.plan.geometry import Region
+from pdcluster_connector.plan.geometry import MemoryRange, Region
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.sidechannel.peers import PeerBook
@@ -42,7 +42,7 @@ def shards_of(engine_id: str) -> tuple[m.ShardMetadata, ...]:
     regions = tuple(
         Region(layer.name, 1 << 30, 64, 2048, 16, 0, 2, 1024, 64, 64) for layer in LAYERS
     )
-    probe = m.ProbeRegion(1 << 20, 65536)
+    probe = MemoryRange(1 << 20, 65536)
     return (m.ShardMetadata(engine_id, (0, 0), "agent-0", b"blob" * 500, regions, probe),)
 
 

@@ -38,9 +38,9 @@ class Desk(LeaseDesk):
 
     def release(self, key: str, token: int, holder: str) -> bool:
         """Whether the lease has ended by it."""
-        before = self.held + self.armed
+        before = self.held + len(self._armed)
         self.answer(LeaseRequest("p", holder, releases=((key, token),)))
-        return self.held + self.armed < before
+        return self.held + len(self._armed) < before
 
     def expired(self, now: float) -> list[str]:
         self.now = now
@@ -136,7 +136,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def counts(self) -> None:
         held = sum(1 for _, end, *_ in self.model.values() if end is not None)
         assert self.desk.held == held
-        assert self.desk.armed == len(self.model) - held
+        assert len(self.desk._armed) == len(self.model) - held
         for key in ("a", "b", "c", "d"):
             kept = self.model.get(key)
             assert self.desk.place(key) == (None if kept is None else (kept[0], kept[2]))

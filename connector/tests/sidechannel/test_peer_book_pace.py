@@ -119,16 +119,14 @@ def test_a_deadline_is_told_with_the_reason_of_the_last_attempt(play: Play) -> N
     play(story)
 
 
-def test_a_refusal_is_answered_from_memory_for_five_seconds(play: Play) -> None:
+def test_a_refusal_is_not_kept_and_metadata_is(play: Play) -> None:
     async def story(asked: Asked) -> None:
         asked.outcome = REFUSED
-        assert asked.connect(60.0) == []
+        refused = asked.connect(60.0), asked.connect(60.0)
         await asyncio.sleep(0.1)
-        for seconds in (1.0, 3.75):
-            await asyncio.sleep(seconds)
-            assert asked.connect(600.0) == [REFUSED], "at once"
+        assert refused == ([REFUSED], [REFUSED]), "both by one handshake"
         assert len(asked.times) == 1
-        await asyncio.sleep(0.25)
+        assert asked.book._peers == {}
         asked.outcome = TOLD
         told = asked.connect(600.0)
         await asyncio.sleep(0.1)

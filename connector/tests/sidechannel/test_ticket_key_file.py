@@ -11,8 +11,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pdcluster_connector.certificate_files import LOOK_SECONDS
-from pdcluster_connector.protocol.ticket_keys import ROTATION_SECONDS, parse_keys
-from pdcluster_connector.sidechannel.ticket_key_file import TicketKeyError, TicketKeyFile
+from pdcluster_connector.sidechannel.ticket_key_file import (
+    ROTATION_SECONDS,
+    TicketKeyError,
+    TicketKeyFile,
+    parse_keys,
+)
 
 OLD, NEW = b"0a" * 32, b"0b" * 32
 

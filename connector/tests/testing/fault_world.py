@@ -184,7 +184,7 @@ class World:
             "known peers": sum(len(book._peers) for book in books),
             "outboxes": sum(len(d._leases._outboxes) for d in self.decodes.values()),
             "tickets in use": sum(len(d.tickets.held) for d in self.decodes.values()),
-            "leases": sum(p.leases.held + p.leases.armed for p in self.prefills.values()),
+            "leases": sum(p.leases.held + len(p.leases._armed) for p in self.prefills.values()),
             "prefill blocks in use": sum(
                 self.size.num_blocks - 1 - len(p.free) for p in self.prefills.values()
             ),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from turn_by_turn import Bench
 
 from pdcluster_connector.compat.shape import Memory
-from pdcluster_connector.nixl_io.interface import MemoryRange
 from pdcluster_connector.nixl_io.probe_memory import HostBuffer
 from pdcluster_connector.nixl_io.serving_agent import WARM_UP_BYTES
+from pdcluster_connector.plan.geometry import MemoryRange
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer.job import ReceiverOptions
 

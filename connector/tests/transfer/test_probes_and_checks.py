@@ -29,7 +29,7 @@ def bench() -> Bench:
 
 def check(bench: Bench, metadata: EngineMetadata) -> Future[ProbeResult]:
     future: Future[ProbeResult] = Future()
-    bench.connections.check(metadata, future)
+    bench.connections.probing.check(metadata, future)
     bench.turns()
     return future
 

@@ -11,7 +11,7 @@ from turn_by_turn import CACHE, LEASE, Bench
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
 from pdcluster_connector.nixl_io.interface import NixlErrorKind
-from pdcluster_connector.plan.request_descriptors import EngineBlocks, GroupBlocks
+from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions

@@ -11,9 +11,10 @@ from nixl_prefill import Agents, PrefillProcess, patient
 from transfer_rig import Decode, FakePeers
 
 from pdcluster_connector.compat.shape import Memory
-from pdcluster_connector.nixl_io.interface import Dlist, MemoryRange, NixlError
+from pdcluster_connector.nixl_io.interface import Dlist, NixlError
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 from pdcluster_connector.plan.descriptors import Rows
+from pdcluster_connector.plan.geometry import MemoryRange
 
 pytestmark = pytest.mark.nixl
 

@@ -9,7 +9,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind
 from pdcluster_connector.nixl_io.probe_memory import ProbeMemory
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
-from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
+from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.protocol.ticket import Ticket

@@ -11,9 +11,10 @@ from transfer_rig import FakePeers, Prefill
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
 from pdcluster_connector.nixl_io.probe_memory import HostMemory, ProbeMemory
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
-from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
+from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks
 from pdcluster_connector.testing.caches import LabelledCache
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
+from pdcluster_connector.transfer.connections import Connections
 from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
 from pdcluster_connector.transfer.receiver import ReceiveResults
 from pdcluster_connector.transfer.receives import Receives
@@ -39,14 +40,17 @@ class Bench:
         self.hanging: set[str] = set()
         self.fabric.behave = self._behave
         self.receives = Receives(
-            self.cache.shard,
-            self.cache.memory,
-            partial(self.fabric.agent, "decode"),
-            self.peers,
             options or ReceiverOptions(drain_deadline_seconds=1e6),
-            clock=lambda: self.now,
-            answer=lambda job, answer: self.answers.append((job, answer)),
-            probe_memory=self._probe_memory,
+            lambda: self.now,
+            lambda receives: Connections(
+                receives,
+                self.cache.shard,
+                self.cache.memory,
+                partial(self.fabric.agent, "decode"),
+                self.peers,
+                lambda job, answer: self.answers.append((job, answer)),
+                self._probe_memory,
+            ),
         )
         self.connections = self.receives.connections
         self.answers: list = []

@@ -46,7 +46,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from loopback import free_port
 from models.tiny import model_path
 from pdcluster_connector.compat.shape import EngineShape
-from pdcluster_connector.protocol.messages import ProbeRegion, ShardMetadata
+from pdcluster_connector.plan.geometry import MemoryRange
+from pdcluster_connector.protocol.messages import ShardMetadata
 from pdcluster_connector.vllm.metrics import ConnectorStats
 from pdcluster_connector.vllm.step_messages import Receipt, WorkerHandshake
 from ticket_key import KEY_FILE
@@ -157,7 +158,7 @@ class ContractEngine:
     def _handshake(self, rank: int) -> WorkerHandshake:
         shard = ShardMetadata(
             engine_id=self.engine_id, rank=(0, rank), agent_name=f"a{rank}", agent_metadata=b"m",
-            regions=(), probe=ProbeRegion(address=4096, length=4096),
+            regions=(), probe=MemoryRange(address=4096, length=4096),
         )  # fmt: skip
         shape = EngineShape(model="m", tensor=len(self.workers), layers=())
         return WorkerHandshake(self.engine_id, shape, shard)

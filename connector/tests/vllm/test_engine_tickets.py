@@ -20,7 +20,7 @@ from models.tiny import model_path
 from pdcluster_connector.certificate_files import LOOK_SECONDS
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.ticket import Ticket, decode, encode
-from pdcluster_connector.protocol.ticket_keys import ROTATION_SECONDS, parse_keys
+from pdcluster_connector.sidechannel.ticket_key_file import ROTATION_SECONDS, parse_keys
 from ticket_key import KEYS
 
 pytestmark = pytest.mark.engine

@@ -24,8 +24,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from pdcluster_connector.compat.rules import check
-from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks, groups_of
+from pdcluster_connector.compat.check import check
+from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks, groups_of
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.request_descriptors import plan_request
 from pdcluster_connector.vllm.kv_caches.registration import register

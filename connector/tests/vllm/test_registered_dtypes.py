@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from pdcluster_connector.compat.rules import check, refused
+from pdcluster_connector.compat.check import check, refused
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.vllm.joined_shape import join_shapes
 from pdcluster_connector.vllm.kv_caches.registration import register

@@ -20,7 +20,7 @@ from vllm.v1.request import RequestStatus
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.ticket import Ticket, encode, ticket_of
-from pdcluster_connector.protocol.ticket_keys import ROTATION_SECONDS, parse_keys
+from pdcluster_connector.sidechannel.ticket_key_file import ROTATION_SECONDS, parse_keys
 from ticket_key import KEYS
 
 pytestmark = pytest.mark.vllm
@@ -494,7 +494,7 @@ def test_an_aborted_prefill_holds_nothing(engines: Any) -> None:
     assert prefill.free_blocks() == before
     role = prefill.connector._scheduler.prefill
     assert role.leases_held == 0
-    assert role._leases.armed == 0
+    assert role._leases._armed == {}
     for _ in range(3):
         prefill.step()
     assert all(worker.sent == [] for worker in prefill.workers)

@@ -39,7 +39,7 @@ def nothing_left(prefill: ContractEngine, decode: ContractEngine, blocks: int = 
         assert engine.total("step_faults") == {}
     assert prefill.free_blocks() == 63
     assert decode.free_blocks() == blocks
-    assert prefill.connector._scheduler.prefill._leases.armed == 0
+    assert prefill.connector._scheduler.prefill._leases._armed == {}
     assert prefill.connector._scheduler.prefill.leases_held == 0
     role = decode.connector._scheduler.decode
     assert (role._requests, role._aborted, len(role._tickets.held)) == ({}, {}, 0)
@@ -120,7 +120,7 @@ def test_an_aborted_prefill_leaves_no_lease(engines: Any, asynchronous: bool) ->
         role._leases.answer(LeaseRequest(prefill.engine_id, "d/1", ((request_id, token),)))
     prefill.run(lambda: not prefill.scheduler.requests)
     assert prefill.free_blocks() == 63
-    assert role._leases.armed == role.leases_held == 0
+    assert len(role._leases._armed) == role.leases_held == 0
 
 
 def test_another_adapter_is_another_prompt(engines: Any) -> None:

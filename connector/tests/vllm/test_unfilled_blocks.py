@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
-from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks, Unfilled, unfilled
+from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks, Unfilled, unfilled
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.vllm.kv_caches.registration import register
 from pdcluster_connector.vllm.step_messages import ReceiveOrder, StepOrders

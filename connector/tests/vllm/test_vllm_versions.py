@@ -73,7 +73,7 @@ CHANGES = [
     ("def on_new_request(", "def on_request(", "on_new_request is implemented, and no hook"),
     ("def take_events(", "def take_news(", "take_news is a hook that nobody has looked at"),
     ("failed_recving", "lost", "KVConnectorTransferResults has no failed_recving"),
-    ("class SupportsHMA", "class KnowsHMA", "imports SupportsHMA"),
+    ("class SupportsHMA", "class KnowsHMA", "uses SupportsHMA"),
 ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.supported import REFUSED_FLAGS
-from pdcluster_connector.plan.held_blocks import GroupBlocks
+from pdcluster_connector.plan.pairing import GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.transfer.receiver import Received, ReceiveResults

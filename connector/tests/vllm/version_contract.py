@@ -132,6 +132,9 @@ def _imports(sources: Sources) -> Iterator[str]:
     for file, module, name in _our_imports():
         if not _defines(sources, module, name):
             yield f"{file} imports {name} from {module}: not there"
+    for file, module, name in _our_uses():
+        if sources.text(module) is not None and not _defines(sources, module, name):
+            yield f"{file} imports {module} and uses {name}: not there"
 
 
 @cache
@@ -140,10 +143,39 @@ def _our_imports() -> tuple[tuple[str, str, str], ...]:
     return tuple(
         (file.name, str(node.module), alias.name)
         for file in sorted(OURS.rglob("*.py"))
-        for node in ast.walk(ast.parse(file.read_text("utf-8")))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+        for node in _imports_in(ast.parse(file.read_text("utf-8")))
         for alias in node.names
     )
+
+
+@cache
+def _our_uses() -> tuple[tuple[str, str, str], ...]:
+    """(file, module, name) of everything that the connector uses as ``module.name``.
+
+    What was imported may also be no module.
+    """
+    found: list[tuple[str, str, str]] = []
+    for file in sorted(OURS.rglob("*.py")):
+        tree = ast.parse(file.read_text("utf-8"))
+        modules = {
+            alias.asname or alias.name: f"{node.module}.{alias.name}"
+            for node in _imports_in(tree)
+            for alias in node.names
+        }
+        found += [
+            (file.name, modules[node.value.id], node.attr)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in modules
+        ]
+    return tuple(found)
+
+
+def _imports_in(tree: ast.Module) -> Iterator[ast.ImportFrom]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            yield node
 
 
 def _defines(sources: Sources, module: str, name: str) -> bool:

@@ -15,8 +15,8 @@ from dev import api_page
 from dev.api_page_reasons import OBSERVED, REASONS
 from dev.api_page_status import EXAMPLE, MEANINGS
 
+from pdcluster_connector.compat.check import RULES
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.rules import RULES
 from pdcluster_operator.api.conditions import ConditionType, StatusReason
 from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.api.spec.fields import Example, Items, Text, describe

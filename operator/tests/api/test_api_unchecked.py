@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from pdcluster_connector.compat.check import check
 from pdcluster_connector.compat.findings import Verdict
-from pdcluster_connector.compat.rules import check
 from pdcluster_connector.compat.shape import EngineShape, Memory
 from pdcluster_operator.api.rules.engines import NAMES, unchecked_message
 from pdcluster_operator.api.rules.validate import check_manifest

@@ -9,7 +9,7 @@ import pytest
 from fake_engine import fake_connector
 from manifests import tiny
 
-from pdcluster_connector.protocol.ticket_keys import parse_keys
+from pdcluster_connector.sidechannel.ticket_key_file import parse_keys
 from pdcluster_operator.local.api_server import LocalApi
 from pdcluster_operator.local.kubelet import volume_folder
 from pdcluster_operator.plan.builders.secrets import TICKET_KEY_FILE, TICKET_KEY_VOLUME

@@ -17,7 +17,7 @@ from manifests import tiny
 
 from loopback import free_network
 from pdcluster_connector.certificate_files import Tls, tls_files
-from pdcluster_connector.protocol.ticket_keys import parse_keys
+from pdcluster_connector.sidechannel.ticket_key_file import parse_keys
 from pdcluster_operator.adapters.engine_authority import EngineAuthority, with_certificates
 from pdcluster_operator.local import container_process, kubelet
 from pdcluster_operator.local.addresses import AddressBook, resolve

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 from simulated_cluster import SimulatedCluster, manifest
 
+from launcher_answers import decode_engine, decode_links
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.protocol.launcher_documents import (
     CanaryReport,
@@ -23,8 +24,6 @@ from pdcluster_connector.protocol.launcher_documents import (
     RankLink,
     RankReport,
     decode_changes,
-    decode_engine,
-    decode_links,
     decode_peers,
     encode_json,
 )

@@ -13,6 +13,7 @@ from msgspec import structs
 from simulated_cluster import START, SimulatedCluster, manifest
 from valid_specs import manifests
 
+from launcher_answers import decode_engine, decode_links
 from pdcluster_connector.protocol.launcher_documents import (
     CanaryReport,
     CanaryState,
@@ -20,8 +21,6 @@ from pdcluster_connector.protocol.launcher_documents import (
     EngineState,
     LinksReport,
     LinkState,
-    decode_engine,
-    decode_links,
 )
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.findings import Rule

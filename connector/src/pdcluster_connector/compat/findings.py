@@ -21,7 +21,7 @@ class Finding:
 
     Attributes:
         reason: what users see in errors, conditions, link tables and metric labels.
-        rule: id of the rule in :data:`pdcluster_connector.compat.rules.RULES`.
+        rule: id of the rule in :data:`pdcluster_connector.compat.check.RULES`.
         verdict: Refused, or Unknown when a field that the rule needs is not known.
         field: field of :class:`EngineShape` that decides.
         prefill_value, decode_value: both engines' values as text, ``unknown`` for None.
@@ -62,7 +62,6 @@ class Rule:
 
     Attributes:
         id: stable name; the reason alone, or ``Reason/detail`` where a reason has several rules.
-        reason: the cause that a refusal by this rule is reported under.
         description: what is refused and why, for docs/rules.md.
         remedy: what to change.
         source: where the fact behind the rule comes from.
@@ -70,11 +69,15 @@ class Rule:
     """
 
     id: str
-    reason: Reason
     description: str
     remedy: str
     source: str
     test: PairTest
+
+    @property
+    def reason(self) -> Reason:
+        """The cause that a refusal by this rule is reported under."""
+        return Reason(self.id.partition("/")[0])
 
 
 def show(value: object) -> str:
@@ -84,3 +87,8 @@ def show(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value)
+
+
+def counted(number: int, thing: str) -> str:
+    """Return ``1 link`` or ``2 links``; ``thing`` is the singular of a regular noun."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

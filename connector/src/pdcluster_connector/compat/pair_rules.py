@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from pdcluster_connector.compat.counted import counted
-from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict, show
-from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict, counted, show
 from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind, LayerShape
 
 
@@ -247,7 +245,6 @@ def _packing(prefill: EngineShape, decode: EngineShape) -> Clash | None:
 IDENTITY_RULES: tuple[Rule, ...] = (
     Rule(
         id="ModelMismatch",
-        reason=Reason.MODEL_MISMATCH,
         description="Both engines must serve the same model: KV of another model is noise.",
         remedy=(
             "Serve the same model, revision and weights on both engines. Models with LongRoPE and "
@@ -258,7 +255,6 @@ IDENTITY_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="KVDtypeMismatch",
-        reason=Reason.KV_DTYPE_MISMATCH,
         description="Bytes are copied unchanged, so both caches need the same element type.",
         remedy="Set the same engine.kvCacheDtype (and the same --dtype) on both roles.",
         source="definition",
@@ -266,7 +262,6 @@ IDENTITY_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="KVDtypeMismatch/layer",
-        reason=Reason.KV_DTYPE_MISMATCH,
         description="Each layer (and each state of a Mamba layer) needs one dtype on both sides.",
         remedy="Set the same dtypes on both roles, also those of Mamba's caches.",
         source="definition",
@@ -274,7 +269,6 @@ IDENTITY_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="KVScalesMismatch",
-        reason=Reason.KV_SCALES_MISMATCH,
         description=(
             "Both engines must use the same scales for quantized KV. The bytes are copied "
             "unchanged, so other scales would turn them into other numbers."
@@ -288,7 +282,6 @@ IDENTITY_RULES: tuple[Rule, ...] = (
 PAIR_RULES: tuple[Rule, ...] = (
     Rule(
         id="LayerMismatch",
-        reason=Reason.LAYER_MISMATCH,
         description=(
             "Both engines must have the same layers with KV, matched by name, each with the same "
             "kind, KV heads and bytes per token. This rule also refuses a speculative draft model "
@@ -304,7 +297,6 @@ PAIR_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="MemoryTypeUnsupported",
-        reason=Reason.MEMORY_TYPE_UNSUPPORTED,
         description="Both engines must keep KV in the same type of memory (DRAM or VRAM).",
         remedy="Run both engines on GPUs, or both on CPUs.",
         source="scope of this version",
@@ -315,7 +307,6 @@ PAIR_RULES: tuple[Rule, ...] = (
 BLOCK_RULES: tuple[Rule, ...] = (
     Rule(
         id="BlockInteriorOpaque/size",
-        reason=Reason.BLOCK_INTERIOR_OPAQUE,
         description=(
             "Kernel block sizes differ and at least one backend packs the inside of a block "
             "(CPU_ATTN keeps all K tokens, then all V tokens), so only whole blocks can be moved."
@@ -326,7 +317,6 @@ BLOCK_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="PrefixCachingHeterogeneousBlocks",
-        reason=Reason.PREFIX_CACHING_HETEROGENEOUS_BLOCKS,
         description=(
             "Block sizes (or the numbers of kernel blocks in a block) differ, the model has Mamba "
             "layers, and prefix caching is on, or may be on, in either engine. A prefix hit ends "
@@ -346,7 +336,6 @@ BLOCK_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="BlockInteriorOpaque/interior",
-        reason=Reason.BLOCK_INTERIOR_OPAQUE,
         description=(
             "One engine packs the inside of a block and the other orders it by token. The same "
             "KV then has different bytes in the two engines."
@@ -357,7 +346,6 @@ BLOCK_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="BlockInteriorOpaque/packing",
-        reason=Reason.BLOCK_INTERIOR_OPAQUE,
         description=(
             "Both engines pack the inside of a block, in different byte orders. CPU_ATTN chooses "
             "its order by the CPU's instruction set."

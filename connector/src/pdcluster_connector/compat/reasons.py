@@ -10,7 +10,7 @@ from enum import StrEnum
 class Reason(StrEnum):
     """A named cause. The member's value is what users see."""
 
-    # Rules: decided by two engines' shapes (compat.rules).
+    # Rules: decided by two engines' shapes (compat.check).
     MODEL_MISMATCH = "ModelMismatch"
     KV_DTYPE_MISMATCH = "KVDtypeMismatch"
     KV_SCALES_MISMATCH = "KVScalesMismatch"

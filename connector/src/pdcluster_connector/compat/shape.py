@@ -6,7 +6,7 @@ is decoded, not when a value is made here. So a peer cannot send a field that is
 
 An :class:`EngineShape` comes from one of three places: a PDCluster spec (many fields
 unknown, ``None``), a spec with the model's config, or a handshake (all fields known).
-The rules in ``rules.py`` read nothing else, so admission and handshake cannot disagree about the
+The rules read nothing else, so admission and handshake cannot disagree about the
 same facts.
 
 For a handshake, the engine reads vLLM's ``KVCacheConfig`` and tensors. It states one
@@ -15,10 +15,8 @@ layer. Sizes are those of the whole model, before tensor parallelism. The region
 holds (``plan/geometry.py``).
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
 from msgspec import Meta, Struct
 
@@ -43,7 +41,7 @@ class LayerKind(StrEnum):
     OTHER = "other"
 
     @classmethod
-    def _missing_(cls, _: object) -> LayerKind:
+    def _missing_(cls, _: object) -> Self:
         """Return OTHER for the kind of a newer peer; a rule then refuses the layer by name."""
         return cls.OTHER
 

@@ -6,9 +6,7 @@ values of both sides.
 
 from collections.abc import Callable
 
-from pdcluster_connector.compat.counted import counted
-from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict
-from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict, counted
 from pdcluster_connector.compat.shape import EngineShape, LayerKind
 from pdcluster_connector.compat.supported import CARRIED_DTYPES, PLAIN
 
@@ -112,7 +110,6 @@ def _empty(shape: EngineShape) -> str | None:
 SHAPE_RULES: tuple[Rule, ...] = (
     Rule(
         id="ContextParallelUnsupported",
-        reason=Reason.CONTEXT_PARALLEL_UNSUPPORTED,
         description=(
             "Context parallelism (decode or prefill) spreads one sequence's tokens over ranks. "
             "vLLM checks this for its own NIXL connector only, so this rule has to."
@@ -127,7 +124,6 @@ SHAPE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="LayoutUnsupported/data-nodes",
-        reason=Reason.LAYOUT_UNSUPPORTED,
         description=(
             "A data-parallel rank that spans several nodes is not supported. Each node of a "
             "data-parallel engine has the same number of whole ranks, with their schedulers and "
@@ -140,14 +136,11 @@ SHAPE_RULES: tuple[Rule, ...] = (
             "config/parallel.py (reconfigure_for_independent_dp_rank)"
         ),
         test=alone(
-            "data",
-            _data_nodes,
-            "only whole data-parallel ranks on each node are supported",
+            "data", _data_nodes, "only whole data-parallel ranks on each node are supported"
         ),
     ),
     Rule(
         id="LayoutUnsupported/quantized",
-        reason=Reason.LAYOUT_UNSUPPORTED,
         description=(
             "KV can be transferred in float32, float16, bfloat16, and in fp8 (e4m3, e5m2) with "
             "constant scales. The connector does not know the memory of other quantized caches: "
@@ -160,14 +153,11 @@ SHAPE_RULES: tuple[Rule, ...] = (
         ),
         source="vLLM 0.32 v1/kv_cache_interface.py (KVQuantMode), config/cache.py (CacheDType)",
         test=alone(
-            "kv_dtype",
-            _quantized,
-            f"only {', '.join(sorted(CARRIED_DTYPES))} can be transferred",
+            "kv_dtype", _quantized, f"only {', '.join(sorted(CARRIED_DTYPES))} can be transferred"
         ),
     ),
     Rule(
         id="LayoutUnsupported/scales",
-        reason=Reason.LAYOUT_UNSUPPORTED,
         description=(
             "Quantized KV can be read only with its scales. Each layer needs one constant scale "
             "for K and one for V, from the checkpoint or 1.0. Scales for each head are refused, "
@@ -179,15 +169,11 @@ SHAPE_RULES: tuple[Rule, ...] = (
         ),
         source="vLLM 0.32 model_executor/layers/quantization/kv_cache.py, compressed_tensors",
         test=alone(
-            "layers",
-            _scales,
-            "the KV scales must be known, and equal on both engines",
-            "layers",
+            "layers", _scales, "the KV scales must be known, and equal on both engines", "layers"
         ),
     ),
     Rule(
         id="LayoutUnsupported/layers",
-        reason=Reason.LAYOUT_UNSUPPORTED,
         description=(
             "Layers must be full attention, sliding window, MLA or Mamba layers. Others (chunked "
             "local attention, separate attention sinks, encoder caches, several tokens in a "
@@ -195,16 +181,10 @@ SHAPE_RULES: tuple[Rule, ...] = (
         ),
         remedy="Serve a model that has only full attention, sliding window, MLA or Mamba layers.",
         source="vLLM 0.32 v1/kv_cache_interface.py",
-        test=alone(
-            "layers",
-            _kinds,
-            "this version does not know how they keep their KV",
-            "layers",
-        ),
+        test=alone("layers", _kinds, "this version does not know how they keep their KV", "layers"),
     ),
     Rule(
         id="LayoutUnsupported/heads",
-        reason=Reason.LAYOUT_UNSUPPORTED,
         description=(
             "The tensor parallel size must divide the number of KV heads, or be a multiple of it "
             "(heads are then replicated). The sizes of prefill and decode need not divide each "
@@ -216,7 +196,6 @@ SHAPE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="LayoutUnsupported/empty",
-        reason=Reason.LAYOUT_UNSUPPORTED,
         description="An engine without a single layer of KV has nothing to exchange.",
         remedy="Serve a decoder model with attention layers.",
         source="definition",

@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pdcluster_connector.compat.counted import counted
+from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.host_memory import GIB, MIB, available_bytes
-from pdcluster_connector.launcher.arguments import EngineCommand
-from pdcluster_connector.launcher.installed_versions import version_problems
+from pdcluster_connector.launcher import arguments, installed_versions
 from pdcluster_connector.protocol import api_key
-from pdcluster_connector.protocol.host_port import data_rank_port
 
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _CONFIGS: Final = ("config.json", "params.json")
@@ -40,7 +38,7 @@ class Port:
 
 
 def problems(
-    command: EngineCommand,
+    command: arguments.EngineCommand,
     found: Mapping[str, str],
     environment: Mapping[str, str],
     launcher: Sequence[Port],
@@ -55,8 +53,10 @@ def problems(
         launcher: the launcher's own addresses.
         shm: the shared-memory file system.
     """
-    told = version_problems(found, environment)
-    told += key_problems(environment)
+    told = installed_versions.version_problems(found, environment)
+    key = environment.get(api_key.VARIABLE)
+    if key is not None and (wrong := api_key.problem(key)) is not None:
+        told.append(wrong)
     told += model_problems(command.model, command.load_format)
     for port in (*launcher, *_engine_ports(command)):
         told += port_problems(port)
@@ -65,13 +65,6 @@ def problems(
     if found.get("vllm", "").endswith("+cpu"):
         told += memory_problems(command, environment, workers, available_bytes())
     return told
-
-
-def key_problems(environment: Mapping[str, str]) -> Iterator[str]:
-    """Tell why nobody could send the API key that this engine is given."""
-    key = environment.get(api_key.VARIABLE)
-    if key is not None and (wrong := api_key.problem(key)) is not None:
-        yield wrong
 
 
 def model_problems(model: str, load_format: str = "auto") -> Iterator[str]:
@@ -161,7 +154,7 @@ def shm_problems(shm: Path, workers: int) -> Iterator[str]:
 
 
 def memory_problems(
-    command: EngineCommand, environment: Mapping[str, str], workers: int, available: int
+    command: arguments.EngineCommand, environment: Mapping[str, str], workers: int, available: int
 ) -> Iterator[str]:
     """Whether ``available`` bytes hold the weights and the KV cache of a CPU engine."""
     text = environment.get("VLLM_CPU_KVCACHE_SPACE", "")
@@ -181,12 +174,12 @@ def memory_problems(
         )
 
 
-def _engine_ports(command: EngineCommand) -> Sequence[Port]:
+def _engine_ports(command: arguments.EngineCommand) -> Sequence[Port]:
     api = Port(command.host, command.port, "the engine's API", "pass another --port")
     side = [
         Port(
             command.side_channel_host,
-            data_rank_port(command.side_channel_port, rank),
+            command.side_channel_port + rank,
             "the connector's side channel" + (f" of data-parallel rank {rank}" if rank else ""),
             "set another side_channel_port in --kv-transfer-config",
         )

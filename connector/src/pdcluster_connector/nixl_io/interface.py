@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from pdcluster_connector.compat.shape import Memory
 from pdcluster_connector.plan.descriptors import Rows
+from pdcluster_connector.plan.geometry import MemoryRange
 
 Indices = NDArray[np.int32]
 
@@ -27,10 +28,9 @@ class NixlErrorKind(StrEnum):
     INVALID = "invalid"  # refused before anything happened
     INTERNAL = "internal"  # anything else
 
-    @property
-    def of_peer(self) -> bool:
-        """Whether the link to the peer is at fault, not one call."""
-        return self in (NixlErrorKind.DISCONNECTED, NixlErrorKind.TRANSPORT, NixlErrorKind.LOST)
+
+# The link to the peer is at fault, not one call.
+OF_PEER = frozenset({NixlErrorKind.DISCONNECTED, NixlErrorKind.TRANSPORT, NixlErrorKind.LOST})
 
 
 class NixlError(Exception):
@@ -50,21 +50,6 @@ class NixlError(Exception):
 
 class AgentSurvivedError(NixlError):
     """The agent could not be destroyed: its transfers may still write."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryRange:
-    """Memory to register: ``length`` bytes from ``address`` on ``device``."""
-
-    address: int
-    length: int
-    device: int = 0
-    memory: Memory = Memory.DRAM
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """Return the first address, and the one behind the last."""
-        return self.address, self.address + self.length
 
 
 @dataclass(eq=False, slots=True)

@@ -24,11 +24,11 @@ from pdcluster_connector.nixl_io.interface import (
     Dlist,
     Handle,
     Indices,
-    MemoryRange,
     NixlError,
     NixlErrorKind,
 )
 from pdcluster_connector.plan.descriptors import Rows
+from pdcluster_connector.plan.geometry import MemoryRange
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -211,8 +211,9 @@ class NixlAgent:
             return
         alive = weakref.ref(self._agent.agent)
         agent = self._agent
+        handles_first = sorted(self._open, key=lambda item: isinstance(item, Dlist))
         closers: list[Callable[[], Any]] = [
-            *(item.native.release for item in sorted(self._open, key=_handles_first)),
+            *(item.native.release for item in handles_first),
             *(partial(agent.deregister_memory, item) for item in self._registrations),
         ]
         closer: Callable[[], Any] | None = None
@@ -261,10 +262,6 @@ class NixlAgent:
             kind = self._kinds.get(type(error), NixlErrorKind.INTERNAL)
             message = f"nixl: {type(error).__name__}: {error}"
         raise NixlError(kind, message, flying=kind not in ending)
-
-
-def _handles_first(item: Dlist | Handle) -> bool:
-    return isinstance(item, Dlist)
 
 
 def _error_kinds(bindings: Any) -> dict[type[BaseException], NixlErrorKind]:

@@ -11,7 +11,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcluster_connector.nixl_io.interface import MemoryRange
+from pdcluster_connector.plan.geometry import MemoryRange
+
+# ruff: noqa: D102 - what implements Buffer and ProbeMemory is documented there
 
 Bytes = NDArray[np.uint8]
 
@@ -48,8 +50,8 @@ class ProbeMemory(Protocol):
         """
 
 
-class HostBuffer:
-    """Host memory; the kernel gives zeros, and only when they are used."""
+class HostBuffer(Buffer):
+    """Host memory; the kernel gives zeros, and only when they are used. A read is a view."""
 
     def __init__(self, nbytes: int) -> None:
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -57,28 +59,23 @@ class HostBuffer:
 
     @property
     def memory(self) -> MemoryRange:
-        """Return the range to register."""
         return MemoryRange(self.bytes.ctypes.data, self.bytes.nbytes)
 
     def write(self, data: Bytes) -> None:
-        """Fill the buffer from its start."""
         self.bytes[: len(data)] = data
 
     def read(self, start: int, length: int) -> Bytes:
-        """Return these bytes, which the next read overwrites."""
         found: Bytes = self.bytes[start : start + length]
         return found
 
     def clear(self, start: int, length: int) -> None:
-        """Write zeros."""
         self.bytes[start : start + length] = 0
 
 
-class HostMemory:
+class HostMemory(ProbeMemory):
     """For KV in host memory."""
 
     def allocate(self, nbytes: int) -> HostBuffer:
-        """Return a new buffer of zeros."""
         return HostBuffer(nbytes)
 
     def synchronize(self) -> None:

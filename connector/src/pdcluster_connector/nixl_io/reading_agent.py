@@ -13,21 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import GroupShape, Memory
-from pdcluster_connector.nixl_io.interface import (
-    AgentInterface,
-    AgentSurvivedError,
-    Dlist,
-    Handle,
-    MemoryRange,
-    NixlError,
-    NixlErrorKind,
-)
+from pdcluster_connector.nixl_io import interface
 from pdcluster_connector.nixl_io.serving_agent import WORD_BYTES, one_row
-from pdcluster_connector.plan.descriptors import Rows
-from pdcluster_connector.plan.held_blocks import groups_of
-from pdcluster_connector.plan.peer_plan import PeerPlan, SourcePlan
+from pdcluster_connector.plan import descriptors, geometry, pairing, peer_plan
 from pdcluster_connector.protocol import messages
 from pdcluster_connector.protocol.failure import Failure
 
@@ -53,13 +42,13 @@ class Source:
     """
 
     rank: tuple[int, int]
-    agent: AgentInterface
+    agent: interface.AgentInterface
     peer: str
-    probe: messages.ProbeRegion
-    local: Dlist
-    remote: Dlist
-    local_words: Dlist
-    remote_words: Dlist
+    probe: geometry.MemoryRange
+    local: interface.Dlist
+    remote: interface.Dlist
+    local_words: interface.Dlist
+    remote_words: interface.Dlist
     word_slots: int
     moved_at: float = -inf
     newest_landed: int = -1
@@ -83,7 +72,7 @@ class Connection:
     """
 
     metadata: messages.EngineMetadata
-    plan: PeerPlan
+    plan: peer_plan.PeerPlan
     groups: tuple[GroupShape, ...] = ()
     sources: list[Source] = field(default_factory=list)
     transfers: int = 0
@@ -95,11 +84,6 @@ class Connection:
     def engine_id(self) -> str:
         """Return the peer's incarnation."""
         return self.metadata.engine_id
-
-    @property
-    def closing(self) -> bool:
-        """Whether a new connection can take its place as soon as no transfer runs over it."""
-        return self.broken is not None and self.broken.reason is Reason.BACKEND_ERROR
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +119,9 @@ class ReadingAgent:
 
     def __init__(
         self,
-        make_agent: Callable[[], AgentInterface],
-        memory: Sequence[MemoryRange],
-        fence_words: Rows,
+        make_agent: Callable[[], interface.AgentInterface],
+        memory: Sequence[geometry.MemoryRange],
+        fence_words: descriptors.Rows,
         synchronize: Callable[[], None],
     ) -> None:
         self._synchronize = synchronize
@@ -146,14 +130,14 @@ class ReadingAgent:
         try:
             self._nixl.register(memory)
             self._words = self._nixl.prepare(None, fence_words, Memory.DRAM)
-        except NixlError:
+        except interface.NixlError:
             self._nixl.close()
             raise
 
-    def open(self, metadata: messages.EngineMetadata, plan: PeerPlan) -> Connection:
+    def open(self, metadata: messages.EngineMetadata, plan: peer_plan.PeerPlan) -> Connection:
         """Load the peer's agents and prepare the descriptor lists, once per peer."""
         shards = {shard.rank: shard for shard in metadata.shards}
-        connection = Connection(metadata, plan, groups_of(metadata.shape))
+        connection = Connection(metadata, plan, pairing.groups_of(metadata.shape))
         try:
             for source in plan.sources:
                 connection.sources.append(self._open_source(shards[source.rank], source))
@@ -162,14 +146,16 @@ class ReadingAgent:
             raise
         return connection
 
-    def _open_source(self, shard: messages.ShardMetadata, source: SourcePlan) -> Source:
+    def _open_source(self, shard: messages.ShardMetadata, source: peer_plan.SourcePlan) -> Source:
         peer = self._nixl.add_peer(shard.agent_metadata)
         self._peers[peer] = self._peers.get(peer, 0) + 1
         words = shard.lease_words
-        prepared: list[Dlist] = []
+        prepared: list[interface.Dlist] = []
         try:
             if words is None:
-                raise NixlError(NixlErrorKind.INVALID, f"rank {shard.rank} has no lease words")
+                raise interface.NixlError(
+                    interface.NixlErrorKind.INVALID, f"rank {shard.rank} has no lease words"
+                )
             for owner, rows, memory in (
                 (None, source.decode_rows, source.decode_memory),
                 (peer, source.prefill_rows, source.prefill_memory),
@@ -198,16 +184,18 @@ class ReadingAgent:
             self._forget(source.peer, [source.local, source.remote, source.remote_words])
         connection.sources.clear()
 
-    def _forget(self, peer: str, dlists: Sequence[Dlist]) -> None:
+    def _forget(self, peer: str, dlists: Sequence[interface.Dlist]) -> None:
         self.release_dlists(dlists)
         self._peers[peer] -= 1
         if self._peers[peer] == 0:
             del self._peers[peer]
             # NIXL drops a peer by itself if its transport failed.
-            with suppress(NixlError):
+            with suppress(interface.NixlError):
                 self._nixl.remove_peer(peer)
 
-    def probe_lists(self, source: Source, into: MemoryRange) -> tuple[Dlist, Dlist]:
+    def probe_lists(
+        self, source: Source, into: geometry.MemoryRange
+    ) -> tuple[interface.Dlist, interface.Dlist]:
         """Prepare a read of the first probe bytes, as many as ``into`` has; it is registered.
 
         Returns the local and the remote list; the caller releases them.
@@ -218,19 +206,19 @@ class ReadingAgent:
         try:
             row = one_row(into.address, into.length, into.device)
             local = self._nixl.prepare(None, row, into.memory)
-        except NixlError:
+        except interface.NixlError:
             self.release_dlists([remote])
             raise
         return local, remote
 
-    def read_probe(self, lists: tuple[Dlist, Dlist]) -> Handle:
+    def read_probe(self, lists: tuple[interface.Dlist, interface.Dlist]) -> interface.Handle:
         """Post the read that :meth:`probe_lists` prepared."""
         return self._nixl.read(lists[0], FIRST, lists[1], FIRST)
 
-    def release_dlists(self, dlists: Sequence[Dlist]) -> None:
+    def release_dlists(self, dlists: Sequence[interface.Dlist]) -> None:
         """Free descriptor lists that nothing uses any more. Does not raise."""
         for dlist in dlists:
-            with suppress(NixlError):
+            with suppress(interface.NixlError):
                 self._nixl.release_dlist(dlist)
 
     def destroy(self) -> None:
@@ -245,4 +233,6 @@ class ReadingAgent:
             self._synchronize()
         except Exception as error:
             message = f"the device cannot be synchronized: {type(error).__name__}: {error}"
-            raise AgentSurvivedError(NixlErrorKind.INTERNAL, message, flying=True) from error
+            raise interface.AgentSurvivedError(
+                interface.NixlErrorKind.INTERNAL, message, flying=True
+            ) from error

@@ -29,20 +29,18 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcluster_connector.nixl_io.interface import AgentInterface, MemoryRange, NixlError
+from pdcluster_connector.nixl_io.interface import AgentInterface, NixlError
 from pdcluster_connector.nixl_io.probe_memory import HostMemory, ProbeMemory
-from pdcluster_connector.plan.descriptors import Rows
-from pdcluster_connector.plan.geometry import Region
-from pdcluster_connector.plan.slices import seams
-from pdcluster_connector.protocol.lease import CLEARED, SLOTS
-from pdcluster_connector.protocol.messages import LeaseWords, ProbeRegion, ShardMetadata
+from pdcluster_connector.plan import descriptors, geometry, slices
+from pdcluster_connector.plan.geometry import MemoryRange
+from pdcluster_connector.protocol import lease, messages
 
 WARM_UP_BYTES = 4096
 PROBE_BYTES = 8 * 1024 * 1024
 WORD_BYTES = 8
 
 
-def one_row(address: int, length: int, device: int = 0, count: int = 1) -> Rows:
+def one_row(address: int, length: int, device: int = 0, count: int = 1) -> descriptors.Rows:
     """Return a strided descriptor list of ``count`` elements, one behind the other."""
     return np.array([[address, length, device, length, count]], np.uint64)
 
@@ -50,7 +48,7 @@ def one_row(address: int, length: int, device: int = 0, count: int = 1) -> Rows:
 class LeaseWordTable:
     """Host memory with one 64-bit word a slot; 0 in a slot without a lease."""
 
-    def __init__(self, slots: int = SLOTS) -> None:
+    def __init__(self, slots: int = lease.SLOTS) -> None:
         self._words = np.zeros(slots, np.uint64)
 
     @property
@@ -65,7 +63,7 @@ class LeaseWordTable:
 
     def clear(self) -> None:
         """End every lease: this engine stops."""
-        self._words[:] = CLEARED
+        self._words[:] = lease.CLEARED
 
 
 class ServingAgent:
@@ -94,7 +92,7 @@ class ServingAgent:
     ) -> None:
         self.lease_words = LeaseWordTable()
         self._probe = (probe_memory or HostMemory()).allocate(probe_bytes)
-        self._seams = seams(item.span for item in memory)
+        self._seams = slices.seams(item.span for item in memory)
         self._agent = make_agent()
         try:
             self._agent.register([*memory, self._probe.memory, self.lease_words.memory])
@@ -103,25 +101,20 @@ class ServingAgent:
             raise
 
     def metadata(
-        self, engine_id: str, rank: tuple[int, int], regions: Sequence[Region]
-    ) -> ShardMetadata:
+        self, engine_id: str, rank: tuple[int, int], regions: Sequence[geometry.Region]
+    ) -> messages.ShardMetadata:
         """Fill the probe buffer for ``engine_id``. Return what peers need for reads from here."""
         probe = self._probe.memory
         self._probe.write(pattern(engine_id, rank, probe.length))
         words = self.lease_words.memory
-        return ShardMetadata(
+        return messages.ShardMetadata(
             engine_id=engine_id,
             rank=rank,
             agent_name=self._agent.name,
             agent_metadata=self._agent.metadata(),
             regions=tuple(regions),
-            probe=ProbeRegion(
-                address=probe.address,
-                length=probe.length,
-                device=probe.device,
-                memory=probe.memory,
-            ),
-            lease_words=LeaseWords(words.address, words.length // WORD_BYTES),
+            probe=probe,
+            lease_words=messages.LeaseWords(words.address, words.length // WORD_BYTES),
             seams=self._seams,
         )
 

@@ -29,6 +29,20 @@ from msgspec import Struct
 from pdcluster_connector.compat import shape
 
 
+class MemoryRange(Struct, frozen=True):
+    """Memory to register, or registered for peers: ``length`` bytes from ``address`` on."""
+
+    address: shape.Address
+    length: shape.Bytes
+    device: shape.DeviceNumber = 0
+    memory: shape.Memory = shape.Memory.DRAM
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Return the first address, and the one behind the last."""
+        return self.address, self.address + self.length
+
+
 class Region(Struct, frozen=True, array_like=True):
     """One layer's KV cache in one shard. Handshakes send it as an array of its fields.
 

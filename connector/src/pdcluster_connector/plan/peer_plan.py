@@ -12,12 +12,8 @@ import numpy as np
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import Memory
+from pdcluster_connector.plan import PlanError, geometry, pairing, slices, topology
 from pdcluster_connector.plan.descriptors import ClassKey, Rows, Runs, stride_classes
-from pdcluster_connector.plan.errors import PlanError
-from pdcluster_connector.plan.geometry import Region, Shard, region_fault
-from pdcluster_connector.plan.pairing import LIMIT, Int64
-from pdcluster_connector.plan.slices import split_rows
-from pdcluster_connector.plan.topology import Assignment, assign_sources
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,8 +28,8 @@ class StrideClass:
 
     key: ClassKey
     unit_bytes: int
-    prefill_first: Int64
-    decode_first: Int64
+    prefill_first: pairing.Int64
+    decode_first: pairing.Int64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +61,7 @@ class PeerPlan:
     sources: tuple[SourcePlan, ...]
 
 
-def plan_peer(decode: Shard, prefill: Sequence[Shard]) -> PeerPlan:
+def plan_peer(decode: geometry.Shard, prefill: Sequence[geometry.Shard]) -> PeerPlan:
     """Compile the plan of a decode shard with all shards of a prefill engine.
 
     Args:
@@ -75,13 +71,13 @@ def plan_peer(decode: Shard, prefill: Sequence[Shard]) -> PeerPlan:
     Raises:
         PlanError: a layer, a head or a shard is missing, or the layouts do not correspond.
     """
-    by_source: dict[int, list[Assignment]] = {}
+    by_source: dict[int, list[topology.Assignment]] = {}
     for shard, side in ((decode, "decode"), *((shard, "prefill") for shard in prefill)):
         for region in shard.regions:
-            if (fault := region_fault(region)) is not None:
+            if (fault := geometry.region_fault(region)) is not None:
                 message = f"{side} layer {region.layer}: {fault}"
                 raise PlanError(Reason.LAYOUT_UNSUPPORTED, message)
-    for assignment in assign_sources(decode, prefill):
+    for assignment in topology.assign_sources(decode, prefill):
         by_source.setdefault(assignment.source, []).append(assignment)
     sources = []
     for index, assignments in sorted(by_source.items()):
@@ -91,10 +87,10 @@ def plan_peer(decode: Shard, prefill: Sequence[Shard]) -> PeerPlan:
         sources.append(
             SourcePlan(
                 rank=prefill[index].rank,
-                prefill_rows=split_rows(
+                prefill_rows=slices.split_rows(
                     np.concatenate(prefill_rows), prefill[index].seams, "prefill"
                 ),
-                decode_rows=split_rows(np.concatenate(decode_rows), decode.seams, "decode"),
+                decode_rows=slices.split_rows(np.concatenate(decode_rows), decode.seams, "decode"),
                 prefill_memory=_memory([item.prefill for item in assignments], "prefill"),
                 decode_memory=_memory([item.decode for item in assignments], "decode"),
                 classes=_indexed(found),
@@ -103,7 +99,7 @@ def plan_peer(decode: Shard, prefill: Sequence[Shard]) -> PeerPlan:
     return PeerPlan(tuple(sources))
 
 
-def _memory(regions: Sequence[Region], side: str) -> Memory:
+def _memory(regions: Sequence[geometry.Region], side: str) -> Memory:
     kinds = {region.memory for region in regions}
     if len(kinds) > 1:
         message = f"{side} keeps one shard's KV in {' and '.join(sorted(kinds))}"
@@ -131,7 +127,7 @@ def _indexed(found: Mapping[ClassKey, Runs]) -> tuple[StrideClass, ...]:
         )
         prefill_used += number.size * key.prefill.elements
         decode_used += number.size * key.decode.elements
-    if (used := max(prefill_used, decode_used)) > LIMIT:
+    if (used := max(prefill_used, decode_used)) > pairing.LIMIT:
         message = f"{used} descriptors are more than NIXL can index"
         raise PlanError(Reason.LAYOUT_UNSUPPORTED, message)
     return tuple(made)

@@ -19,19 +19,7 @@ import numpy as np
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
-from pdcluster_connector.plan.descriptors import Side
-from pdcluster_connector.plan.errors import CoverageError, PlanError
-from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
-from pdcluster_connector.plan.pairing import (
-    BlockList,
-    Int32,
-    Int64,
-    PairedSide,
-    Pairs,
-    expand_blocks,
-    pair_blocks,
-)
-from pdcluster_connector.plan.peer_plan import PeerPlan, StrideClass
+from pdcluster_connector.plan import CoverageError, PlanError, descriptors, pairing, peer_plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,15 +34,15 @@ class SourceIndices:
     """
 
     source: int
-    prefill_indices: Int32
-    decode_indices: Int32
+    prefill_indices: pairing.Int32
+    decode_indices: pairing.Int32
     nbytes: int
 
 
 def plan_request(
-    plan: PeerPlan,
-    prefill: EngineBlocks,
-    decode: EngineBlocks,
+    plan: peer_plan.PeerPlan,
+    prefill: pairing.EngineBlocks,
+    decode: pairing.EngineBlocks,
     *,
     start: int,
     stop: int,
@@ -93,35 +81,35 @@ def plan_request(
                 _kernel_blocks(theirs, their_blocks, stop),
             )
             first = _first_needed(theirs.window, lists, start, stop, unit)
-            pairs = pair_blocks(*lists, first, stop)
+            pairs = pairing.pair_blocks(*lists, first, stop)
         found += descriptor_indices(plan, pairs, groups)
     return found
 
 
-def _check_count(side: str, held: EngineBlocks, reason: Reason) -> None:
+def _check_count(side: str, held: pairing.EngineBlocks, reason: Reason) -> None:
     if len(held.blocks) != len(held.groups):
         message = f"{side} lists the blocks of {len(held.blocks)} KV cache groups and has "
         raise PlanError(reason, f"{message}{len(held.groups)}")
 
 
-def _group(held: EngineBlocks, number: int) -> tuple[GroupShape, GroupBlocks]:
+def _group(held: pairing.EngineBlocks, number: int) -> tuple[GroupShape, pairing.GroupBlocks]:
     if number >= len(held.groups):
         message = f"a layer is in KV cache group {number} of {len(held.groups)}"
         raise PlanError(Reason.LAYER_MISMATCH, message)
     return held.groups[number], held.blocks[number]
 
 
-def _kernel_blocks(group: GroupShape, held: GroupBlocks, stop: int) -> BlockList:
+def _kernel_blocks(group: GroupShape, held: pairing.GroupBlocks, stop: int) -> pairing.BlockList:
     """Return the kernel blocks that hold the tokens before ``stop``."""
     size, ratio = group.block_size, group.kernel_blocks_per_block
     needed = max(0, -(-(stop - held.first_token) // size))
-    return BlockList(
-        expand_blocks(held.blocks, ratio, most=needed), size // ratio, held.first_token
+    return pairing.BlockList(
+        pairing.expand_blocks(held.blocks, ratio, most=needed), size // ratio, held.first_token
     )
 
 
 def _first_needed(
-    window: int | None, lists: Sequence[BlockList], start: int, stop: int, unit: int
+    window: int | None, lists: Sequence[pairing.BlockList], start: int, stop: int, unit: int
 ) -> int:
     """Return the first token that decode needs of a group.
 
@@ -137,25 +125,25 @@ def _first_needed(
     return max(start, first - first % unit)
 
 
-def _freed_up_to(held: BlockList, token: int) -> bool:
+def _freed_up_to(held: pairing.BlockList, token: int) -> bool:
     """Return whether ``token`` is the last one of a block that is not held any more."""
     index, offset = divmod(token - held.first_token, held.block_tokens)
     gone = index < 0 or (index < len(held.blocks) and held.blocks[index] < 0)
     return gone and offset == held.block_tokens - 1
 
 
-def _pair_slots(prefill: GroupBlocks, decode: GroupBlocks) -> Pairs:
+def _pair_slots(prefill: pairing.GroupBlocks, decode: pairing.GroupBlocks) -> pairing.Pairs:
     """Pair two slots: each a list of one block of one token."""
     slots = []
     for side, held in (("prefill", prefill), ("decode", decode)):
-        ids = expand_blocks(held.blocks, 1)
+        ids = pairing.expand_blocks(held.blocks, 1)
         if len(ids) != 1:
             raise CoverageError(f"{side} lists {len(ids)} states, not the running one alone")
-        slots.append(BlockList(np.asarray(ids), 1))
-    return pair_blocks(slots[0], slots[1], 0, 1)
+        slots.append(pairing.BlockList(np.asarray(ids), 1))
+    return pairing.pair_blocks(slots[0], slots[1], 0, 1)
 
 
-def units(plan: PeerPlan) -> dict[tuple[int, int], int]:
+def units(plan: peer_plan.PeerPlan) -> dict[tuple[int, int], int]:
     """Return the unit of each (prefill, decode) pair of KV cache groups that share layers.
 
     An interval of tokens may start at multiples of the unit only.
@@ -169,7 +157,7 @@ def units(plan: PeerPlan) -> dict[tuple[int, int], int]:
 
 
 def descriptor_indices(
-    plan: PeerPlan, pairs: Pairs, groups: tuple[int, int] = (0, 0)
+    plan: peer_plan.PeerPlan, pairs: pairing.Pairs, groups: tuple[int, int] = (0, 0)
 ) -> list[SourceIndices]:
     """Return one request's descriptors in one (prefill, decode) KV cache group, by source.
 
@@ -199,7 +187,9 @@ def descriptor_indices(
     return found
 
 
-def _class_indices(item: StrideClass, pairs: Pairs) -> tuple[Int32, Int32, int]:
+def _class_indices(
+    item: peer_plan.StrideClass, pairs: pairing.Pairs
+) -> tuple[pairing.Int32, pairing.Int32, int]:
     """Return prefill indices, decode indices and the bytes that they move."""
     key = item.key
     prefill = _first_unit("prefill", key.prefill, pairs.prefill, pairs.tokens, key.unit)
@@ -209,9 +199,9 @@ def _class_indices(item: StrideClass, pairs: Pairs) -> tuple[Int32, Int32, int]:
     before = np.repeat(np.cumsum(counts) - counts, counts)
     inner = np.arange(before.size) - before
 
-    def indices(side: Side, runs: Int64, first: Int64) -> Int32:
+    def indices(side: descriptors.Side, runs: pairing.Int64, first: pairing.Int64) -> pairing.Int32:
         elements = np.repeat(first[order], counts) + inner * side.per_unit
-        found: Int32 = np.add.outer(runs, elements).ravel().astype(np.int32)
+        found: pairing.Int32 = np.add.outer(runs, elements).ravel().astype(np.int32)
         return found
 
     return (
@@ -221,7 +211,9 @@ def _class_indices(item: StrideClass, pairs: Pairs) -> tuple[Int32, Int32, int]:
     )
 
 
-def _first_unit(name: str, side: Side, paired: PairedSide, tokens: Int32, unit: int) -> Int64:
+def _first_unit(
+    name: str, side: descriptors.Side, paired: pairing.PairedSide, tokens: pairing.Int32, unit: int
+) -> pairing.Int64:
     """Return each pair's first element within a run, after the checks that bound it."""
     blocks, offsets, size = paired
     if size != side.block_tokens:
@@ -242,5 +234,5 @@ def _first_unit(name: str, side: Side, paired: PairedSide, tokens: Int32, unit: 
     if rest.any():
         message = f"tokens start inside of a {name} block's unit of {unit} tokens, "
         raise CoverageError(message + "which can only be moved whole")
-    first: Int64 = blocks.astype(np.int64) * side.per_block + units * side.per_unit
+    first: pairing.Int64 = blocks.astype(np.int64) * side.per_block + units * side.per_unit
     return first

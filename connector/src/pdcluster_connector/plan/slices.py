@@ -13,9 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.plan.descriptors import Rows
-from pdcluster_connector.plan.errors import PlanError
-from pdcluster_connector.plan.geometry import Region
+from pdcluster_connector.plan import PlanError, descriptors, geometry
 
 SLICE_BYTES = 4 * 2**30
 PAGE_BYTES = 64 * 1024  # GPU memory is pinned in such pages; seams lie between them if possible
@@ -36,7 +34,7 @@ def joined(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def sliced(span: Span, regions: Sequence[Region], limit: int = SLICE_BYTES) -> list[Span]:
+def sliced(span: Span, regions: Sequence[geometry.Region], limit: int = SLICE_BYTES) -> list[Span]:
     """Cut ``span`` so that no descriptor of ``regions``, which lie in it, crosses a seam.
 
     Slices are as long as ``limit`` allows, and longer where no seam is possible before.
@@ -72,7 +70,7 @@ class _Run:
         return 0 < rest < self.length
 
 
-def _runs(regions: Sequence[Region]) -> list[_Run]:
+def _runs(regions: Sequence[geometry.Region]) -> list[_Run]:
     """Return the runs that hold each region's descriptors: a block, or one head of a block.
 
     Neighbours in a block become one run: with blocks outermost, a descriptor spans layers.
@@ -89,7 +87,7 @@ def _runs(regions: Sequence[Region]) -> list[_Run]:
     return found
 
 
-def _run(region: Region) -> _Run:
+def _run(region: geometry.Region) -> _Run:
     length, axes = region.block_layout
     inner = [axis for axis in axes if axis[0] < region.block_stride]
     outer = [axis for axis in axes if axis[0] >= region.block_stride]
@@ -128,7 +126,7 @@ def seams(spans: Iterable[Span]) -> tuple[int, ...]:
     return tuple(sorted({start for start, _ in known} & {stop for _, stop in known}))
 
 
-def split_rows(rows: Rows, cuts: Sequence[int], side: str) -> Rows:
+def split_rows(rows: descriptors.Rows, cuts: Sequence[int], side: str) -> descriptors.Rows:
     """Return rows of the same descriptors that do not reach over any of ``cuts``.
 
     Raises:
@@ -160,7 +158,7 @@ def split_rows(rows: Rows, cuts: Sequence[int], side: str) -> Rows:
     starts = np.concatenate([np.arange(len(rows)), row[inside]])
     firsts = np.concatenate([np.zeros(len(rows), np.int64), whole[inside]])
     starts, firsts = np.unique(np.stack([starts, firsts]), axis=1)
-    made: Rows = rows[starts]
+    made: descriptors.Rows = rows[starts]
     made[:, 0] += firsts.astype(np.uint64) * made[:, 3]
     ends = np.append(firsts[1:], 0)
     ends[np.append(starts[1:] != starts[:-1], True)] = count

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.plan.errors import PlanError
+from pdcluster_connector.plan import PlanError
 from pdcluster_connector.plan.geometry import Region, Shard
 
 

@@ -12,13 +12,11 @@ compares the name that it expects before it sends a byte (RFC 9525). A server co
 handshake.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 # No leading zeros: one rank has one name.
 _DATA_RANK: Final = re.compile(r"(?P<rest>.*)_dp(?P<rank>0|[1-9][0-9]{0,3})", re.DOTALL)
@@ -43,7 +41,7 @@ class EngineId:
         """The id that all data-parallel ranks of this incarnation share."""
         return f"{self.logical}/{self.incarnation}" if self.incarnation else self.logical
 
-    def succeeds(self, other: EngineId) -> bool:
+    def succeeds(self, other: Self) -> bool:
         """Whether this is another incarnation of the same engine, whichever rank of it."""
         return (
             bool(self.incarnation and other.incarnation)

@@ -8,8 +8,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pdcluster_connector.compat.check import refused
+from pdcluster_connector.compat.findings import Finding, Verdict
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.rules import Finding, Verdict, refused
 from pdcluster_connector.protocol.messages import Refusal
 
 

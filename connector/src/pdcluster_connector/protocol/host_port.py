@@ -1,9 +1,4 @@
-"""A host and a port as text, and which port a data-parallel rank has."""
-
-
-def data_rank_port(first: int, data_rank: int) -> int:
-    """Return the port of a data-parallel rank's side channel; ``first`` is that of rank 0."""
-    return first + data_rank
+"""A host and a port as text."""
 
 
 def url(host: str, port: int, path: str = "", *, secured: bool = False) -> str:

@@ -17,10 +17,8 @@ a wrong value counts as missing: one such field must not make an engine unreacha
 ``decode_*`` maps any bytes to a document or to :class:`Malformed`, and never raises.
 """
 
-from collections.abc import Callable
 from enum import StrEnum
-from functools import partial
-from typing import Annotated, Final, Self, TypeVar
+from typing import Annotated, Final, Self
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -29,7 +27,7 @@ from msgspec.structs import force_setattr
 from pdcluster_connector.compat.shape import Identifier, ParallelSize
 from pdcluster_connector.plan.topology import node_of_data_rank
 from pdcluster_connector.protocol.field_by_field import reader_of
-from pdcluster_connector.protocol.host_port import data_rank_port, split_address
+from pdcluster_connector.protocol.host_port import split_address
 from pdcluster_connector.protocol.messages import Malformed, Rank, RankNumber, Text, bounded
 
 MAX_DOCUMENT_BYTES = 1024 * 1024
@@ -118,7 +116,7 @@ class PeerEntry(Struct, frozen=True):
         host, port = split_address(self.side_channel) or ("", 0)
         hosts = (host, *self.follower_hosts)
         node = node_of_data_rank(data_rank, self.data_parallel_size, len(hosts))
-        return hosts[node], data_rank_port(port, data_rank)
+        return hosts[node], port + data_rank
 
 
 class PeersDocument(Struct, frozen=True):
@@ -302,12 +300,11 @@ class ChangesReport(Struct, frozen=True, omit_defaults=True):
     links: LinksReport | None = None
 
 
-_Answer = TypeVar("_Answer", bound=Struct)
 _PEERS = msgspec.json.Decoder(PeersDocument)
 _REPORT = msgspec.json.Decoder(RankReport)
 
 # Fields that are reports, or lists of them. These are read field by field, too.
-_PARTS: Final[dict[tuple[type[Struct], str], type[Struct]]] = {
+PARTS: Final[dict[tuple[type[Struct], str], type[Struct]]] = {
     (ChangesReport, "readyz"): EngineReport,
     (ChangesReport, "links"): LinksReport,
     (LinksReport, "links"): LinkReport,
@@ -316,19 +313,17 @@ _PARTS: Final[dict[tuple[type[Struct], str], type[Struct]]] = {
 }
 
 
-def _answer(kind: type[_Answer]) -> Callable[[bytes], _Answer | Malformed]:
-    reader = reader_of(kind, _PARTS, MAX_LINKS)
-    return partial(bounded, limit=MAX_ANSWER_BYTES, decoder=reader)
-
-
-decode_engine = _answer(EngineReport)  # /readyz
-decode_links = _answer(LinksReport)  # /v1/links
-decode_changes = _answer(ChangesReport)  # /v1/changes
+_CHANGES = reader_of(ChangesReport, PARTS, MAX_LINKS)
 
 
 def encode_json(message: Struct) -> bytes:
     """Return the JSON of a document."""
     return msgspec.json.encode(message)
+
+
+def decode_changes(raw: bytes) -> ChangesReport | Malformed:
+    """Decode ``/v1/changes``."""
+    return bounded(raw, MAX_ANSWER_BYTES, _CHANGES)
 
 
 def decode_peers(raw: bytes) -> PeersDocument | Malformed:

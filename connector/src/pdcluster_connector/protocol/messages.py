@@ -14,16 +14,8 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from pdcluster_connector.compat.shape import (
-    Address,
-    Bytes,
-    Count,
-    DeviceNumber,
-    EngineShape,
-    Identifier,
-    Memory,
-)
-from pdcluster_connector.plan.geometry import Region, Shard
+from pdcluster_connector.compat.shape import Address, Count, EngineShape, Identifier
+from pdcluster_connector.plan import geometry
 from pdcluster_connector.protocol.lease import LEASE_SECONDS
 
 PROTOCOL_OLDEST = 3  # since 3: signed tickets, lease words and claims; there is no way without
@@ -49,15 +41,6 @@ class Malformed:
     message: str
 
 
-class ProbeRegion(Struct, frozen=True):
-    """Registered memory that peers read to verify and measure a link; ``length`` in bytes."""
-
-    address: Address
-    length: Bytes
-    device: DeviceNumber = 0
-    memory: Memory = Memory.DRAM
-
-
 class LeaseWords(Struct, frozen=True):
     """Host memory with one 64-bit lease word a slot, read by decode after the data."""
 
@@ -68,6 +51,7 @@ class LeaseWords(Struct, frozen=True):
 class ShardMetadata(Struct, frozen=True):
     """What one worker (rank) publishes about the memory that peers may read.
 
+    ``probe``: what peers read to verify and measure a link.
     ``seams``: where one registered slice of memory ends and the next one begins; no descriptor
     row may reach over one.
     """
@@ -76,15 +60,15 @@ class ShardMetadata(Struct, frozen=True):
     rank: Rank
     agent_name: Identifier
     agent_metadata: Annotated[bytes, Meta(max_length=8 * 1024 * 1024)]
-    regions: Annotated[tuple[Region, ...], Meta(max_length=MAX_REGIONS_PER_ENGINE)]
-    probe: ProbeRegion
+    regions: Annotated[tuple[geometry.Region, ...], Meta(max_length=MAX_REGIONS_PER_ENGINE)]
+    probe: geometry.MemoryRange
     lease_words: LeaseWords | None = None
     seams: Annotated[tuple[Address, ...], Meta(max_length=MAX_SEAMS)] = ()
 
     @property
-    def shard(self) -> Shard:
+    def shard(self) -> geometry.Shard:
         """Return what the planner needs of it."""
-        return Shard(self.rank, self.regions, self.seams)
+        return geometry.Shard(self.rank, self.regions, self.seams)
 
 
 class EngineMetadata(Struct, frozen=True, tag="engine"):
@@ -179,14 +163,11 @@ def _parser(kind: type[T], limit: int) -> Callable[[bytes], T | Malformed]:
 decode_handshake_request = _parser(HandshakeRequest, MAX_REQUEST_BYTES)
 decode_lease_request = _parser(LeaseRequest, MAX_REQUEST_BYTES)
 decode_lease_reply = _parser(LeaseReply, MAX_REQUEST_BYTES)
+decode_health: Callable[[bytes], HealthReply | Malformed] = partial(
+    bounded, limit=MAX_HEALTH_BYTES, decoder=msgspec.json.Decoder(HealthReply).decode
+)
 
-_HEALTH = msgspec.json.Decoder(HealthReply)
 _REPLY = msgspec.msgpack.Decoder(EngineMetadata | Refusal)
-
-
-def decode_health(raw: bytes) -> HealthReply | Malformed:
-    """Decode ``GET /healthz``'s JSON body."""
-    return bounded(raw, MAX_HEALTH_BYTES, _HEALTH.decode)
 
 
 def decode_handshake_reply(raw: bytes) -> EngineMetadata | Refusal | Malformed:

@@ -11,13 +11,13 @@ blocks out in runs. So the ticket holds by how much each id differs from the one
 often in a row.
 """
 
-from __future__ import annotations
-
+import hmac
 import math
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Self
 
 import msgspec
 import numpy as np
@@ -29,7 +29,6 @@ from pdcluster_connector.compat.shape import Count, Identifier, ParallelSize
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.lease import LEASE_SECONDS
 from pdcluster_connector.protocol.messages import Malformed, Token, bounded
-from pdcluster_connector.protocol.ticket_keys import TicketKeys
 
 MAX_BLOCKS: Final = 2**20  # in one group, and in all groups of a ticket
 LOWEST: Final = -1  # nothing is held at this position
@@ -74,7 +73,7 @@ class BlockIds(Sequence[int]):
         return bytes((step, count)) + steps.astype(_STEPS[step]).tobytes() + repeated
 
     @classmethod
-    def unpacked(cls, raw: bytes, most: int = MAX_BLOCKS) -> BlockIds:
+    def unpacked(cls, raw: bytes, most: int = MAX_BLOCKS) -> Self:
         """Return the ids of :meth:`packed`.
 
         Raises:
@@ -199,6 +198,30 @@ class Ticket(Struct, frozen=True):
     audience: Annotated[str, Meta(max_length=512)] = ""
 
 
+@dataclass(frozen=True, slots=True)
+class TicketKeys:
+    """The keys of a cluster's engines: one or two. Nothing here prints them.
+
+    Attributes:
+        accepted: the keys whose signatures count.
+        signing: the one that signs; one of ``accepted``.
+    """
+
+    accepted: tuple[bytes, ...] = field(repr=False)
+    signing: bytes = field(repr=False)
+
+    def sign(self, body: bytes) -> bytes:
+        """Return the HMAC-SHA256 of ``body``, 32 bytes."""
+        return hmac.digest(self.signing, body, "sha256")
+
+    def verify(self, body: bytes, signature: bytes) -> bool:
+        """Whether an accepted key made ``signature``. The comparison takes constant time."""
+        return any(
+            hmac.compare_digest(hmac.digest(key, body, "sha256"), signature)
+            for key in self.accepted
+        )
+
+
 class _Envelope(Struct, frozen=True, array_like=True):
     """The body stays bytes, so that the signature is checked before the body is parsed."""
 
@@ -213,21 +236,6 @@ def _pack(value: Any) -> bytes:
     raise TypeError(type(value).__name__)
 
 
-class _Unpacking:
-    """Reads the block ids of one ticket, which share one bound: a run of a million is 12 bytes."""
-
-    def __init__(self) -> None:
-        self._left = MAX_BLOCKS
-
-    def __call__(self, _: type, value: Any) -> BlockIds:
-        """Return the ids of one group; raises ValueError on anything else."""
-        if not isinstance(value, bytes):
-            raise ValueError("block ids in an unknown form")
-        ids = BlockIds.unpacked(value, self._left)
-        self._left -= len(ids)
-        return ids
-
-
 class _Listed(Struct, frozen=True):
     """A ticket's block ids as they are sent. Read first: what else stands there is not built."""
 
@@ -235,8 +243,18 @@ class _Listed(Struct, frozen=True):
 
 
 def _body(raw: bytes) -> Ticket:
+    left = MAX_BLOCKS  # of all groups together: a run of a million is 12 bytes
+
+    def unpack(_: type, value: Any) -> BlockIds:
+        nonlocal left
+        if not isinstance(value, bytes):
+            raise ValueError("block ids in an unknown form")
+        ids = BlockIds.unpacked(value, left)
+        left -= len(ids)
+        return ids
+
     _LISTED.decode(raw)
-    return msgspec.msgpack.decode(raw, type=Ticket, dec_hook=_Unpacking())
+    return msgspec.msgpack.decode(raw, type=Ticket, dec_hook=unpack)
 
 
 _LISTED = msgspec.msgpack.Decoder(_Listed)

@@ -9,8 +9,8 @@ another connector version, or the connector misread a cache.
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from pdcluster_connector.compat.findings import Finding, Verdict
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.rules import Finding, Verdict
 from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind, LayerShape
 from pdcluster_connector.plan.geometry import Region, region_fault
 from pdcluster_connector.plan.topology import head_interval

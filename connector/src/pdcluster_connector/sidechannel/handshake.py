@@ -12,13 +12,11 @@ from dataclasses import dataclass
 import aiohttp
 
 from pdcluster_connector.certificate_files import Tls, tls_arguments
-from pdcluster_connector.compat import rules
+from pdcluster_connector.compat.check import check
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
-from pdcluster_connector.protocol import messages
+from pdcluster_connector.protocol import host_port, messages, validation
 from pdcluster_connector.protocol.failure import Failure, failure_of, refusal_of
-from pdcluster_connector.protocol.host_port import url
-from pdcluster_connector.protocol.validation import contradictions
 
 ATTEMPT = aiohttp.ClientTimeout(total=60.0, sock_connect=3.0, sock_read=15.0)
 _REFUSED = {
@@ -89,7 +87,7 @@ async def request(
     """
     async with session.request(
         method,
-        url(host, port, path, secured=tls is not None),
+        host_port.url(host, port, path, secured=tls is not None),
         data=body,
         timeout=timeout,
         allow_redirects=False,
@@ -151,8 +149,8 @@ def judge(
     if not messages.PROTOCOL_OLDEST <= reply.protocol <= messages.PROTOCOL_NEWEST:
         message = f"{where} answered in protocol {reply.protocol}"
         return Failure(Reason.PROTOCOL_VERSION_MISMATCH, message)
-    wrong = next(contradictions(reply), None)
-    refusal = refusal_of(rules.check(reply.shape, me.shape) if wrong is None else (wrong,))
+    wrong = next(validation.contradictions(reply), None)
+    refusal = refusal_of(check(reply.shape, me.shape) if wrong is None else (wrong,))
     return reply if refusal is None else failure_of(refusal)
 
 

@@ -83,11 +83,6 @@ class LeaseDesk:
         """Leases granted and neither released nor expired: each keeps blocks from reuse."""
         return len(self._granted)
 
-    @property
-    def armed(self) -> int:
-        """Leases of requests that still run."""
-        return len(self._armed)
-
     # The scheduler's thread.
 
     def arm(self, request_id: str, token: int) -> None:

@@ -38,7 +38,6 @@ RARE_POLL_SECONDS = (16.0, 24.0)
 HEALTH_SECONDS = (2.0, 1.0)
 FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 1.0
-REFUSAL_SECONDS = 5.0  # how long a refusal is answered from memory
 FIRST_RANK = (0, 0)
 # What a question to a peer can find. Other failures are of one rank's own transfers.
 CONCERNS_ALL_RANKS = frozenset(
@@ -71,7 +70,7 @@ class KnownPeer:
     """One incarnation of an engine.
 
     Attributes:
-        answer: how its handshake ended; None before that.
+        metadata: what its handshake brought; None before that.
         last_error: why the last attempt did not succeed.
         task: shakes hands, and then watches the peer.
     """
@@ -80,7 +79,7 @@ class KnownPeer:
     host: str
     port: int
     waiters: list[Waiter] = field(default_factory=list)
-    answer: EngineMetadata | Failure | None = None
+    metadata: EngineMetadata | None = None
     last_error: handshake.TryAgain | None = None
     task: asyncio.Task[None] | None = None
 
@@ -171,14 +170,12 @@ class PeerBook:
         peer = self._peers.get(engine_id)
         if peer is None:
             if len(self._peers) >= MAX_PEERS:
-                self._trim()
-            if len(self._peers) >= MAX_PEERS:
                 message = f"{MAX_PEERS} handshakes are under way already"
                 waiter.answer(Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message))
                 return
             peer = self._peers[engine_id] = KnownPeer(engine_id, host, port)
-        if peer.answer is not None:
-            waiter.answer(peer.answer)
+        if peer.metadata is not None:
+            waiter.answer(peer.metadata)
             return
         peer.host, peer.port = host, port
         peer.waiters.append(waiter)
@@ -194,9 +191,8 @@ class PeerBook:
         """Shake hands while anyone waits; once connected, watch until the peer is gone."""
         try:
             await self._shake_hands(peer)
-            if isinstance(peer.answer, EngineMetadata):
-                failure = await self._why_gone(peer)
-                self._gone(peer, failure)
+            if peer.metadata is not None:
+                self._gone(peer, await self._why_gone(peer))
         finally:
             peer.task = None
 
@@ -211,10 +207,11 @@ class PeerBook:
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
                 pause = min(2 * pause, LAST_RETRY_SECONDS)
                 continue
-            peer.answer = outcome
             if isinstance(outcome, Failure):
                 logger.warning("no KV from %s: %s", peer.engine_id, outcome)
-                self._thread.loop.call_later(REFUSAL_SECONDS, self._drop_refused, peer)
+                self._drop(peer)
+            else:
+                peer.metadata = outcome
             peer.answer_all(outcome)
 
     async def _why_gone(self, peer: KnownPeer) -> Failure:
@@ -243,15 +240,14 @@ class PeerBook:
 
     def _gone(self, peer: KnownPeer, failure: Failure) -> None:
         logger.warning("peer %s is gone: %s", peer.engine_id, failure)
-        if self._peers.get(peer.engine_id) is peer:
-            del self._peers[peer.engine_id]
+        self._drop(peer)
         if self.on_gone is not None:
             call(self.on_gone, peer.engine_id, failure)
         self._tell_listeners(peer, failure)
 
     def _hear(self, engine_id: str, failure: Failure) -> None:
         peer = self._peers.get(engine_id)
-        if peer is None or not isinstance(peer.answer, EngineMetadata):
+        if peer is None or peer.metadata is None:
             return
         if peer.task is not None:
             peer.task.cancel()
@@ -273,7 +269,7 @@ class PeerBook:
             waiter.answer(Failure(last.reason, message))
             if not peer.waiters and peer.task is not None:
                 peer.task.cancel()
-                self._peers.pop(peer.engine_id, None)
+                self._drop(peer)
 
     def _forget(self, engine_id: str, failure: Failure) -> None:
         peer = self._peers.pop(engine_id, None)
@@ -282,18 +278,12 @@ class PeerBook:
         if peer.task is not None:
             peer.task.cancel()
         peer.answer_all(failure)
-        if isinstance(peer.answer, EngineMetadata):  # nobody watches it any more
+        if peer.metadata is not None:  # nobody watches it any more
             self._tell_listeners(peer, failure)
 
-    def _drop_refused(self, peer: KnownPeer) -> None:
-        """Forget a refusal: an incarnation that is gone is never asked for again."""
+    def _drop(self, peer: KnownPeer) -> None:
         if self._peers.get(peer.engine_id) is peer:
             del self._peers[peer.engine_id]
-
-    def _trim(self) -> None:
-        """Make room by dropping refusals. A client's tickets can cause any number of them."""
-        for engine_id in [key for key, peer in self._peers.items() if peer.task is None]:
-            del self._peers[engine_id]
 
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from aiohttp import web
 
 from pdcluster_connector.certificate_files import Tls
-from pdcluster_connector.compat import rules
+from pdcluster_connector.compat.check import check
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol import messages
@@ -234,7 +234,7 @@ class SideChannelServer:
                 ours,
                 theirs,
             )
-        return refusal_of(rules.check(self._shape, asked.shape))
+        return refusal_of(check(self._shape, asked.shape))
 
     def _stranger(self, what: str, names: Names, claimed: str) -> str | None:
         """Return why a client may not ask this; ``claimed`` is who it says that it is."""

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcluster_connector.nixl_io.interface import MemoryRange
-from pdcluster_connector.plan.geometry import Region, Shard
+from pdcluster_connector.plan.geometry import MemoryRange, Region, Shard
 from pdcluster_connector.plan.slices import SLICE_BYTES, sliced
 
 

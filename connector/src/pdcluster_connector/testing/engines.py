@@ -22,21 +22,24 @@ from typing import Any
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind, LayerShape, Memory
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
-from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
+from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.ticket import BlockIds, Ticket, kv_transfer_params, ticket_of
-from pdcluster_connector.protocol.ticket_keys import TicketKeys, parse_keys
-from pdcluster_connector.sidechannel.lease_client import LeaseClient
-from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
+from pdcluster_connector.protocol.ticket import (
+    BlockIds,
+    Ticket,
+    TicketKeys,
+    kv_transfer_params,
+    ticket_of,
+)
+from pdcluster_connector.sidechannel import lease_client, lease_desk, server, ticket_key_file
 from pdcluster_connector.sidechannel.peers import CONCERNS_ALL_RANKS, PeerBook
-from pdcluster_connector.sidechannel.server import SideChannelServer
 from pdcluster_connector.testing.caches import LabelledCache, layer_name
 from pdcluster_connector.testing.nixl import Fabric
 from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
 from pdcluster_connector.transfer.receiver import Receiver
 from pdcluster_connector.vllm.scheduler_side.decode_leases import DecodeLeases
 
-KEYS = parse_keys(b"00" * 32)  # no secret: the engines of a test share it
+KEYS = ticket_key_file.parse_keys(b"00" * 32)  # no secret: the engines of a test share it
 PROBE_BYTES = 4096
 FREED = 0xEE  # what a freed block holds: it belongs to no request
 
@@ -119,8 +122,8 @@ class PrefillEngine:
             )
             for cache in self.caches
         ]
-        self.leases = LeaseDesk(lease_seconds)
-        self.server = SideChannelServer(
+        self.leases = lease_desk.LeaseDesk(lease_seconds)
+        self.server = server.SideChannelServer(
             "127.0.0.1",
             port,
             engine_id,
@@ -244,7 +247,7 @@ class DecodeEngine:
         self.fetches: dict[str, Fetch] = {}
         self.fatal: list[str] = []
         self._keys = keys
-        self._leases = LeaseClient(engine_id)
+        self._leases = lease_client.LeaseClient(engine_id)
         self._leases.start()
         self.tickets = DecodeLeases(self._leases, lease_seconds, time.monotonic)
         self._peers: list[PeerBook] = []

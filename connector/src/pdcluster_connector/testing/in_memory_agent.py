@@ -19,11 +19,11 @@ from pdcluster_connector.nixl_io.interface import (
     Dlist,
     Handle,
     Indices,
-    MemoryRange,
     NixlError,
     NixlErrorKind,
 )
 from pdcluster_connector.plan.descriptors import Rows
+from pdcluster_connector.plan.geometry import MemoryRange
 
 if TYPE_CHECKING:
     from pdcluster_connector.testing.nixl import Fabric

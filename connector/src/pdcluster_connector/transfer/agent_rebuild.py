@@ -89,7 +89,11 @@ class AgentRebuild:
             self.by = self._receives.clock() + RENEWAL_SECONDS
         if not self._is_due():
             if self.renew_by is not None and self._receives.clock() >= self.renew_by:
-                self._put_off_renewal()
+                # Let those connect that wait for a renewal: a transfer may be slow for minutes.
+                self.renew_by = None
+                self._pause_renewals()
+                held, self.held = self.held, []
+                self._connect_waiting(held)
             return False
         if self.by is None:
             self._patience = self._stall_seconds
@@ -103,13 +107,6 @@ class AgentRebuild:
         if self.by is not None:
             return not self._receives.transfers.healthy or self._receives.clock() >= self.by
         return not self._receives.transfers
-
-    def _put_off_renewal(self) -> None:
-        """Let those connect that wait for a renewal: a transfer may be slow for minutes."""
-        self.renew_by = None
-        self._pause_renewals()
-        held, self.held = self.held, []
-        self._connect_waiting(held)
 
     def _pause_renewals(self) -> None:
         self._retry_at = self._receives.clock() + self._pause

@@ -10,25 +10,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.nixl_io.interface import AgentInterface, AgentSurvivedError, MemoryRange
+from pdcluster_connector.nixl_io.interface import AgentInterface, AgentSurvivedError
 from pdcluster_connector.nixl_io.probe_memory import ProbeMemory
 from pdcluster_connector.nixl_io.reading_agent import Connection, ProbeResult, ReadingAgent
-from pdcluster_connector.plan.geometry import Shard
-from pdcluster_connector.plan.peer_plan import cost_notice, plan_peer
-from pdcluster_connector.plan.slices import seams
+from pdcluster_connector.plan import geometry, peer_plan, slices
+from pdcluster_connector.plan.geometry import MemoryRange
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.transfer.job import FenceWords, Job
-from pdcluster_connector.transfer.probing import Probing, answer
+from pdcluster_connector.transfer.probing import Probing
 from pdcluster_connector.transfer.receive import Failed, Signal, State
 
 if TYPE_CHECKING:
@@ -66,7 +64,7 @@ class Connections:
     def __init__(
         self,
         receives: Receives,
-        shard: Shard,
+        shard: geometry.Shard,
         memory: Sequence[MemoryRange],
         make_agent: Callable[[], AgentInterface],
         peers: PeerBook,
@@ -74,7 +72,7 @@ class Connections:
         probe_memory: ProbeMemory,
     ) -> None:
         self._receives = receives
-        self._shard = replace(shard, seams=seams(item.span for item in memory))
+        self._shard = replace(shard, seams=slices.seams(item.span for item in memory))
         self._memory = memory
         self._make_agent = make_agent
         self._peers = peers
@@ -101,20 +99,13 @@ class Connections:
             )
         return self._agent
 
-    def check(self, metadata: EngineMetadata, future: Future[ProbeResult]) -> None:
-        """Check that a connection still carries data; see :meth:`Probing.check`.
-
-        If the engine has restarted meanwhile, the check fails and opens no connection: that would
-        break off the connection to the new incarnation.
-        """
-        if metadata.engine_id not in self.by_engine:
-            checked = parse_engine_id(metadata.engine_id)
-            for engine_id, connection in self.by_engine.items():
-                if connection.broken is None and parse_engine_id(engine_id).succeeds(checked):
-                    failure = _replaced(metadata.engine_id, engine_id)
-                    answer(future, ProbeResult(failure))
-                    return
-        self.probing.check(metadata, future)
+    def replaced(self, engine_id: str) -> Failure | None:
+        """Return why an incarnation without a connection is gone: its successor has one."""
+        checked, connected = parse_engine_id(engine_id), self.by_engine
+        for successor, connection in connected.items() if engine_id not in connected else ():
+            if connection.broken is None and parse_engine_id(successor).succeeds(checked):
+                return _replaced(engine_id, successor)
+        return None
 
     def open(self, metadata: EngineMetadata) -> Connection:
         """Return the peer's connection; a new one begins with its warm-up.
@@ -129,9 +120,9 @@ class Connections:
         self._retire_predecessors(metadata.engine_id)
         if len(self.by_engine) >= MAX_CONNECTIONS:
             self._make_room()
-        plan = plan_peer(self._shard, [shard.shard for shard in metadata.shards])
+        plan = peer_plan.plan_peer(self._shard, [shard.shard for shard in metadata.shards])
         connection = self.agent.open(metadata, plan)
-        connection.notice = cost_notice(plan, metadata.shape.layout)
+        connection.notice = peer_plan.cost_notice(plan, metadata.shape.layout)
         if connection.notice:
             logger.warning("%s: %s", metadata.engine_id, connection.notice)
         self.by_engine[metadata.engine_id] = connection
@@ -243,10 +234,11 @@ class Connections:
 
     def join(self, job: Job, connection: Connection) -> None:
         """Go on over ``connection``, or wait for it."""
-        job.connection = connection
-        if connection.broken is not None and not connection.closing:
-            self._receives.dispatch(job, Failed(connection.broken))
-        elif connection.broken is not None or connection.waiting is not None:
+        job.connection, broken = connection, connection.broken
+        # After an error of NIXL, a new connection takes its place when its last transfer has ended.
+        if broken is not None and broken.reason is not Reason.BACKEND_ERROR:
+            self._receives.dispatch(job, Failed(broken))
+        elif broken is not None or connection.waiting is not None:
             connection.waiting = [*(connection.waiting or ()), job]
         else:
             self._receives.dispatch(job, Signal.CONNECTED)

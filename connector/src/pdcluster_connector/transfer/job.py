@@ -10,18 +10,20 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.nixl_io.interface import Indices, MemoryRange
+from pdcluster_connector.nixl_io.interface import Indices
 from pdcluster_connector.nixl_io.probe_memory import HostMemory, ProbeMemory
 from pdcluster_connector.nixl_io.reading_agent import Connection
 from pdcluster_connector.nixl_io.serving_agent import WORD_BYTES, one_row
 from pdcluster_connector.plan.descriptors import Rows
-from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
+from pdcluster_connector.plan.geometry import MemoryRange
+from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks
 from pdcluster_connector.plan.request_descriptors import plan_request
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.lease import CLEARED

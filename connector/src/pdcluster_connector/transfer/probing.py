@@ -12,15 +12,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.nixl_io import serving_agent
-from pdcluster_connector.nixl_io.interface import NixlError
-from pdcluster_connector.nixl_io.probe_memory import ProbeMemory
-from pdcluster_connector.nixl_io.reading_agent import (
-    Connection,
-    ProbeResult,
-    ReadingAgent,
-    Source,
-)
+from pdcluster_connector.nixl_io import interface, probe_memory, serving_agent
+from pdcluster_connector.nixl_io.reading_agent import Connection, ProbeResult, ReadingAgent, Source
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.transfer.job import ReceiverOptions, Slots
@@ -88,21 +81,18 @@ class ProbeRun:
         try:
             next(self._steps)
         except StopIteration:
-            over = True
+            if self._slot is not None:
+                self._slots.give_back(self._slot)
+            self.connection.transfers -= 1
+            return False
         except Exception as error:
             logger.exception("a probe failed in an unforeseen way")
             self._stuck = True  # its read may still write: only the end of the agent ends the run
             self.report(Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}"))
             return True
-        else:
-            over = False
-            if not self.reported:
-                self._watch_the_time()
-        if over:
-            if self._slot is not None:
-                self._slots.give_back(self._slot)
-            self.connection.transfers -= 1
-        return not over
+        if not self.reported:
+            self._watch_the_time()
+        return True
 
     def _watch_the_time(self) -> None:
         if self._reading is None:
@@ -142,7 +132,7 @@ class ProbeRun:
             flying = False
             try:
                 yield from self._read(source, length)
-            except NixlError as error:
+            except interface.NixlError as error:
                 flying = error.flying
                 self.report(Failure(Reason.BACKEND_ERROR, f"reading {source.peer}: {error}"))
             while flying:  # only the end of the agent ends the run
@@ -162,7 +152,7 @@ class ProbeRun:
                 yield
             seconds = self._clock() - started
             flying = False
-        except NixlError as error:
+        except interface.NixlError as error:
             flying = error.flying
             raise
         finally:
@@ -210,7 +200,7 @@ class Probing:
         connections: Connections,
         options: ReceiverOptions,
         clock: Callable[[], float],
-        memory: ProbeMemory,
+        memory: probe_memory.ProbeMemory,
     ) -> None:
         self._connections = connections
         self.options = options
@@ -258,10 +248,12 @@ class Probing:
         """Check with a small read that a connection still carries data.
 
         If there is no connection, because the agent was destroyed, it is opened. Its warm-up then
-        shows the same.
+        shows the same. If the engine has restarted meanwhile, the check fails and opens none: that
+        would break off the connection to the new incarnation.
         """
-        if self.over is not None:
-            answer(future, ProbeResult(self.over))
+        failure = self.over or self._connections.replaced(metadata.engine_id)
+        if failure is not None:
+            answer(future, ProbeResult(failure))
             return
         try:
             connection = self._connections.open(metadata)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from math import inf
 
-from pdcluster_connector.compat.counted import counted
+from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 
@@ -244,12 +244,7 @@ class Receive:
             case Broken() | Failed() | Signal.ABANDONED | AgentDestroyed():
                 self._take_failure(event, now, actions)
 
-    def _take_failure(
-        self,
-        event: Event,
-        now: float,
-        actions: list[Action],
-    ) -> None:
+    def _take_failure(self, event: Event, now: float, actions: list[Action]) -> None:
         match event:
             case Broken(transfer, failure):
                 self.open.discard(transfer)

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.nixl_io.interface import AgentInterface, MemoryRange
+from pdcluster_connector.nixl_io.interface import AgentInterface
 from pdcluster_connector.nixl_io.probe_memory import HostMemory, ProbeMemory
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
-from pdcluster_connector.plan.geometry import Shard
+from pdcluster_connector.plan.geometry import MemoryRange, Shard
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.transfer.connections import Connections
 from pdcluster_connector.transfer.job import Job, ReceiveRequest, ReceiverOptions
 from pdcluster_connector.transfer.receive import Receive, State
 from pdcluster_connector.transfer.receives import Receives
@@ -110,16 +111,11 @@ class Receiver:
         prepare_thread: Callable[[], None] = lambda: None,
         probe_memory: ProbeMemory | None = None,
     ) -> None:
-        self._receives = Receives(
-            shard,
-            memory,
-            make_agent,
-            peers,
-            options or ReceiverOptions(),
-            clock=clock,
-            answer=self._answered,
-            probe_memory=probe_memory or HostMemory(),
-        )
+        def make_connections(receives: Receives) -> Connections:
+            buffers = probe_memory or HostMemory()
+            return Connections(receives, shard, memory, make_agent, peers, self._answered, buffers)
+
+        self._receives = Receives(options or ReceiverOptions(), clock, make_connections)
         self._connections = self._receives.connections
         self._prepare_thread = prepare_thread
         name = f"pdcluster-transfer-{shard.rank[0]}-{shard.rank[1]}"
@@ -171,8 +167,8 @@ class Receiver:
         shards whose KV has just landed.
         """
         future: Future[ProbeResult] = Future()
-        start = self._connections.check if check else self._connections.probing.probe
-        self._thread.put(partial(start, peer, future))
+        probing = self._connections.probing
+        self._thread.put(partial(probing.check if check else probing.probe, peer, future))
         if self._thread.dead is not None:
             self._thread.drain()
         return future

@@ -13,21 +13,18 @@ error is left to the thread, which destroys the agent and goes on.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from math import inf
+from typing import Self
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.nixl_io.interface import AgentInterface, MemoryRange
-from pdcluster_connector.nixl_io.probe_memory import ProbeMemory
 from pdcluster_connector.nixl_io.reading_agent import Connection
-from pdcluster_connector.plan.errors import PlanError
-from pdcluster_connector.plan.geometry import Shard
+from pdcluster_connector.plan import PlanError
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.transfer.agent_rebuild import AgentRebuild
-from pdcluster_connector.transfer.connections import Answer, Connections
+from pdcluster_connector.transfer.connections import Connections
 from pdcluster_connector.transfer.job import (
     Job,
     ReceiveRequest,
@@ -52,7 +49,7 @@ class Receives:
     """All receives of one worker.
 
     Args:
-        shard, memory, make_agent, peers, answer, probe_memory: those of :class:`Connections`.
+        make_connections: makes the connections of these receives.
 
     Attributes:
         jobs: all receives under way, by request id.
@@ -63,21 +60,15 @@ class Receives:
 
     def __init__(
         self,
-        shard: Shard,
-        memory: Sequence[MemoryRange],
-        make_agent: Callable[[], AgentInterface],
-        peers: PeerBook,
         options: ReceiverOptions,
-        *,
         clock: Callable[[], float],
-        answer: Answer,
-        probe_memory: ProbeMemory,
+        make_connections: Callable[[Self], Connections],
     ) -> None:
         self.jobs: dict[str, Job] = {}
         self.options = options
         self.clock = clock
         self.due = inf
-        self.connections = Connections(self, shard, memory, make_agent, peers, answer, probe_memory)
+        self.connections = make_connections(self)
         self.transfers = Transfers(self)
         self._agent_rebuild = AgentRebuild(self)
         self.ended: deque[Job] = deque()  # thread-safe at both ends

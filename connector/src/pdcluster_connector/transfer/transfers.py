@@ -15,7 +15,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.nixl_io.interface import AgentInterface, Handle, NixlError
+from pdcluster_connector.nixl_io.interface import OF_PEER, AgentInterface, Handle, NixlError
 from pdcluster_connector.nixl_io.reading_agent import Connection, Source
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.transfer.job import Job
@@ -211,7 +211,7 @@ class Transfers:
             self._lost(job, str(error))
             return
         failure = Failure(Reason.BACKEND_ERROR, f"reading {connection.engine_id}: {error}")
-        if error.kind.of_peer:
+        if error.kind in OF_PEER:
             self._receives.connections.broken(connection, failure)
         self._ended(connection)
         self._receives.dispatch(job, Broken(number, failure))

@@ -13,10 +13,9 @@ from typing import Any, Final
 from pdcluster_connector.certificate_files import TlsFiles, tls_files
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.supported import MAX_THREADS, REFUSED_FLAGS, why_not, wrong_option
-from pdcluster_connector.protocol.host_port import data_rank_port
 from pdcluster_connector.protocol.lease import LEASE_SECONDS
 from pdcluster_connector.protocol.prompt_outcomes import MOST_TOKENS_PER_STEP, TOKENS_PER_STEP
-from pdcluster_connector.protocol.ticket_keys import MAKE_A_KEY_FILE
+from pdcluster_connector.sidechannel.ticket_key_file import MAKE_A_KEY_FILE
 
 MAX_LEASE_SECONDS: Final = 3600.0
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104  refused, not bound
@@ -82,7 +81,7 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
             except ValueError as error:
                 problems.append(f"{name}: {extra[name]!r} {error}")
     options = ConnectorOptions(**given)
-    port = data_rank_port(options.side_channel_port, data_parallel_rank)
+    port = options.side_channel_port + data_parallel_rank
     options = replace(options, side_channel_port=port)
     if "ticket_key_file" not in extra and not options.allow_insecure:
         problems.append(

@@ -14,14 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -30,10 +23,7 @@ from pdcluster_connector.vllm.config import ConfigError, parse_options, refuse_u
 if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-        KVConnectorPromMetrics,
-        KVConnectorStats,
-    )
+    from vllm.distributed.kv_transfer.kv_connector.v1 import metrics
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -97,13 +87,13 @@ def engine_step(
     return wrap
 
 
-def _no_orders() -> KVConnectorMetadata:
+def _no_orders() -> base.KVConnectorMetadata:
     from pdcluster_connector.vllm.step_messages import StepOrders
 
     return StepOrders()
 
 
-class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
+class PDClusterConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """KV connector for prefill and decode on separate engines. Decode reads KV over NIXL.
 
     vLLM makes one for the scheduler side and one for each worker, and calls on it only the methods
@@ -115,7 +105,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
     _worker: WorkerRole
 
     def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+        self, vllm_config: VllmConfig, role: base.KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         refuse_unsupported(vllm_config, current_platform.device_type)
@@ -127,7 +117,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
             transfer.kv_connector_extra_config, vllm_config.parallel_config.data_parallel_index
         )
         made: SchedulerRole | WorkerRole
-        if role is KVConnectorRole.SCHEDULER:
+        if role is base.KVConnectorRole.SCHEDULER:
             from pdcluster_connector.vllm.scheduler_side.scheduler import SchedulerRole
 
             made = self._scheduler = SchedulerRole(vllm_config, kv_cache_config, options, engine_id)
@@ -144,7 +134,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler side.
 
     def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+        self, metadata: dict[tuple[int, int], base.KVConnectorHandshakeMetadata]
     ) -> None:
         """Check the workers' metadata and open the side channel; raises at start only."""
         self._scheduler.publish(cast("Mapping[tuple[int, int], WorkerHandshake]", metadata))
@@ -179,7 +169,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.scheduled(request, blocks, num_external_tokens)
 
     @engine_step(fallback=_no_orders)
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> base.KVConnectorMetadata:
         """Return this step's orders to the workers."""
         return self._scheduler.orders()
 
@@ -215,11 +205,11 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         """Register the caches with NIXL; raises at start only."""
         self._worker.register(kv_caches)
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+    def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
         """What the scheduler side publishes on behalf of this rank."""
         return self._worker.handshake()
 
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+    def bind_connector_metadata(self, connector_metadata: base.KVConnectorMetadata) -> None:
         """Take this step's orders; called before the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         self._hear_of_leases()
@@ -236,8 +226,8 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         """Hand this step's orders to the transfer thread; returns at once."""
         self._worker.start(self._orders())
 
-    @engine_step(fallback=KVConnectorTransferResults)
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    @engine_step(fallback=base.KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         """Return the requests that this rank has finished, each exactly once."""
         return self._worker.results()
 
@@ -276,7 +266,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     @engine_step(fallback=lambda: None)
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+    def get_kv_connector_stats(self) -> metrics.KVConnectorStats | None:
         """Return the counts since the last step."""
         return self._made.stats.take()
 
@@ -287,7 +277,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
-    ) -> KVConnectorStats | None:
+    ) -> metrics.KVConnectorStats | None:
         """Return stats from a dict that another process sent."""
         from pdcluster_connector.vllm.metrics import ConnectorStats
 
@@ -300,7 +290,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         metric_types: dict[type[Any], type[Any]],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics | None:
+    ) -> metrics.KVConnectorPromMetrics | None:
         """Return the API server's Prometheus metrics."""
         from pdcluster_connector.vllm.metrics import PrometheusMetrics
 

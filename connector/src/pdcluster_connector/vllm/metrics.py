@@ -6,17 +6,12 @@ of all workers and the scheduler side. It hands the sum to the API server as a p
 every metric once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from prometheus_client import Counter, Gauge, Histogram
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import metrics
 
 from pdcluster_connector.protocol.prompt_outcomes import Outcome, is_fault, label_of
 
@@ -93,7 +88,7 @@ def _empty() -> dict[str, Any]:
 
 
 @dataclass
-class ConnectorStats(KVConnectorStats):
+class ConnectorStats(metrics.KVConnectorStats):
     """One interval's counts. ``data`` has the value of each child, by metric and key."""
 
     data: dict[str, Any] = field(default_factory=_empty)
@@ -117,7 +112,7 @@ class ConnectorStats(KVConnectorStats):
         elif value is not None:
             children[key] = value
 
-    def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
+    def aggregate(self, other: metrics.KVConnectorStats) -> Self:
         """Add another interval's or rank's counts to this one."""
         for name, children in other.data.items():
             for key, value in children.items():
@@ -176,7 +171,7 @@ class StatsCollector:
         return taken
 
 
-class PrometheusMetrics(KVConnectorPromMetrics):
+class PrometheusMetrics(metrics.KVConnectorPromMetrics):
     """``pdcluster_kv_*`` metrics of the API server, with one child for each engine."""
 
     def __init__(

@@ -5,18 +5,13 @@ exactly once, since vLLM counts the answers of all ranks. Workers to scheduler:
 :class:`StepReport`, summed over ranks. All of it is pickled inside one engine.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
+from typing import Self
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from pdcluster_connector.compat.shape import EngineShape
-from pdcluster_connector.plan.held_blocks import GroupBlocks
+from pdcluster_connector.plan.pairing import GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import ShardMetadata
 from pdcluster_connector.protocol.ticket import Ticket
@@ -45,7 +40,7 @@ class ReceiveOrder:
 
 
 @dataclass
-class StepOrders(KVConnectorMetadata):
+class StepOrders(base.KVConnectorMetadata):
     """One step's orders to every worker.
 
     Attributes:
@@ -82,9 +77,9 @@ class Receipt:
     reason: str = ""
     message: str = ""
 
-    def __add__(self, other: Receipt) -> Receipt:
+    def __add__(self, other: Self) -> Self:
         first = self if self.reason else other
-        return Receipt(
+        return type(self)(
             nbytes=self.nbytes + other.nbytes,
             seconds=max(self.seconds, other.seconds),
             reason=first.reason,
@@ -93,7 +88,7 @@ class Receipt:
 
 
 @dataclass
-class StepReport(KVConnectorWorkerMetadata):
+class StepReport(base.KVConnectorWorkerMetadata):
     """Receipts of the receives that ended in this step, by request id.
 
     ``gone``: peers that this rank has just found gone, by engine id. Only the first rank says so.
@@ -102,7 +97,7 @@ class StepReport(KVConnectorWorkerMetadata):
     receipts: dict[str, Receipt]
     gone: dict[str, Failure] = field(default_factory=dict)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
+    def aggregate(self, other: base.KVConnectorWorkerMetadata) -> Self:
         """Sum with another rank's report."""
         if isinstance(other, StepReport):
             for request_id, receipt in other.receipts.items():
@@ -113,7 +108,7 @@ class StepReport(KVConnectorWorkerMetadata):
 
 
 @dataclass
-class WorkerHandshake(KVConnectorHandshakeMetadata):
+class WorkerHandshake(base.KVConnectorHandshakeMetadata):
     """What a worker publishes when its caches stand.
 
     ``shard`` is None in an engine that only decodes: nobody reads from it.

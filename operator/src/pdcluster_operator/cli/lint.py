@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from pdcluster_connector.compat.counted import counted
+from pdcluster_connector.compat.findings import counted
 from pdcluster_operator.api.findings import FieldError, Findings
 from pdcluster_operator.api.object_names import KIND
 from pdcluster_operator.api.rules.engines import unchecked_message

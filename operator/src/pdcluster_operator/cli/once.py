@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from pdcluster_connector.compat.counted import counted
+from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.protocol.api_key import headers
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.view import short

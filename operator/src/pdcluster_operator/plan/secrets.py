@@ -3,7 +3,7 @@
 All certificates of a cluster are made for the same period. In the next period they are made again,
 long before they expire. The kubelet brings the new files into the pods, and the engines read them
 for new connections, so nothing is restarted. The ticket keys are written once, and again for each
-rotation. The connector's ``protocol/ticket_keys.py`` says when a new key begins to sign.
+rotation. The connector's ``sidechannel/ticket_key_file.py`` says when a new key begins to sign.
 """
 
 from collections.abc import Iterable

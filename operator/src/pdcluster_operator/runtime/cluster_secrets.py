@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pdcluster_connector.protocol.ticket_keys import KEY_BYTES
 from pdcluster_operator.plan.builders.secrets import TICKET_KEY_FILE
 from pdcluster_operator.plan.secrets import rotation_of
 from pdcluster_operator.plan.types import (
@@ -31,6 +30,7 @@ SECRET_SECONDS = 240.0
 It is shorter than the resync period, so each resync reads the Secrets of each cluster.
 """
 TICKET_KEY, CERTIFICATES = "ticket key", "certificates"
+KEY_BYTES = 32  # as many as the connector's ``sidechannel/ticket_key_file.py`` asks for
 
 
 class _Remembered(NamedTuple):

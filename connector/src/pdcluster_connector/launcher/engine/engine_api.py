@@ -18,7 +18,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from pdcluster_connector.compat.counted import counted
+from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.protocol import api_key
 

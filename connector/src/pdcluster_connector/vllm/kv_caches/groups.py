@@ -4,14 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-    MambaSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1 import kv_cache_interface as interface
 
-from pdcluster_connector.plan.held_blocks import GroupBlocks, state_slot
+from pdcluster_connector.plan.pairing import GroupBlocks, state_slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +23,14 @@ class CacheGroup:
     @property
     def window(self) -> int | None:
         """Return the sliding window in tokens; None without one."""
-        return self.spec.sliding_window if isinstance(self.spec, SlidingWindowSpec) else None
+        return (
+            self.spec.sliding_window if isinstance(self.spec, interface.SlidingWindowSpec) else None
+        )
 
     @property
     def is_state(self) -> bool:
         """Return whether its blocks are Mamba states."""
-        return isinstance(self.spec, MambaSpec)
+        return isinstance(self.spec, interface.MambaSpec)
 
     def holding(self, blocks: Sequence[int], start: int, stop: int) -> GroupBlocks:
         """Return the blocks of a request that hold the tokens [start, stop); see :meth:`ids`."""
@@ -53,13 +50,13 @@ class CacheGroup:
         return blocks[start // self.block_size : -(-stop // self.block_size)]
 
 
-def cache_groups(config: KVCacheConfig) -> tuple[CacheGroup, ...]:
+def cache_groups(config: interface.KVCacheConfig) -> tuple[CacheGroup, ...]:
     """Return the groups that take part in transfers, in the order of their block lists."""
     specs = [group.kv_cache_spec for group in config.transfer_groups]
     return tuple(
         CacheGroup(
             next(iter(spec.kv_cache_specs.values()))
-            if isinstance(spec, UniformTypeKVCacheSpecs)
+            if isinstance(spec, interface.UniformTypeKVCacheSpecs)
             else spec
         )
         for spec in specs

@@ -29,18 +29,12 @@ from typing import Any, Final
 import torch
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
+from vllm.v1 import kv_cache_interface as interface
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
 
 from pdcluster_connector.compat.shape import LayerKind, Memory, PartShape
 from pdcluster_connector.compat.supported import SCALED, dtype_name
-from pdcluster_connector.plan.geometry import Region
-from pdcluster_connector.plan.topology import head_interval
+from pdcluster_connector.plan import geometry, topology
 
 
 def kind_of(spec: Any) -> LayerKind:
@@ -49,13 +43,13 @@ def kind_of(spec: Any) -> LayerKind:
     plain = getattr(spec, "state_content_bytes", None) is None and spec.tokens_per_state in {1, -1}
     if not plain:
         return LayerKind.OTHER
-    if type(spec) is MambaSpec and not spec.tp_replicated:
+    if type(spec) is interface.MambaSpec and not spec.tp_replicated:
         return LayerKind.MAMBA
-    if type(spec) is MLAAttentionSpec and spec.model_version is None:
+    if type(spec) is interface.MLAAttentionSpec and spec.model_version is None:
         return LayerKind.MLA
-    if type(spec) is SlidingWindowSpec and not spec.extra_retained_tokens:
+    if type(spec) is interface.SlidingWindowSpec and not spec.extra_retained_tokens:
         return LayerKind.SLIDING_WINDOW
-    if type(spec) is FullAttentionSpec and spec.num_head_slots is None:
+    if type(spec) is interface.FullAttentionSpec and spec.num_head_slots is None:
         return LayerKind.FULL_ATTENTION
     return LayerKind.OTHER
 
@@ -132,7 +126,7 @@ def heads_of(
         return None
     fitting = [total for total in stated_totals(vllm_config) if _fits(total, tensor, local)]
     total = math.lcm(*fitting) if fitting else local * tensor
-    return total, *head_interval(total, tensor, rank)
+    return total, *topology.head_interval(total, tensor, rank)
 
 
 def stated_totals(vllm_config: Any) -> frozenset[int]:
@@ -181,8 +175,13 @@ def _integers(value: Any) -> Iterator[int]:
 
 
 def describe_states(
-    name: str, cache: torch.Tensor, spec: MambaSpec, group: int, mixer: Any, ranks: tuple[int, int]
-) -> tuple[tuple[PartShape, ...], list[Region]]:
+    name: str,
+    cache: torch.Tensor,
+    spec: interface.MambaSpec,
+    group: int,
+    mixer: Any,
+    ranks: tuple[int, int],
+) -> tuple[tuple[PartShape, ...], list[geometry.Region]]:
     """Describe a layer's states over all tensor ranks, and where this rank has its share.
 
     Args:
@@ -192,14 +191,14 @@ def describe_states(
     """
     rank, tensor = ranks
     parts: list[PartShape] = []
-    regions: list[Region] = []
+    regions: list[geometry.Region] = []
     offset = 0
     for label, dtype, heads, head_bytes in _arrays(spec, mixer, tensor):
-        start, stop = head_interval(heads, tensor, rank)
+        start, stop = topology.head_interval(heads, tensor, rank)
         text = str(dtype).removeprefix("torch.")
         parts.append(PartShape(label, heads, head_bytes, text))
         regions.append(
-            Region(
+            geometry.Region(
                 layer=name,
                 base=cache.data_ptr() + offset,
                 num_blocks=cache.shape[0],
@@ -220,7 +219,9 @@ def describe_states(
     return tuple(parts), regions
 
 
-def _arrays(spec: MambaSpec, mixer: Any, tensor: int) -> list[tuple[str, torch.dtype, int, int]]:
+def _arrays(
+    spec: interface.MambaSpec, mixer: Any, tensor: int
+) -> list[tuple[str, torch.dtype, int, int]]:
     """Return (name, dtype, heads over all ranks, bytes of a head) in the order of the page."""
     mamba2 = spec.mamba_type is MambaAttentionBackendEnum.MAMBA2 and len(spec.shapes) == 2
     if mamba2 and is_conv_state_dim_first():

@@ -20,8 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 
 from pdcluster_connector.compat import shape as shapes
 from pdcluster_connector.compat.supported import SCALED, token_sliceable
-from pdcluster_connector.nixl_io.interface import MemoryRange
-from pdcluster_connector.plan.geometry import Region, Shard
+from pdcluster_connector.plan.geometry import MemoryRange, Region, Shard
 from pdcluster_connector.plan.slices import SLICE_BYTES, joined, sliced
 from pdcluster_connector.vllm.kv_caches.groups import cache_groups
 from pdcluster_connector.vllm.kv_caches.layers import (

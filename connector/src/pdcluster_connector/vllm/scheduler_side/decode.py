@@ -19,13 +19,12 @@ from typing import Any, Final
 from vllm.v1.request import Request, RequestStatus
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.plan.held_blocks import GroupBlocks
+from pdcluster_connector.plan.pairing import GroupBlocks
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.kv_path import has_key, without_names
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome
-from pdcluster_connector.protocol.ticket import Ticket, passed_on, ticket_of
-from pdcluster_connector.protocol.ticket_keys import TicketKeys
+from pdcluster_connector.protocol.ticket import Ticket, TicketKeys, passed_on, ticket_of
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_token, smallest_block

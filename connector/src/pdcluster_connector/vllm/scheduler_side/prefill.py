@@ -17,11 +17,11 @@ from vllm.v1.request import Request, RequestStatus
 from pdcluster_connector.protocol.ticket import (
     BlockIds,
     Ticket,
+    TicketKeys,
     kv_transfer_params,
     passed_on,
     prompt_digest,
 )
-from pdcluster_connector.protocol.ticket_keys import TicketKeys
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_token

@@ -6,7 +6,7 @@ has a thread of its own (sidechannel.server, sidechannel.lease_client).
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -15,10 +15,11 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from pdcluster_connector.certificate_files import tls_of
-from pdcluster_connector.compat.counted import counted
+from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.link_health import TOKEN_VARIABLE
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.kv_path import key_of
+from pdcluster_connector.protocol.ticket import TicketKeys
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.server import SideChannelServer
@@ -61,8 +62,9 @@ class SchedulerRole:
         self._lease_client: LeaseClient | None = None
         self.prefill: PrefillRole | None = None
         self.decode: DecodeRole | None = None
-        keys = TicketKeyFile(options.ticket_key_file) if options.ticket_key_file else _no_keys
-        if not options.ticket_key_file:
+        file = options.ticket_key_file
+        keys: Callable[[], TicketKeys | None] = TicketKeyFile(file) if file else lambda: None
+        if not file:
             logger.warning(
                 "tickets are not signed: there is no ticket_key_file, and allow_insecure is set. "
                 "Whoever can send a request can make this engine read or serve wrong KV"
@@ -205,7 +207,3 @@ class SchedulerRole:
             self._side_channel.stop()
         if self._lease_client is not None:
             self._lease_client.close()
-
-
-def _no_keys() -> None:
-    """Tickets are neither signed nor checked (``allow_insecure``)."""

@@ -25,7 +25,7 @@ from pdcluster_connector.link_health import LauncherClient
 from pdcluster_connector.nixl_io.nixl_agent import SPLIT_BATCH_SIZE, NixlAgent
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.plan.geometry import Region
-from pdcluster_connector.plan.held_blocks import EngineBlocks, groups_of, unfilled
+from pdcluster_connector.plan.pairing import EngineBlocks, groups_of, unfilled
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.sidechannel.peers import CONCERNS_ALL_RANKS, FIRST_RANK, PeerBook
 from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions

@@ -8,9 +8,8 @@ other.
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from pdcluster_connector.compat.counted import counted
-from pdcluster_connector.compat.findings import Finding, Verdict
-from pdcluster_connector.compat.rules import check, check_engine
+from pdcluster_connector.compat.check import check, check_engine
+from pdcluster_connector.compat.findings import Finding, Verdict, counted
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_operator.api.findings import FieldError, Findings, Rule, shown
 from pdcluster_operator.api.spec.enums import Role

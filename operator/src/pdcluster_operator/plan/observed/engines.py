@@ -7,7 +7,7 @@ ready and its launcher does not answer the operator.
 from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass
 
-from pdcluster_connector.compat.counted import counted
+from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.protocol.launcher_documents import EngineReport
 from pdcluster_operator.api import object_names
 from pdcluster_operator.api.conditions import (

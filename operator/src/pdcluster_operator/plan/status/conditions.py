@@ -21,7 +21,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from pdcluster_connector.compat.counted import counted
+from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.launcher_documents import LinksReport, LinkState
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason

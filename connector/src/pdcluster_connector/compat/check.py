@@ -10,8 +10,6 @@ from pdcluster_connector.compat.pair_rules import BLOCK_RULES, IDENTITY_RULES, P
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.compat.shape_rules import SHAPE_RULES
 
-__all__ = ["RULES", "Finding", "Rule", "Verdict", "check", "check_engine", "refused"]
-
 # Causes before consequences: another model also has other layers, another dtype other sizes.
 RULES: tuple[Rule, ...] = (*IDENTITY_RULES, *SHAPE_RULES, *BLOCK_RULES, *PAIR_RULES)
 
