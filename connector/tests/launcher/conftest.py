@@ -34,6 +34,11 @@ def inside(cgroup: Path | None) -> tuple[str, ...]:
     return ("/bin/sh", "-c", script, str(cgroup)) if cgroup else ()
 
 
+def may_open(files: int) -> tuple[str, ...]:
+    """Words before a command that let it open at most so many files."""
+    return ("/bin/sh", "-c", f'ulimit -n {files} && exec "$@"', "sh") if files else ()
+
+
 @pytest.fixture
 def small_cgroup() -> Iterator[Path]:
     """A cgroup that allows 300 MiB. A test that uses it is marked ``needs("cgroup")``."""
@@ -103,6 +108,7 @@ def launch(
         port: int = 0,
         cgroup: Path | None = None,
         bundle: Path | None = None,
+        files: int = 0,
         **environment: str,
     ) -> Launched:
         folder = tmp_path / f"launcher-{len(started)}"
@@ -124,9 +130,9 @@ def launch(
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
             stdout, stderr = (sink, sink) if sink is not None else (out.fileno(), err.fileno())
             process: subprocess.Popen[bytes] | Forked
-            if bundle or cgroup:
+            if bundle or cgroup or files:
                 process = subprocess.Popen(
-                    [*inside(cgroup), sys.executable, *command],
+                    [*may_open(files), *inside(cgroup), sys.executable, *command],
                     stdout=stdout,
                     stderr=stderr,
                     env=environment,

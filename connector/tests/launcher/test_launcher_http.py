@@ -174,7 +174,7 @@ async def test_stopping_answers_those_who_wait():
     readiness = Readiness(identity, "decode", command, {})
     server = LauncherServer(readiness, LinkTable((1, 1)), "t", lambda: None)
     await server.start("127.0.0.1", 0)
-    (host, port), *_ = server._runner.addresses
+    host, port = server._guard.listener.getsockname()
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(b"GET /v1/peers?after=0&wait=30 HTTP/1.1\r\nHost: x\r\n\r\n")
     await asyncio.sleep(0.1)

@@ -11,8 +11,9 @@ from aiohttp import web
 from launched import http, wait_for
 
 from loopback import free_port
+from pdcluster_connector import listening
 from pdcluster_connector.launcher.engine.engine_api import EngineApi
-from pdcluster_connector.launcher.interface import CONTENT_TYPE, listen, metrics_page
+from pdcluster_connector.launcher.interface import CONTENT_TYPE, metrics_page
 
 
 def test_the_page_shows_the_engines_metrics_and_nothing_else(launch):
@@ -82,9 +83,9 @@ async def test_each_scrape_is_asked_of_the_engine_in_the_text_format(slow_engine
     async with aiohttp.ClientSession() as session:
         page = metrics_page(EngineApi(session, f"http://127.0.0.1:{port}").metrics)
         own = free_port()
-        runner = await listen(page, "127.0.0.1", own)
+        guard = await listening.serve(page, listening.open_port("127.0.0.1", own))
         for number in (1, 2):
             async with session.get(f"http://127.0.0.1:{own}/metrics") as answer:
                 assert (answer.status, await answer.text()) == (200, f"asked {number}\n")
-        await runner.cleanup()
+        await guard.close()
     assert seen["accept"] == {"text/plain;version=0.0.4"}

@@ -106,7 +106,7 @@ async def launcher(folder: Path, *, by_role: bool = False) -> AsyncIterator[Laun
     )
     await server.start("127.0.0.1", 0)
     try:
-        port = server._runner.addresses[0][1]
+        port = server._guard.listener.getsockname()[1]
         yield Launched(port, links, readiness, drained, folder, authority, by_role)
     finally:
         await server.stop()

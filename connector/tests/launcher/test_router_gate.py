@@ -153,12 +153,11 @@ def test_the_gate_itself_tells_no_more_than_the_router(urls: tuple[str, str]) ->
 def test_ready_is_what_the_router_says() -> None:
     nobody = free_port()
     gate = Gate(("127.0.0.1", 0), KEY, ("127.0.0.1", nobody))
-    threading.Thread(target=gate.serve_forever, daemon=True).start()
     try:
-        assert asked(f"http://127.0.0.1:{gate.server_port}/readyz") == 503
+        assert asked(f"http://127.0.0.1:{gate.port}/readyz") == 503
     finally:
-        gate.shutdown()
-        gate.server_close()
+        gate._thread.submit(gate._guard.close()).result(60)
+        gate._thread.stop()
 
 
 @pytest.mark.parametrize("key", ["", "newline\n", "sp ace", "schlüssel"])

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.engine_id import engine_name
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
-from pdcluster_connector.sidechannel.listening import SideChannelError
-from pdcluster_connector.sidechannel.server import SideChannelServer
+from pdcluster_connector.sidechannel.server import SideChannelError, SideChannelServer
 
 LEASE = ("r", 7)
 

@@ -20,10 +20,9 @@ from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol import launcher_documents as links, messages as m
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.launcher_documents import LinkState, RankLink
-from pdcluster_connector.sidechannel.listening import SideChannelError
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.sidechannel.server import SideChannelServer
+from pdcluster_connector.sidechannel.server import SideChannelError, SideChannelServer
 
 Serve = Callable[..., SideChannelServer]
 ENGINE = "ns.c.prefill.r.0"

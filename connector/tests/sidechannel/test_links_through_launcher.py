@@ -62,7 +62,7 @@ def launcher() -> Iterator[int]:
         return server
 
     server = thread.submit(start()).result(10)
-    yield server._runner.addresses[0][1]
+    yield server._guard.listener.getsockname()[1]
     thread.submit(server.stop()).result(10)
     thread.stop()
 

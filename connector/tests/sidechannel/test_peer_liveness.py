@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from loopback_engines import PREFILL, SHAPE, HeardServer, HeldQuestions, connect, shards_of, until
 
+from pdcluster_connector import listening
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
@@ -27,7 +28,7 @@ from pdcluster_connector.sidechannel.peers import (
     RARE_POLL_SECONDS,
     PeerBook,
 )
-from pdcluster_connector.sidechannel.server import IDLE_SECONDS, SideChannelServer
+from pdcluster_connector.sidechannel.server import SideChannelServer
 
 Serve = Callable[..., HeardServer]
 Books = Callable[..., PeerBook]
@@ -91,7 +92,7 @@ def test_a_living_peer_stays_and_is_asked_over_one_connection(
     until(lambda: len(server.statuses("health")) >= 10)
     assert gone == []
     assert server._guard is not None
-    assert len(server._guard._server.connections) == 1
+    assert len(server._guard._held) == 1
 
 
 def test_a_forgotten_peer_is_watched_no_more(
@@ -250,7 +251,9 @@ def test_a_reset_connection_alone_is_no_death(books: Books) -> None:
 def test_of_a_decode_engine_of_any_size_only_the_first_rank_asks_often(
     serve: Serve, books: Books, tensor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert min(RARE_POLL_SECONDS) > IDLE_SECONDS, "a connection would be kept for each rank"
+    assert min(RARE_POLL_SECONDS) > listening.IDLE_SECONDS, (
+        "a connection would be kept for each rank"
+    )
     monkeypatch.setattr(peers, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(peers, "RARE_POLL_SECONDS", (3600.0, 3600.0))
     asked: Counter[int] = Counter()

@@ -20,13 +20,12 @@ from loopback_engines import DECODE, PREFILL, SHAPE, HeardServer, connect, shard
 
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.sidechannel.lease_desk import LeaseChanges, LeaseDesk
-from pdcluster_connector.sidechannel.listening import (
-    ConnectionGuard,
+from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.sidechannel.server import (
     SideChannelError,
     SideChannelRefusedError,
+    SideChannelServer,
 )
-from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.sidechannel.server import SideChannelServer
 
 Serve = Callable[..., HeardServer]
 Books = Callable[..., PeerBook]
@@ -171,7 +170,7 @@ def test_a_compressed_bomb_is_not_unpacked(serve: Serve) -> None:
 def test_slow_clients_are_dropped_and_hold_up_nobody(
     serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdcluster_connector.sidechannel.server.IDLE_SECONDS", 1.0)
+    monkeypatch.setattr("pdcluster_connector.listening.IDLE_SECONDS", 1.0)
     monkeypatch.setattr("pdcluster_connector.sidechannel.server.BODY_SECONDS", 1.0)
     server = serve()
     starts = [
@@ -199,14 +198,14 @@ def test_slow_clients_are_dropped_and_hold_up_nobody(
                     pass  # until the server closes
         assert server._guard is not None
         guard = server._guard
-        until(lambda: len(guard._server.connections) <= 1 and not guard._busy)
+        until(lambda: len(guard._held) <= 1)
     finally:
         for peer in slow:
             peer.close()
 
 
 def test_a_client_that_asks_and_never_reads_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdcluster_connector.sidechannel.server.IDLE_SECONDS", 1.0)
+    monkeypatch.setattr("pdcluster_connector.listening.IDLE_SECONDS", 1.0)
     large = tuple(
         msgspec.structs.replace(shard, agent_metadata=bytes(6 << 20))
         for shard in shards_of(PREFILL)
@@ -220,41 +219,23 @@ def test_a_client_that_asks_and_never_reads_is_dropped(monkeypatch: pytest.Monke
         peer.sendall(HEAD % len(REQUEST) + REQUEST)
         guard = server._guard
         assert guard is not None
-        until(lambda: bool(guard._server.connections))
-        until(lambda: not guard._server.connections)
+        until(lambda: bool(guard._held))
+        until(lambda: not guard._held)
     finally:
         peer.close()
         server.stop()
-
-
-def test_connections_over_the_limit_are_turned_away_at_once(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pdcluster_connector.sidechannel.listening.MAX_CONNECTIONS", 8)
-    server = serve()
-    guard = server._guard
-    assert isinstance(guard, ConnectionGuard)
-    crowd = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(8)]
-    until(lambda: len(guard._server.connections) == 8)
-    late = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-    with late, contextlib.suppress(ConnectionError):
-        assert late.recv(100) == b""
-    for peer in crowd:
-        peer.close()
-    until(lambda: not guard._server.connections)
-    assert post(server.port, "/v1/handshake", REQUEST)[0] == 200
 
 
 def test_accepts_that_fail_are_said_once(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without file descriptors, each accept fails at once: ten lines a second would say so."""
-    monkeypatch.setattr("pdcluster_connector.sidechannel.listening.PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("pdcluster_connector.listening.PAUSE_SECONDS", 0.01)
     server = serve()
     accept, faults = socket.socket.accept, [OSError(errno.EMFILE, "no file descriptor")] * 5
 
     def accept_late(listener: socket.socket) -> tuple[socket.socket, object]:
-        if listener is server._listener and faults:
+        if server._guard and listener is server._guard.listener and faults:
             raise faults.pop()
         return accept(listener)
 
@@ -297,14 +278,15 @@ def test_the_peers_of_a_large_cluster_all_find_room(
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 8192), hard))
     # They stay while a slow machine makes all of them.
-    monkeypatch.setattr("pdcluster_connector.sidechannel.server.IDLE_SECONDS", 600.0)
+    monkeypatch.setattr("pdcluster_connector.listening.IDLE_SECONDS", 600.0)
     server = serve()
     with contextlib.ExitStack() as stack:
-        for _ in range(1100):
-            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+        for number in range(1100):
+            place, own = ("127.0.0.1", server.port), (f"127.0.4.{number % 64 + 1}", 0)
+            stack.enter_context(socket.create_connection(place, timeout=60, source_address=own))
         guard = server._guard
         assert guard is not None
-        until(lambda: len(guard._server.connections) == 1100)
+        until(lambda: len(guard._held) == 1100)
         assert isinstance(connect(books(), server.port).wait(), m.EngineMetadata)
 
 

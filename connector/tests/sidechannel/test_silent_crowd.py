@@ -16,10 +16,10 @@ from loopback_engines import DECODE, PREFILL, SHAPE, shards_of, until
 
 import machine
 from authority import Authority
+from pdcluster_connector import listening
 from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.sidechannel import listening, server as server_module
 from pdcluster_connector.sidechannel.handshake import (
     TryAgain,
     client_session,
@@ -43,7 +43,7 @@ def side_channel(
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # A side channel takes at most a quarter of them.
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, machine.OPEN_FILES), hard))
-    monkeypatch.setattr(server_module, "IDLE_SECONDS", STAYS_SECONDS)
+    monkeypatch.setattr(listening, "IDLE_SECONDS", STAYS_SECONDS)
     monkeypatch.setattr(listening, "TLS_SECONDS", STAYS_SECONDS)
     ours = theirs = None
     if request.param == "tls":
@@ -122,9 +122,9 @@ def test_a_crowd_that_says_nothing_delays_nobody(
     guard = server._guard
     assert guard is not None
     with Crowd(server.port, head) as crowd:
-        until(lambda: len(guard._greeting.union(guard._server.connections)) >= CROWD)
+        until(lambda: len(guard._held) >= CROWD)
         until(lambda: crowd.sent >= 1)
         beside = worst_of_each_round(server, tls)
-        assert len(guard._greeting.union(guard._server.connections)) >= CROWD, "they are there yet"
+        assert len(guard._held) >= CROWD, "they are there yet"
     record_property("alone_ms", [round(1e3 * each, 1) for each in alone])
     record_property("beside_the_crowd_ms", [round(1e3 * each, 1) for each in beside])

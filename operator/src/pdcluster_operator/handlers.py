@@ -13,7 +13,7 @@ import itertools
 import logging
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -21,7 +21,9 @@ import aiohttp
 import click
 import kopf
 import msgspec
+from aiohttp import web
 
+from pdcluster_connector import listening
 from pdcluster_operator.adapters.api_server import kubeconfig
 from pdcluster_operator.adapters.api_server.client import KubeClient, document_of, shallow
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, PREFILL_SCALER
@@ -39,7 +41,6 @@ ENVIRONMENT = "PDCLUSTER_"
 IDENTITY: Any = "pdcluster-operator"
 REFUSED = 422
 LEAVE_SECONDS = 0.5
-NEVER = 10 * 365 * 86_400.0  # seconds; an event loop sleeps no infinity
 OK, TOO_MANY, SERVER_ERROR = 200, 429, 500
 AGAIN = frozenset({401, 403})
 """What kopf does not give up at; so it is with ``SERVER_ERROR`` and more."""
@@ -66,14 +67,27 @@ async def start_webhook(settings: kopf.OperatorSettings, memo: Any, **_: Any) ->
     logging.getLogger("kopf.objects").setLevel(logging.CRITICAL)
     process = memo.process = WebhookProcess(memo.options)
     await process.start()
-    settings.admission.server = kopf.WebhookServer(
-        addr=process.options.host,
-        port=process.options.port,
-        context=process.context,
-        certfile=process.options.folder / "tls.crt",
-        pkeyfile=process.options.folder / "tls.key",
-        file_check_interval=NEVER,  # the process loads a renewed certificate
+    settings.admission.server = _ReviewServer(
+        addr=process.options.host, port=process.options.port, context=process.context
     )
+
+
+class _ReviewServer(kopf.WebhookServer):
+    """kopf's, with the limits of every other port."""
+
+    async def __call__(self, fn: Any) -> AsyncIterator[Any]:
+        async def answer(request: web.Request) -> web.Response:
+            return await self._serve(fn, request)
+
+        app = web.Application()
+        app.router.add_post("/{id}", answer)
+        listener = listening.open_port(self.addr or "", self.port or 0)
+        guard = await listening.serve(app, listener, self.context)
+        try:
+            yield {}  # kopf manages no configuration of webhooks
+            await asyncio.Event().wait()
+        finally:
+            await guard.close()
 
 
 @kopf.on.cleanup()

@@ -46,7 +46,7 @@ def ask(
 
     async def run() -> tuple[EngineReport, LinksReport]:
         await server.start("127.0.0.1", 0)
-        url = f"https://127.0.0.1:{server._runner.addresses[0][1]}"
+        url = f"https://127.0.0.1:{server._guard.listener.getsockname()[1]}"
         engine = served_as or ENGINE.logical
         target = Target(engine, Role.DECODE, url, "1/0", Certificates.MOUNTED)
         try:

@@ -12,7 +12,6 @@ the API's port to the router only.
 import asyncio
 import hashlib
 import hmac
-import ssl
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -23,6 +22,7 @@ from aiohttp import web
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from pdcluster_connector import listening
 from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.launcher.engine.engine_api import ApiError, ApiUnreachableError
 from pdcluster_connector.launcher.engine.prompt_window import PromptWindow
@@ -75,7 +75,7 @@ class LauncherServer:
         self._prompts = prompts
         self._changed = asyncio.Event()
         self._stopping = False
-        self._runner: web.AppRunner | None = None
+        self._guard: listening.ConnectionGuard | None = None
 
     def application(self) -> web.Application:
         """Build the aiohttp application."""
@@ -97,14 +97,17 @@ class LauncherServer:
     async def start(self, host: str, port: int) -> None:
         """Listen; raises OSError where the address cannot be bound."""
         context = None if self._tls is None else self._tls.open_server()
-        self._runner = await listen(self.application(), host, port, context)
+        listener = listening.open_port(host, port)
+        self._guard = await listening.serve(
+            self.application(), listener, context, shutdown_timeout=0.2
+        )
 
     async def stop(self) -> None:
         """Stop listening; requests that wait are answered or dropped within 0.2 s."""
         self._stopping = True
         self._changed.set()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._guard is not None:
+            await self._guard.close()
 
     @web.middleware
     async def _known_clients(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -150,9 +153,9 @@ class LauncherServer:
         return documents.PeersDocument(0, ()) if self._readiness.loading else self._links.peers
 
     async def _wait(self, request: web.Request, unchanged: Callable[[], bool]) -> None:
-        """Wait while nothing has changed, for at most the query's ``wait`` seconds."""
+        """Wait for a change, as long as the client does and for at most its ``wait`` seconds."""
         deadline = time.monotonic() + min(_number(request, "wait", 0), MAX_WAIT_SECONDS)
-        while unchanged() and not self._stopping:
+        while unchanged() and not self._stopping and request.transport is not None:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
@@ -288,13 +291,3 @@ def metrics_page(fetch: Callable[[], Awaitable[bytes]]) -> web.Application:
     app = web.Application(client_max_size=1)
     app.router.add_get("/metrics", get_metrics)
     return app
-
-
-async def listen(
-    app: web.Application, host: str, port: int, context: ssl.SSLContext | None = None
-) -> web.AppRunner:
-    """Serve an application; raises OSError where the address cannot be bound."""
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
-    await runner.setup()
-    await web.TCPSite(runner, host or None, port, ssl_context=context).start()
-    return runner

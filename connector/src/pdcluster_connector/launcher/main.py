@@ -42,6 +42,7 @@ def _run(options: Options, command: EngineCommand) -> int:
     # Imported late: a wrong command line is answered at once.
     import asyncio
 
+    from pdcluster_connector import listening
     from pdcluster_connector.certificate_files import TlsError, tls_of
     from pdcluster_connector.launcher.supervisor import Supervisor
 
@@ -50,6 +51,7 @@ def _run(options: Options, command: EngineCommand) -> int:
     except TlsError as error:
         _last_words(options.termination_log, str(error))
         return EX_CONFIG
+    listening.allow_many_connections()
     supervisor = Supervisor(options, command, found, package_root(), tls)
     code, reason = asyncio.run(supervisor.run())
     if reason:

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pdcluster_connector.certificate_files import Tls, own_arguments
+from pdcluster_connector.launcher.engine.engine_api import OWN_FAULTS
 
 ASK_EVERY: Final = 1.0
 SILENCE: Final = 20.0
@@ -153,7 +154,8 @@ class Leader:
                     said = data[:200].decode(errors="replace")
                     raise _NoAnswerError(f"{address} answered {answer.status}: {said}")
         except aiohttp.ClientConnectorError as error:
-            raise _NoAnswerError(f"{address} does not answer: {error}") from None
+            why = f"{address} does not answer: {error}"
+            raise _NoAnswerError(why, passing=error.errno in OWN_FAULTS) from None
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             why = f"{address} does not answer: {error or 'too slow'}"
             raise _NoAnswerError(why, passing=True) from None

@@ -13,18 +13,22 @@ It uses only Python's standard library, because a router's image holds little el
 """
 
 import argparse
+import asyncio
 import importlib.util
+import io
 import os
 import signal
+import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
-from http.client import HTTPConnection, HTTPException
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, parse_headers
 from typing import Final
 
+from pdcluster_connector import listening
 from pdcluster_connector.protocol.api_key import VARIABLE, admits, headers, problem
+from pdcluster_connector.sidechannel.loop_thread import LoopThread
 
 ROUTER_KEY: Final = "OPENAI_API_KEY"
 CHECK: Final = "/check"
@@ -41,8 +45,8 @@ launch_router(arguments)
 """
 
 
-class Gate(ThreadingHTTPServer):
-    """Says whether a key is right, and whether the router is ready.
+class Gate:
+    """Says whether a key is right, and whether the router is ready. It listens once it is made.
 
     Args:
         address: host and port to listen on.
@@ -50,45 +54,51 @@ class Gate(ThreadingHTTPServer):
         router: the router's host and port.
     """
 
-    daemon_threads = True
-    allow_reuse_address = True
-
     def __init__(self, address: tuple[str, int], key: str, router: tuple[str, int]) -> None:
-        self.key, self.router = key, router
-        super().__init__(address, _Answers)
+        self._key, self._router = key, router
+        listener = listening.open_port(*address)
+        self.port: int = listener.getsockname()[1]
+        self._asking: asyncio.Task[int] | None = None
+        self._guard: listening.ConnectionGuard
+        self._thread = LoopThread("pdcluster-router-gate")
+        self._thread.call(self._listen, listener)
+        self._thread.start()
 
+    def _listen(self, listener: socket.socket) -> None:
+        def handler() -> asyncio.Protocol:
+            return asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._serve)
 
-class _Answers(BaseHTTPRequestHandler):
-    server: Gate
-    timeout = 10.0
+        self._guard = listening.ConnectionGuard(handler, listener)
 
-    def do_GET(self) -> None:
-        if self.path == CHECK:
-            given = self.headers.get_all("Authorization") or []
-            right = len(given) == 1 and admits(self.server.key, given[0])
-            self._answer(200 if right else 401)
-        elif self.path == READY:
-            self._answer(self._readiness())
-        else:
-            self._answer(404)
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the one request of a connection. A client that says none just goes."""
+        with suppress(OSError, EOFError, HTTPException, asyncio.LimitOverrunError, IndexError):
+            head = io.BytesIO(await reader.readuntil(b"\r\n\r\n"))
+            self._guard.enter(writer.transport.get_protocol(), "busy")
+            path = head.readline().decode("latin-1").split(" ")[1]
+            status = await self._status(path, parse_headers(head).get_all("Authorization") or [])
+            writer.write(b"HTTP/1.1 %d \r\nContent-Length: 0\r\nConnection: close\r\n\r\n" % status)
+        writer.close()
+
+    async def _status(self, path: str, keys: Sequence[str]) -> int:
+        if path == CHECK:
+            return 200 if len(keys) == 1 and admits(self._key, keys[0]) else 401
+        if path != READY:
+            return 404
+        # All who ask meanwhile get the same answer: a crowd takes one thread.
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(asyncio.to_thread(self._readiness))
+        return await self._asking
 
     def _readiness(self) -> int:
-        router = HTTPConnection(*self.server.router, timeout=_READY_SECONDS)
+        router = HTTPConnection(*self._router, timeout=_READY_SECONDS)
         try:
-            router.request("GET", "/readiness", headers=headers(self.server.key))
+            router.request("GET", "/readiness", headers=headers(self._key))
             return router.getresponse().status
         except (OSError, HTTPException):
             return 503
         finally:
             router.close()
-
-    def _answer(self, status: int) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing, because a probe asks each second."""
 
 
 def router_command(url: str, arguments: Sequence[str]) -> list[str]:
@@ -116,8 +126,7 @@ def main() -> int:
         print(f"pdcluster: {wrong}", file=sys.stderr, flush=True)
         return EX_CONFIG
     url = f"http://{_reachable(known.host)}:{known.port}{CHECK}"
-    gate = Gate((known.host, known.port), key, (_reachable(at.host), at.port))
-    threading.Thread(target=gate.serve_forever, daemon=True).start()
+    Gate((known.host, known.port), key, (_reachable(at.host), at.port))
     environment = {**os.environ, ROUTER_KEY: key}
     try:
         process = subprocess.Popen(router_command(url, arguments), env=environment)

@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
-from aiohttp import web
 
+from pdcluster_connector import listening
 from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.host_memory import oom_kills
 from pdcluster_connector.launcher import say
 from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
-from pdcluster_connector.launcher.engine.engine_api import NO_ANSWER, EngineApi, wait_until_idle
+from pdcluster_connector.launcher.engine import engine_api
 from pdcluster_connector.launcher.engine.engine_process import EngineProcess, engine_environment
 from pdcluster_connector.launcher.engine.last_words import MAX_LINE, MAX_LINES, choose, death
 from pdcluster_connector.launcher.engine.prompt_window import PromptWindow, count_prompts
 from pdcluster_connector.launcher.engine.readiness import Readiness, reachable
 from pdcluster_connector.launcher.inside_vllm import DOOR_VARIABLE, DoorFile
-from pdcluster_connector.launcher.interface import LauncherServer, listen, metrics_page
+from pdcluster_connector.launcher.interface import LauncherServer, metrics_page
 from pdcluster_connector.launcher.links import canary
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.launcher.multi_node import ASK_EVERY, Followers, Leader, Rendezvous
@@ -42,28 +42,33 @@ _PROMPTS_POLL: Final = 10.0
 _PATIENCE: Final = 3
 
 
-async def watch_health(api: EngineApi, readiness: Readiness) -> None:
+async def watch_health(api: engine_api.EngineApi, readiness: Readiness) -> None:
     """Keep ``readiness`` up to date with what ``/health`` says. Runs until cancelled."""
-    failures = 0
+    failures, own_fault = 0, ""
     while True:
         try:
             await api.health()
-        except NO_ANSWER as error:
+        except engine_api.OwnFaultError as error:  # it says nothing about the engine
+            if str(error) != own_fault:
+                say(own_fault := str(error))
+        except engine_api.NO_ANSWER as error:
             failures += 1
             if failures >= _PATIENCE:
                 readiness.unhealthy(str(error) or "/health did not answer in time")
         else:
-            failures = 0
+            failures, own_fault = 0, ""
             readiness.healthy()
         await asyncio.sleep(_LOADING_POLL if readiness.loading else _SERVING_POLL)
 
 
-async def keep_counting(api: EngineApi, readiness: Readiness, window: PromptWindow) -> None:
+async def keep_counting(
+    api: engine_api.EngineApi, readiness: Readiness, window: PromptWindow
+) -> None:
     """Keep the counts of prompts in ``window`` up to date. Runs until cancelled."""
     while True:
         if not readiness.loading:
             # An engine that does not answer is the health check's matter.
-            with contextlib.suppress(*NO_ANSWER):
+            with contextlib.suppress(*engine_api.NO_ANSWER):
                 metrics = (await api.metrics()).decode(errors="replace")
                 window.add(count_prompts(metrics), time.monotonic())
         await asyncio.sleep(_LOADING_POLL if readiness.loading else _PROMPTS_POLL)
@@ -101,7 +106,7 @@ class Supervisor:
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
         self._engine = EngineProcess(self._on_line)
         self._door = DoorFile()
-        self._api: EngineApi
+        self._api: engine_api.EngineApi
         self._living: asyncio.Task[int]
         self._stops = 0
         self._loss = ""
@@ -118,7 +123,7 @@ class Supervisor:
         code = 128 + signal.SIGTERM  # of a stop before there is an engine
         async with aiohttp.ClientSession() as session:
             address = url(reachable(self._command.host, "127.0.0.1"), self._command.port)
-            self._api = EngineApi(session, address, self._key)
+            self._api = engine_api.EngineApi(session, address, self._key)
             followers = self._followers if self._command.nodes > 1 else None
             server = LauncherServer(
                 self._readiness,
@@ -129,12 +134,13 @@ class Supervisor:
                 self._tls,
                 self._prompts,
             )
-            metrics: web.AppRunner | None = None
+            metrics: listening.ConnectionGuard | None = None
             try:
                 await server.start(self._options.host, self._options.port)
                 if self._options.metrics_port and self._command.is_leader:
+                    port = listening.open_port(self._options.host, self._options.metrics_port)
                     page = metrics_page(self._api.metrics)
-                    metrics = await listen(page, self._options.host, self._options.metrics_port)
+                    metrics = await listening.serve(page, port, shutdown_timeout=0.2)
                 self._living = asyncio.create_task(self._live(session))
                 self._handle_signals()
                 code = await self._living
@@ -148,7 +154,7 @@ class Supervisor:
                 self._engine.clean_up()
                 self._door.clean_up()
                 if metrics is not None:
-                    await metrics.cleanup()
+                    await metrics.close()
                 await server.stop()
         if self._loss:
             return 1, f"{self._loss}; all pods of an engine end together"
@@ -276,7 +282,9 @@ class Supervisor:
     async def _drain(self, *, forever: bool = False) -> None:
         deadline = inf if forever else time.monotonic() + self._options.drain_seconds
         close = self._door.close
-        await wait_until_idle(self._api, self._readiness, deadline, close, forever=forever)
+        await engine_api.wait_until_idle(
+            self._api, self._readiness, deadline, close, forever=forever
+        )
 
     # What runs beside the engine.
 

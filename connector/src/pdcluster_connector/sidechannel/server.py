@@ -1,7 +1,7 @@
 """The side channel: the small HTTP server from which peers get this engine's metadata and leases.
 
 It runs on the scheduler side, in a thread of its own, so that neither an engine step nor a
-client's behaviour can hold up the other. ``listening.py`` bounds its connections.
+client's behaviour can hold up the other. ``..listening`` bounds its connections.
 
 Peers learn from the answers how to read KV memory. So with TLS, every client shows a certificate,
 and what it says of itself has to fit the names in it. Without TLS, the server binds to loopback
@@ -9,12 +9,15 @@ only unless ``allow_insecure`` says otherwise.
 """
 
 import asyncio
+import errno
+import ipaddress
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from aiohttp import web
 
+from pdcluster_connector import listening
 from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.compat.check import check
 from pdcluster_connector.compat.reasons import Reason
@@ -23,17 +26,53 @@ from pdcluster_connector.protocol import messages
 from pdcluster_connector.protocol.engine_id import names_in, why_not_peer
 from pdcluster_connector.protocol.failure import refusal_of
 from pdcluster_connector.protocol.messages import Malformed, Refusal, ShardMetadata
-from pdcluster_connector.sidechannel import listening
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS = 15.0  # peers that keep a connection ask every second
 BODY_SECONDS = 5.0
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # The DNS names of a client's certificate; None where nobody is asked for one.
 Names = tuple[str, ...] | None
+
+
+class SideChannelError(Exception):
+    """The side channel cannot be opened; the message names the port and the remedy."""
+
+
+class SideChannelRefusedError(SideChannelError):
+    """The address is not loopback, and nothing protects the side channel."""
+
+
+def require_loopback(host: str, port: int) -> None:
+    """Raise SideChannelRefusedError if other machines can reach this address."""
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: only one is loopback everywhere
+        loopback = host == "localhost"
+    if not loopback:
+        raise SideChannelRefusedError(
+            f"side channel on {host}:{port} refused: without TLS it listens on"
+            " loopback only, since whoever reaches it can read KV memory; set"
+            " tls, or side_channel_host to 127.0.0.1, or allow_insecure: true in a network"
+            " that you trust"
+        )
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; raises SideChannelError."""
+    try:
+        return listening.open_port(host, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            why = "is in use; set side_channel_port to a free port or stop the process that has it"
+        elif error.errno in {errno.EADDRNOTAVAIL, socket.EAI_NONAME}:
+            why = "is not an address of this machine; set side_channel_host to one that is"
+        elif error.errno == errno.EACCES:
+            why = "needs privileges; set side_channel_port to a port above 1023"
+        else:
+            why = f"cannot be opened: {error.strerror}"
+        raise SideChannelError(f"side channel port {port} on {host} {why}") from error
 
 
 class SideChannelServer:
@@ -83,14 +122,11 @@ class SideChannelServer:
         # Nothing has checked the ranks' values yet. Peers would name their own connector as cause.
         if isinstance(wrong := messages.decode_handshake_reply(self._metadata), Malformed):
             message = f"peers could not read how this engine describes its KV: {wrong.message}"
-            raise listening.SideChannelError(message)
+            raise SideChannelError(message)
         self._malformed_messages = 0
         self._tls = tls
         self._allow_insecure = allow_insecure
         self._guard: listening.ConnectionGuard | None = None
-        self._runner: web.AppRunner | None = None
-        self._listener: socket.socket | None = None
-        self._tasks: list[asyncio.Task[None]] = []
         self._thread: LoopThread | None = None
 
     def start(self) -> None:
@@ -102,8 +138,8 @@ class SideChannelServer:
             SideChannelError: the port is taken or the address is not this machine's.
         """
         if self._tls is None and not self._allow_insecure:
-            listening.require_loopback(self.host, self.port)
-        listener = listening.listen(self.host, self.port)
+            require_loopback(self.host, self.port)
+        listener = open_port(self.host, self.port)
         self.port = listener.getsockname()[1]
         self._thread = LoopThread("pdcluster-side-channel")
         self._thread.start()
@@ -116,53 +152,23 @@ class SideChannelServer:
             self._thread.stop()
 
     async def _serve(self, listener: socket.socket) -> None:
-        app = web.Application(client_max_size=messages.MAX_REQUEST_BYTES, middlewares=[self._watch])
+        app = web.Application(client_max_size=messages.MAX_REQUEST_BYTES)
         app.router.add_post("/v1/handshake", self._post_handshake)
         app.router.add_post("/v1/leases", self._post_leases)
         app.router.add_get("/healthz", self._get_healthz)
-        runner = web.AppRunner(
+        self._guard = await listening.serve(
             app,
-            access_log=None,
+            listener,
+            None if self._tls is None else self._tls.server(),
             logger=logger,
             lingering_time=2.0,
             auto_decompress=False,
             shutdown_timeout=1.0,
         )
-        await runner.setup()
-        server = runner.server
-        if not isinstance(server, web.Server):
-            raise listening.SideChannelError("aiohttp made no server")
-        limit = listening.connection_limit()
-        self._guard = listening.ConnectionGuard(server, limit=limit, idle_seconds=IDLE_SECONDS)
-        loop = asyncio.get_running_loop()
-        self._runner = runner
-        self._listener = listener
-        context = None if self._tls is None else self._tls.server()
-        self._tasks = [
-            loop.create_task(self._guard.accept(listener, context)),
-            loop.create_task(self._guard.sweep()),
-        ]
 
     async def _close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._listener is not None:
-            self._listener.close()
         if self._guard is not None:
-            await self._guard.close_all()
-        if self._runner is not None:
-            await self._runner.cleanup()
-
-    @web.middleware
-    async def _watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self._guard is None:
-            return web.Response(status=503)
-        self._guard.began(request.protocol)
-        try:
-            return await handler(request)
-        finally:
-            self._guard.ended(request.protocol)
+            await self._guard.close()
 
     async def _get_healthz(self, _: web.Request) -> web.Response:
         return self.health()

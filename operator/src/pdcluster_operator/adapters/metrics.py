@@ -1,7 +1,6 @@
 """What the operator and its webhook show: metrics for Prometheus, and health for the kubelet."""
 
 import re
-import socket
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from heapq import nlargest, nsmallest
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from pdcluster_connector import listening
 from pdcluster_operator.runtime.control_loop import ControlLoop
 
 LATENCY = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -157,14 +157,12 @@ async def serve_pages(
             body=metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"}
         )
 
+    listening.allow_many_connections()  # each launcher holds one while it has no news
     health, numbers = web.Application(), web.Application()
     health.router.add_get("/healthz", healthz)
     health.router.add_get("/readyz", readyz)
     numbers.router.add_get("/metrics", exposition)
     for app, port in ((health, options.health_port), (numbers, options.metrics_port)):
-        # Cancelled while it opens a port, aiohttp would leave the port open.
-        listener = stack.enter_context(socket.create_server((options.host, port)))
-        runner = web.AppRunner(app, access_log=None, handle_signals=False)
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        await web.SockSite(runner, listener).start()
+        listener = stack.enter_context(listening.open_port(options.host, port))
+        guard = await listening.serve(app, listener)
+        stack.push_async_callback(guard.close)

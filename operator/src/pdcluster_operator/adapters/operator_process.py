@@ -3,13 +3,12 @@
 import asyncio
 import logging
 import os
-import resource
 import secrets
 import signal
 import socket
 import time
 from collections.abc import Coroutine, Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,6 @@ class OperatorProcess:
             self._reflectors.see(event, manifest)
 
     async def _start(self, stack: AsyncExitStack) -> None:
-        _allow_many_connections()
         engines_http.use_small_buffers()
         options, metrics = self._options, Metrics()
 
@@ -186,13 +184,6 @@ class OperatorProcess:
         self.error = error
         log.error("the operator cannot go on: %s", error, exc_info=error)
         signal.raise_signal(signal.SIGTERM)  # kopf ends at it, whoever has started kopf
-
-
-def _allow_many_connections() -> None:
-    """Raise the limit of open files: each launcher holds a connection while it has no news."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def own_identity() -> str:

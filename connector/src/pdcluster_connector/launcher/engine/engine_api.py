@@ -6,6 +6,7 @@ leases. In a drain, the engine serves on until it has nothing left to do, and wi
 """
 
 import asyncio
+import errno
 import re
 import time
 from collections import Counter
@@ -89,6 +90,12 @@ class ApiUnreachableError(Exception):
     """The API did not answer: no connection, or it broke. The message says why."""
 
 
+class OwnFaultError(ApiUnreachableError):
+    """The launcher could not call the API. That says nothing about the engine."""
+
+
+OWN_FAULTS: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+"""Errors of a call that nobody but the calling machine can cause."""
 NO_ANSWER: Final = (ApiError, ApiUnreachableError, TimeoutError)
 """What a call raises when the engine gave no good answer."""
 
@@ -162,6 +169,10 @@ class EngineApi:
         except aiohttp.ClientResponseError as error:
             raise ApiError(f"{address} did not answer in HTTP: {error.message}") from None
         except (aiohttp.ClientError, OSError) as error:
+            if getattr(error, "errno", None) in OWN_FAULTS:
+                raise OwnFaultError(
+                    f"the launcher cannot call {address}: {_cause(error)}"
+                ) from None
             raise ApiUnreachableError(f"{address} does not answer: {_cause(error)}") from None
         if answer.status != 200:
             raise ApiError(f"{address} answered {answer.status}: {_said(data)}")
