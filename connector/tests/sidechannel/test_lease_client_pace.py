@@ -288,7 +288,7 @@ def told(prefill: Prefill) -> list[str]:
 
 
 def test_more_than_may_wait_is_dropped(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They wait for all engines together. What arrives makes room."""
+    """They wait for all engines together. The engine that does not answer loses its oldest."""
     monkeypatch.setattr(lease_client, "MAX_PENDING", 3)
 
     async def story(client: LeaseClient, prefill: Prefill) -> None:
@@ -296,12 +296,32 @@ def test_more_than_may_wait_is_dropped(play: Play, monkeypatch: pytest.MonkeyPat
         release(client, "a")
         renew(client, "b")
         release(client, "c", engine=OTHER)
-        renew(client, "d")
+        renew(client, "d", engine=OTHER)
+        renew(client, "e")
         await asyncio.sleep(3.0)
-        assert sorted(told(prefill)) == ["a", "b", "c"]
+        assert sorted(told(prefill)) == ["a", "c", "e"]
         renew(client, "d")
         await asyncio.sleep(3.0)
 
     client, prefill = play(story)
     assert told(prefill)[3:] == ["d"]
-    assert [answer.request_id for answer in client.answers()] == ["b", "d"]
+    assert [answer.request_id for answer in client.answers()] == ["e", "d"]
+
+
+def test_an_engine_that_does_not_answer_costs_others_no_message(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_client, "MAX_PENDING", 300)
+
+    async def story(client: LeaseClient, prefill: Prefill) -> None:
+        for number in range(300):
+            renew(client, f"silent {number}", engine=OTHER)
+        for number in range(50):
+            renew(client, f"held {number}")
+            release(client, f"done {number}")
+        await asyncio.sleep(1.0)
+
+    _, prefill = play(story)
+    heard = told(prefill)
+    assert sum(name.startswith(("held", "done")) for name in heard) == 100
+    assert sum(name.startswith("silent") for name in heard) == 200

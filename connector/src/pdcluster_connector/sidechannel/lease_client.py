@@ -68,7 +68,9 @@ class LeaseClient:
 
     ``holder`` is this engine's id: leases are claimed for it.
 
-    At most ``MAX_PENDING`` renewals and releases wait, for all engines together. More are dropped.
+    At most ``MAX_PENDING`` renewals and releases wait, for all engines together. When there are
+    more, the engine for which most wait loses its oldest. So an engine that does not answer costs
+    the others none.
     """
 
     def __init__(self, holder: str, tls: Tls | None = None) -> None:
@@ -108,7 +110,9 @@ class LeaseClient:
 
     def _add(self, ticket: Ticket, deadline: float, release: bool) -> None:
         if sum(map(len, self._outboxes.values())) >= MAX_PENDING:
-            return
+            fullest = max(self._outboxes.values(), key=len)
+            waiting = fullest.renewals or fullest.releases
+            waiting.pop(next(iter(waiting)))
         address = ticket.host, ticket.port, ticket.engine_id
         key = ticket.request_id, ticket.token
         outbox = self._outboxes.setdefault(address, _Outbox())
