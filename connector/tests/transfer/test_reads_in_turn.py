@@ -14,7 +14,8 @@ from pdcluster_connector.nixl_io.interface import NixlErrorKind
 from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
-from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.job import Job, ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.receive import Signal
 
 DRAIN = 30.0
 BLOCK_BYTES = 2 * 4 * 4 * 4  # two layers, four heads, four tokens of four bytes
@@ -310,3 +311,39 @@ def test_a_handshake_that_ends_after_its_request_connects_nobody() -> None:
     bench.turns()
     assert bench.connections.by_engine == {}
     assert bench.send(prefill) in bench.take().received
+
+
+def test_a_request_that_wants_tokens_is_not_done_without_having_read_any() -> None:
+    """Whatever has become of its connection: destroyed, or never there."""
+    bench = Bench()
+    prefill = bench.prefill("p/1")
+    assert bench.send(prefill) in bench.take().received
+    connection = bench.connections.by_engine["p/1"]
+    connection.sources.clear()  # as if its agent was destroyed
+    assert bench.send(prefill) in bench.take().failed
+    bench = Bench()
+    prefill = bench.prefill("p/1")
+    bench.peers.hold = True
+    waits = bench.send(prefill)
+    bench.receives.dispatch(bench.receives.jobs[waits], Signal.CONNECTED)
+    bench.turns()
+    assert bench.take().failed[waits].reason is Reason.BACKEND_ERROR
+
+
+def test_a_request_that_cannot_start_hides_no_other_of_its_batch() -> None:
+    bench = Bench()
+    prefill = bench.prefill("p/1")
+    first, second = (request_of(bench, prefill, seed, 1) for seed in (2, 3))
+    connect = bench.receives.connect
+
+    def broken(job: Job) -> None:
+        if job.request is first:
+            raise OSError("a fault that nobody thought of")
+        connect(job)
+
+    bench.receives.connect = broken
+    bench.receives.receive([first, second])
+    bench.turns()
+    results = bench.take()
+    assert set(results.received) == {"r3"}
+    assert results.failed["r2"].reason is Reason.BACKEND_ERROR

@@ -57,18 +57,18 @@ def ticket(request: str = "r", token: int = 7, lease_seconds: float = 60.0) -> T
 def test_the_last_user_releases_once() -> None:
     sender, clock = Sender(), Clock()
     book = DecodeLeases(sender, 60.0, clock)
-    book.use(ticket())
-    book.use(ticket())
+    book.use(ticket(), "a")
+    book.use(ticket(), "b")
     assert len(book.held) == 1
-    book.done(ticket())
+    book.done(ticket(), "a")
     assert [kind for kind, _, _ in sender.sent] == ["renew", "renew"]
     assert not book.is_spent(ticket())
-    book.done(ticket())
+    book.done(ticket(), "b")
     assert sender.sent[-1] == ("release", "e/1@h:5/r#7", 160.0)
     assert len(book.held) == 0
     assert book.is_spent(ticket())
-    book.use(ticket())
-    book.done(ticket())
+    book.use(ticket(), "c")
+    book.done(ticket(), "c")
     assert [kind for kind, _, _ in sender.sent].count("release") == 1
     assert not book.is_spent(ticket(token=8)), "the token is part of a ticket's identity"
 
@@ -78,8 +78,8 @@ def test_renewals_keep_up_with_the_shorter_lease(said: float, every: float) -> N
     """Each lease at its own pace: one short lease causes no more messages about the others."""
     sender, clock = Sender(), Clock()
     book = DecodeLeases(sender, 60.0, clock)
-    book.use(ticket(lease_seconds=said))
-    book.use(ticket("other"))
+    book.use(ticket(lease_seconds=said), "a")
+    book.use(ticket("other"), "b")
     sender.sent.clear()
     times: dict[str, list[float]] = {"r": [100.0], "other": [100.0]}
     for tenth in range(1, 1200):
@@ -98,15 +98,15 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_leases, "MAX_SPENT", 3)
     book = DecodeLeases(Sender(), 60.0, Clock())
     for i in range(5):
-        book.use(ticket(f"r{i}"))
-        book.done(ticket(f"r{i}"))
+        book.use(ticket(f"r{i}"), "d")
+        book.done(ticket(f"r{i}"), "d")
     assert [book.is_spent(ticket(f"r{i}")) for i in range(5)] == [False, False, True, True, True]
 
 
 def test_a_ticket_is_good_only_while_its_last_answer_stands() -> None:
     sender, clock = Sender(), Clock()
     book = DecodeLeases(sender, 60.0, clock)
-    book.use(ticket())
+    book.use(ticket(), "d")
     assert book.objection(ticket()) is None, "the claim is under way, and the data need not wait"
     sender.say(Standing.HELD, until=150.0)
     clock.now = 149.0
@@ -125,7 +125,7 @@ def test_a_ticket_is_good_only_while_its_last_answer_stands() -> None:
 def test_without_any_answer_a_ticket_is_good_for_one_lease() -> None:
     clock = Clock()
     book = DecodeLeases(Sender(), 60.0, clock)
-    book.use(ticket())
+    book.use(ticket(), "d")
     clock.now = 159.0
     assert book.park(ticket(), "d") == (1.0, False)
     clock.now = 160.0
@@ -141,8 +141,8 @@ def test_without_any_answer_a_ticket_is_good_for_one_lease() -> None:
 def test_a_lost_lease_is_told_to_those_that_wait(standing: Standing, reason: Reason) -> None:
     sender, clock = Sender(), Clock()
     book = DecodeLeases(sender, 60.0, clock)
-    book.use(ticket())
-    book.use(ticket())
+    book.use(ticket(), "d1")
+    book.use(ticket(), "d2")
     book.park(ticket(), "d1")
     sender.say(standing)
     sender.say(standing, token=8)  # somebody else's
@@ -158,3 +158,36 @@ def test_a_lost_lease_is_told_to_those_that_wait(standing: Standing, reason: Rea
     clock.now = 115.0
     book.renew_all()
     assert len(sender.sent) == sent, "it is not renewed any more"
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_release_that_failed_is_made_good(done: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next call for the request, or with the renewals: no lease is renewed for ever."""
+    sender, clock = Sender(), Clock()
+    book = DecodeLeases(sender, 60.0, clock)
+    book.use(ticket(), "a")
+    with monkeypatch.context() as broken:
+        broken.setattr(sender, "release", None)
+        with pytest.raises(TypeError):
+            book.done(ticket(), "a")
+    clock.now += 15.0
+    if done:
+        book.done(ticket(), "a")
+    book.renew_all()
+    assert [kind for kind, _, _ in sender.sent] == ["renew", "release"]
+    assert not book.held
+    book.done(ticket(), "a")
+    clock.now += 60.0
+    book.renew_all()
+    assert len(sender.sent) == 2
+
+
+def test_a_claim_that_failed_is_sent_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, clock = Sender(), Clock()
+    book = DecodeLeases(sender, 60.0, clock)
+    with monkeypatch.context() as broken:
+        broken.setattr(book, "_renew", None)
+        with pytest.raises(TypeError):
+            book.use(ticket(), "a")
+    book.renew_all()
+    assert [kind for kind, _, _ in sender.sent] == ["renew"]

@@ -91,3 +91,21 @@ def test_an_aborted_request_is_not_counted(engines: Any) -> None:
     decode.run(lambda: not decode.scheduler.requests)
     decode.step()
     assert decode.prompts() == {}
+
+
+def test_a_request_for_prefill_at_decode_is_a_prompt_without_a_ticket(engines: Any) -> None:
+    """A client may ask an engine that hands nothing over. Its prompt waits its turn like others."""
+    decode = engines("consumer", prefixes=False, local_tokens_per_step=BLOCK)
+    decode.add("first", prompt(40), None, max_tokens=500)
+    decode.run(lambda: decode.tokens.get("first", 0) > 2)
+    for number in range(2):
+        tokens = prompt(5 * BLOCK, first=number)
+        decode.add(f"asks{number}", tokens, {"do_remote_decode": True}, max_tokens=2)
+    while decode.tokens.get("asks0", 0) == 0:
+        decode.step()
+    assert "asks1" not in decode.tokens, "it keeps to the pace of local prompts"
+    decode.run(lambda: "asks1" in decode.finished)
+    assert decode.params["asks1"]["kv_path"]["reason"] == "NoTicket"
+    decode.step()
+    assert decode.prompts() == {("local", "NoTicket"): 3}
+    assert decode.total("local_prompt_tokens") == {"NoTicket": 40 + 10 * BLOCK}

@@ -6,7 +6,6 @@ there: the KV moves over the in-memory NIXL.
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,50 +15,13 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from contract import BLOCK, FULL, LAYER, ContractEngine, closing_engines, prompt
-from registered_caches import Attention
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import create_kv_cache_views
-from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm.v1.outputs import KVConnectorOutput
+from contract import BLOCK, closing_engines, prompt
+from real_worker import RealWorker
 
 from design_walk import Calls, happened
 from pdcluster_connector.testing.nixl import Fabric
-from pdcluster_connector.vllm.connector import PDClusterConnector
 
 pytestmark = pytest.mark.vllm
-
-
-class Worker:
-    """A rank without a model: the connector's worker side does what vLLM's runner has it do."""
-
-    def __init__(self, engine: ContractEngine, fill: float) -> None:
-        config, caches = engine.config, engine.scheduler.kv_cache_config
-        config.compilation_config.static_forward_context[LAYER] = Attention("FLASH_ATTN")
-        self.connector = PDClusterConnector(config, KVConnectorRole.WORKER, caches)
-        [placed] = caches.kv_cache_tensors
-        raw = torch.zeros(placed.size, dtype=torch.int8)
-        [self.cache] = create_kv_cache_views(
-            raw, FULL, caches.num_blocks, KVCacheLayout.LBHNC, placed, BLOCK
-        )
-        self.cache.fill_(fill)
-        self.connector.register_kv_caches({LAYER: self.cache})
-        rank = {(0, 0): self.connector.get_handshake_metadata()}
-        engine.connector.set_xfer_handshake_metadata_pp_aware(rank)
-        engine.workers = [self]
-
-    def step(self, raw: bytes) -> KVConnectorOutput:
-        self.connector.bind_connector_metadata(pickle.loads(raw))
-        self.connector.start_load_kv(None)
-        results = self.connector.get_transfer_results(set())
-        output = KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving,
-            kv_connector_worker_meta=self.connector.build_connector_worker_meta(),
-        )
-        self.connector.clear_connector_metadata()
-        return output
 
 
 @pytest.fixture
@@ -77,7 +39,7 @@ def test_a_request_goes_the_way_of_the_walk(
     )
     with Calls("request") as calls:
         prefill, decode = engines("producer"), engines("consumer")
-        workers = [Worker(prefill, 1.0), Worker(decode, 0.0)]
+        workers = [RealWorker(prefill, 1.0), RealWorker(decode, 0.0)]
         params = prefill.prefill("p0", prompt(40))
         desk = prefill.connector._scheduler._leases
         answer = desk.answer

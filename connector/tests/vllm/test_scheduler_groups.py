@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 
 import torch
 from contract import BLOCK, FULL, STATE, ContractEngine, closing_engines, prompt
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from pdcluster_connector.protocol.ticket import Ticket, ticket_of
@@ -136,3 +137,20 @@ def test_one_token_is_not_handed_over(engines: Any) -> None:
 
 def test_full_attention_alone_hands_over_every_token(engines: Any) -> None:
     assert ticket(engines("producer").prefill("p0", prompt(40))).tokens == 40
+
+
+@pytest.mark.parametrize(("offset", "tokens"), [(29, 39), (30, 40)])
+def test_a_prompt_that_ends_within_an_image_is_not_cut_there(
+    engines: Any, offset: int, tokens: int
+) -> None:
+    """The tokens of an image may read each other. It then gets no ticket: decode computes it."""
+    prefill = engines("producer", specs=(WINDOW, FULL))
+    image = MultiModalFeatureSpec(
+        data=None, modality="image", identifier="i", mm_position=PlaceholderRange(offset, 10)
+    )
+    asks = {"do_remote_decode": True}
+    request = prefill.add("p0", prompt(40), asks, mm_features=[image])
+    assert request.num_prompt_tokens == request.num_tokens == tokens
+    request.mm_features = []  # there is no encoder
+    prefill.run(lambda: "p0" in prefill.finished)
+    assert (prefill.params["p0"] is None) == (tokens == 40)

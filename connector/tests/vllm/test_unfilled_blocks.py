@@ -127,14 +127,9 @@ def test_a_worker_clears_before_anything_is_posted() -> None:
     seen: list[int] = []
 
     class Receiver:
-        def receive(self, requests: Any) -> None:
+        def receive(self, requests: Any, renewed: Any, lost: Any) -> None:
             seen.extend(cleared(views[NAMES[0]], 16).sum() for _ in requests)
-
-        def acknowledge(self, until: Any) -> None:
-            assert until == {}
-
-        def refuse(self, failures: Any) -> None:
-            assert failures == {}
+            assert renewed == lost == {}
 
     transfer = SimpleNamespace(is_kv_producer=False, is_kv_consumer=True)
     role: Any = WorkerRole(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,8 +95,13 @@ def test_failures_are_counted_by_reason_and_not_those_that_the_engine_gave_up(
         received={"e": Received(4096, 2.0)},
         phase_seconds={"total": [2.0]},
     )
+
+    def take(results: ReceiveResults) -> None:
+        for found in fields(ended):
+            getattr(results, found.name).update(getattr(ended, found.name))
+
     connector._worker._receiver = SimpleNamespace(  # type: ignore[assignment]
-        acknowledge=lambda _: None, refuse=lambda _: None, results=lambda: ended
+        acknowledge=lambda _: None, refuse=lambda _: None, results=take
     )
     results, report = step(connector, StepOrders())
     assert results.finished_recving == {"a", "b", "c", "d", "e"}
@@ -112,7 +118,7 @@ def test_failures_are_counted_by_reason_and_not_those_that_the_engine_gave_up(
 
 def test_a_fault_while_starting_fails_those_requests(connector: PDClusterConnector) -> None:
     class Broken:
-        def receive(self, requests: Any) -> None:
+        def receive(self, *_: Any) -> None:
             raise AssertionError("not reached")
 
         def acknowledge(self, until: Any) -> None:
@@ -121,7 +127,7 @@ def test_a_fault_while_starting_fails_those_requests(connector: PDClusterConnect
         def refuse(self, failures: Any) -> None:
             assert failures == {}
 
-        def results(self) -> Any:
+        def results(self, results: Any) -> Any:
             raise OSError("a fault that nobody thought of")
 
         def close(self) -> None:
@@ -276,7 +282,7 @@ def test_importing_the_module_stays_light() -> None:
 def test_a_request_is_reported_as_sent_only_after_its_word_was_cleared(
     connector: PDClusterConnector,
 ) -> None:
-    """vLLM gives the blocks to others then: rather keep them for ever than with a standing word."""
+    """vLLM gives the blocks to others then: rather keep them longer than with a standing word."""
 
     class Words:
         broken = True
@@ -294,8 +300,51 @@ def test_a_request_is_reported_as_sent_only_after_its_word_was_cleared(
     assert not results.finished_sending
     words.broken = False
     results, _ = step(connector, StepOrders(sent=["p2"], lease_words={4: 0, 5: 77}))
-    assert results.finished_sending == {"p2"}
-    assert words.written == {4: 0, 5: 77}
+    assert results.finished_sending == {"p1", "p2"}
+    assert words.written == {3: 0, 4: 0, 5: 77}
+    assert not step(connector, StepOrders())[0].finished_sending
+
+
+class Queue:
+    """A receiver that notes what it is asked for, and raises once at one of it."""
+
+    def __init__(self, raises: str) -> None:
+        self.raises = raises
+        self.asked: list[tuple[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(first: Any, *_: Any) -> None:
+            raises, self.raises = name == self.raises, "" if name == self.raises else self.raises
+            if raises:
+                raise OSError("a fault that nobody thought of")
+            if first and name != "results":
+                self.asked.append((name, first))
+
+        return ask
+
+
+@pytest.mark.parametrize("method", ["abandon", "receive", "results"])
+def test_what_a_fault_interrupts_is_done_once(connector: PDClusterConnector, method: str) -> None:
+    """Receives fail, all else is done in the next step, and no id is reported a second time."""
+    assert connector._worker is not None
+    queue = connector._worker._receiver = Queue(method)  # type: ignore[assignment]
+    orders = StepOrders(
+        sent=["p1"], unreceivable={"d1": "why"}, abandon=["d2"], receive=[order("d3")],
+        renewed={"d3": 5.0},
+    )  # fmt: skip
+    sent: list[str] = []
+    finished: list[str] = []
+    for given in (orders, StepOrders(), StepOrders()):
+        results, _ = step(connector, given)
+        sent += results.finished_sending
+        finished += results.finished_recving
+    connector._worker._receiver = None
+    assert sent == ["p1"]
+    started = [[request.request_id for request in asked] for name, asked in queue.asked
+               if name == "receive"]  # fmt: skip
+    assert ("abandon", ["d2"]) in queue.asked
+    assert sorted(finished) == (["d1"] if method == "results" else ["d1", "d3"])
+    assert started == ([["d3"]] if method == "results" else [])
 
 
 def test_news_of_leases_reach_the_receiver_before_the_forward_pass(

@@ -92,7 +92,7 @@ class V2Rank:
             output = self._active.post_forward(scheduled.finished_req_ids)
         found = output or KVConnectorOutput()
         sent, received = found.finished_sending or set(), found.finished_recving or set()
-        self._check(orders, sent)
+        self._check(pickle.loads(raw), sent)
         self.note("reported", sent, received)
         return output
 
@@ -141,15 +141,20 @@ class Receiver:
             name = "leases again" if done else "leases"
             self._rank.note(name, set(self._renewed), set(failures))
 
-    def receive(self, orders: list[Any]) -> None:
+    def receive(
+        self, orders: list[Any], renewed: dict[str, float], lost: dict[str, Failure]
+    ) -> None:
         self._rank.note("receive", [order.request_id for order in orders])
+        self.acknowledge(renewed)
+        self.refuse(lost)
 
     def abandon(self, request_ids: list[str]) -> None:
         self._rank.note("abandon", list(request_ids))
 
-    def results(self) -> ReceiveResults:
+    def results(self, results: ReceiveResults) -> None:
         found, self._rank.results = self._rank.results, ReceiveResults()
-        return found
+        for name in ("finished", "failed", "abandoned", "received"):
+            getattr(results, name).update(getattr(found, name))
 
     def close(self) -> None:
         """Nothing is open."""

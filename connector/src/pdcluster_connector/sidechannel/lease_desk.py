@@ -98,9 +98,9 @@ class LeaseDesk:
             slot = None if lease is None else lease.slot
             if slot is None and self._free:
                 slot = self._free.pop()
-            self._armed[request_id] = _Lease(token, slot)
             if slot is not None:
                 self._words[slot] = token
+            self._armed[request_id] = _Lease(token, slot)
 
     def place(self, request_id: str) -> tuple[int, int | None] | None:
         """Return (token, slot) of a request's lease; None without one."""
@@ -123,17 +123,22 @@ class LeaseDesk:
         with self._lock:
             self._end(request_id)
 
-    def take(self) -> LeaseChanges:
-        """Expire what is due, and return what has changed; each change once."""
+    def take(self, words: dict[int, int] | None = None) -> LeaseChanges:
+        """Expire what is due, and return what has changed; each change once.
+
+        The lease words are added to ``words``: none is lost if this raises. It may be lost which
+        leases have ended; :meth:`place` then does not find them.
+        """
+        words = {} if words is None else words
         with self._lock:
             now = self._clock()
             due = takewhile(lambda item: item[1].deadline <= now, self._granted.items())
             expired = [request_id for request_id, _ in due]
             for request_id in expired:
                 self._end(request_id)
-            changes = LeaseChanges(self._released, expired, self._words)
-            self._released, self._words = [], {}
-            return changes
+            words |= self._words
+            released, self._released, self._words = self._released, [], {}
+            return LeaseChanges(released, expired, words)
 
     # The side channel's thread.
 
@@ -180,7 +185,11 @@ class LeaseDesk:
         return self._granted.get(request_id) or self._armed.get(request_id)
 
     def _end(self, request_id: str) -> None:
-        lease = self._granted.pop(request_id, None) or self._armed.pop(request_id, None)
-        if lease is not None and lease.slot is not None:
+        lease = self._find(request_id)
+        if lease is None:
+            return
+        if lease.slot is not None:  # first: no word may stand without its lease
             self._words[lease.slot] = CLEARED
+        (self._granted if request_id in self._granted else self._armed).pop(request_id)
+        if lease.slot is not None:
             self._free.append(lease.slot)

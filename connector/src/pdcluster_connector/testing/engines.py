@@ -300,7 +300,7 @@ class DecodeEngine:
         fetch.ticket = ticket
         fetch.blocks = [self.free.pop() for _ in range(self.size.blocks_of(fetch.tokens))]
         fetch.waits_for = set(self.receivers)
-        self.tickets.use(ticket)
+        self.tickets.use(ticket, request_id)
         seconds, claimed = self.tickets.park(ticket, request_id)
         request = ReceiveRequest(
             request_id=request_id,

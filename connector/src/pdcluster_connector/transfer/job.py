@@ -153,8 +153,10 @@ def plan_reads(job: Job, connection: Connection, limit: int) -> Failure | None:
     if ticket.block_size != size:
         message = f"the ticket's blocks hold {ticket.block_size} tokens, the engine's {size}"
         return Failure(Reason.TICKET_INVALID, message)
-    if not connection.sources:
+    if not connection.plan.sources:
         return None  # no layer of this rank has KV
+    if not connection.sources:
+        return connection.broken or Failure(Reason.BACKEND_ERROR, "the connection has ended")
     slots = min(source.word_slots for source in connection.sources)
     if not 0 <= ticket.fence_slot < slots:
         message = f"the ticket names lease word {ticket.fence_slot}, the engine has {slots}"

@@ -67,9 +67,9 @@ class ReceiveResults:
                 self.abandoned.add(receive.request_id)
             return
         phases = _phases(receive)
-        self.received[receive.request_id] = Received(nbytes, phases["total"])
         for phase, seconds in phases.items():
             self.phase_seconds.setdefault(phase, []).append(seconds)
+        self.received[receive.request_id] = Received(nbytes, phases["total"])
 
 
 def _phases(receive: Receive) -> dict[str, float]:
@@ -130,10 +130,18 @@ class Receiver:
         """
         self._thread.start(START_SECONDS)
 
-    def receive(self, requests: Iterable[ReceiveRequest]) -> None:
-        """Start receives; :meth:`results` reports each request once."""
+    def receive(
+        self,
+        requests: Iterable[ReceiveRequest],
+        renewed: Mapping[str, float] | None = None,
+        lost: Mapping[str, Failure] | None = None,
+    ) -> None:
+        """Start receives; :meth:`results` reports each request once. If this raises, none starts.
+
+        ``renewed`` and ``lost``: see :meth:`acknowledge` and :meth:`refuse`.
+        """
         if batch := tuple(requests):
-            self._thread.put(partial(self._receives.receive, batch))
+            self._thread.put(partial(self._receives.receive, batch, renewed, lost))
 
     def abandon(self, request_ids: Iterable[str]) -> None:
         """Abandon requests. Each is still reported once, when no transfer of it can write."""
@@ -150,14 +158,20 @@ class Receiver:
         if failures:
             self._thread.put(partial(self._receives.refuse, failures))
 
-    def results(self) -> ReceiveResults:
-        """Return what has ended since the last call."""
+    def results(self, results: ReceiveResults | None = None) -> ReceiveResults:
+        """Return what has ended since the last call, added to ``results``."""
         if self._thread.dead is not None:
             self._thread.drain()
-        results = ReceiveResults()
+        results = ReceiveResults() if results is None else results
         while self._receives.ended:
-            job = self._receives.ended.popleft()
-            results.add(job.machine, job.nbytes)
+            job = self._receives.ended[0]
+            try:
+                results.add(job.machine, job.nbytes)
+            except Exception as error:  # noqa: BLE001 - it would come back in every step
+                results.finished.add(job.request.request_id)
+                failure = Failure(Reason.BACKEND_ERROR, f"no result can be made: {error!r}")
+                results.failed[job.request.request_id] = failure
+            self._receives.ended.popleft()
         return results
 
     def probe(self, peer: EngineMetadata, *, check: bool = False) -> Future[ProbeResult]:

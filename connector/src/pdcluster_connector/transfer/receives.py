@@ -75,8 +75,13 @@ class Receives:
 
     # Commands.
 
-    def receive(self, requests: Iterable[ReceiveRequest]) -> None:
-        """Take requests over from the engine step."""
+    def receive(
+        self,
+        requests: Iterable[ReceiveRequest],
+        renewed: Mapping[str, float] | None = None,
+        lost: Mapping[str, Failure] | None = None,
+    ) -> None:
+        """Take requests over from the engine step, with what is known of their leases already."""
         for request in requests:
             if request.request_id in self.jobs:
                 logger.warning("request %s is being received already", request.request_id)
@@ -89,13 +94,16 @@ class Receives:
                 request.claimed,
             )
             job = self.jobs[request.request_id] = Job(request, machine)
-            if self._agent_rebuild.over is not None:
-                self.dispatch(job, Failed(self._agent_rebuild.over))
-            elif len(self.jobs) > self.options.max_requests:
-                message = f"{self.options.max_requests} receives are under way already"
-                self.dispatch(job, Failed(Failure(Reason.BACKEND_ERROR, message)))
-            else:
-                self.dispatch(job, Signal.STARTED)
+            with self.guarded(job):  # the others start all the same
+                if self._agent_rebuild.over is not None:
+                    self.dispatch(job, Failed(self._agent_rebuild.over))
+                elif len(self.jobs) > self.options.max_requests:
+                    message = f"{self.options.max_requests} receives are under way already"
+                    self.dispatch(job, Failed(Failure(Reason.BACKEND_ERROR, message)))
+                else:
+                    self.dispatch(job, Signal.STARTED)
+        self.acknowledge(renewed or {})
+        self.refuse(lost or {})
 
     def abandon(self, request_ids: Iterable[str]) -> None:
         """Give requests up."""
@@ -221,9 +229,11 @@ class Receives:
         self._read(job, partial(plan_fence, job, words=self.connections.fence_words))
 
     def _read(self, job: Job, plan: Callable[[Connection], Failure | None]) -> None:
-        """Plan reads and post them. Without a connection there is nothing to read."""
+        """Plan reads and post them. Only a request that wants nothing needs no connection."""
         with self.guarded(job):
             failure = None if job.connection is None else plan(job.connection)
+            if job.connection is None and job.request.start < job.request.stop:
+                failure = Failure(Reason.BACKEND_ERROR, "there is no connection to read over")
             if failure is not None:
                 self.dispatch(job, Failed(failure))
             elif job.reads:

@@ -87,12 +87,6 @@ def engine_step(
     return wrap
 
 
-def _no_orders() -> base.KVConnectorMetadata:
-    from pdcluster_connector.vllm.step_messages import StepOrders
-
-    return StepOrders()
-
-
 class PDClusterConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """KV connector for prefill and decode on separate engines. Decode reads KV over NIXL.
 
@@ -155,27 +149,33 @@ class PDClusterConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """A transfer fills the request's own blocks of every group."""
         return self._kv_cache_config.transfer_group_ids
 
-    def _cannot_receive(
+    def _not_scheduled(
         self, error: Exception, request: Request, blocks: KVCacheBlocks, external: int
     ) -> None:
         if external > 0:
             self._scheduler.unreceivable(request.request_id, repr(error))
+        else:  # once more: what is done already is not undone by it
+            self._scheduler.scheduled(request, blocks, external)
 
-    @engine_step(fallback=lambda: None, affected=_cannot_receive)
+    @engine_step(fallback=lambda: None, affected=_not_scheduled)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Arm the lease (prefill) or order the receive (decode)."""
         self._scheduler.scheduled(request, blocks, num_external_tokens)
 
-    @engine_step(fallback=_no_orders)
+    @engine_step(
+        fallback=base.KVConnectorMetadata, affected=lambda self, *_: self._scheduler.recover()
+    )
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> base.KVConnectorMetadata:
-        """Return this step's orders to the workers."""
+        """Return this step's orders to the workers; after an exception, the next step has them."""
         return self._scheduler.orders()
 
-    @engine_step(fallback=lambda: None)
+    @engine_step(
+        fallback=lambda: None, affected=lambda self, _, output: self._scheduler.results(output)
+    )
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take in what all ranks reported."""
+        """Take in what all ranks reported; what an exception interrupts is done once more."""
         self._scheduler.results(connector_output)
 
     def _forget(self, error: Exception, request: Request, *_: Any) -> None:

@@ -31,7 +31,7 @@ from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_to
 from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.scheduler_side.decode_leases import DecodeLeases
 from pdcluster_connector.vllm.scheduler_side.local_prompts import LocalPrompts, PromptPace
-from pdcluster_connector.vllm.scheduler_side.prefill import digest_of_prompt, is_prefill
+from pdcluster_connector.vllm.scheduler_side.prefill import digest_of_prompt
 from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder, StepOrders
 
 _CHOICE: Final = re.compile(r"[0-9]+_")  # how vLLM begins the id of a choice of ``n``
@@ -154,14 +154,14 @@ class DecodeRole:
 
     def arrived(self, request: Request) -> None:
         """Judge a new request's ticket."""
-        if is_prefill(request):
-            return
         params = request.kv_transfer_params
         incoming = self._judge(request)
         incoming.named = self._show_names or has_key(params, self._key)
         incoming.repeated = passed_on(params)
         self._requests[request.request_id] = incoming
         self.local.arrived(request)
+        if incoming.held and incoming.ticket is not None:
+            self._tickets.use(incoming.ticket, request.request_id)
 
     def _judge(self, request: Request) -> Incoming:
         keys = self._keys()
@@ -171,9 +171,7 @@ class DecodeRole:
         if isinstance(ticket, Failure):
             return Incoming(None, Stage.SETTLED, ticket.reason, ticket.message)
         incoming = Incoming(ticket, Stage.WAITING, self._objection(request, ticket))
-        if keys is not None or not incoming.reason:
-            incoming.held = True
-            self._tickets.use(ticket)
+        incoming.held = keys is not None or not incoming.reason
         return incoming
 
     def _objection(self, request: Request, ticket: Ticket) -> str:
@@ -245,9 +243,13 @@ class DecodeRole:
         if incoming is None or incoming.stage is Stage.PARKED:
             return
         if incoming.stage is Stage.WAITING and external_tokens > 0 and incoming.ticket is not None:
-            self._park(request, incoming, incoming.ticket, blocks, external_tokens)
             self.local.kv_comes(request.request_id)
-            return
+            # Nothing follows the order: it is given, or the exception fails the request.
+            self._park(request, incoming, incoming.ticket, blocks, external_tokens)
+        else:
+            self._begin_here(request, incoming)
+
+    def _begin_here(self, request: Request, incoming: Incoming) -> None:
         if incoming.stage is Stage.WAITING:
             self._explain(request, incoming)
             self._settle(request.request_id, incoming)
@@ -302,11 +304,13 @@ class DecodeRole:
         )
 
     def step(self, orders: StepOrders) -> None:
-        """Add what the workers have to do in this step; each order is given out once."""
-        orders.renewed, orders.lost = self._tickets.take_news()
+        """Add what the workers have to do in this step."""
+        renewed, lost = self._tickets.take_news()
+        orders.renewed |= renewed
+        orders.lost |= lost
         self._tickets.renew_all()
-        orders.receive, self._orders = self._orders, []
-        orders.abandon, self._abandoned = self._abandoned, []
+        orders.receive, self._orders = orders.receive + self._orders, []
+        orders.abandon, self._abandoned = orders.abandon + self._abandoned, []
         self.local.step()
 
     # Results.
@@ -326,19 +330,19 @@ class DecodeRole:
                 known = incoming.receipt
                 incoming.receipt = receipt if known is None else known + receipt
         for request_id in finished:
-            incoming = self._requests.get(request_id) or self._aborted.pop(request_id, None)
-            if incoming is None or incoming.stage is Stage.SETTLED:
-                continue
-            if request_id in self._abandoned:  # aborted in the very step that ended it
-                self._abandoned.remove(request_id)
-            incoming.outcome = "failed" if request_id in failed else "transferred"
-            if incoming.receipt is not None and incoming.receipt.reason:
-                incoming.reason = incoming.receipt.reason
-                incoming.message = incoming.receipt.message
-            self._count_received(incoming, failed=request_id in failed)
-            self._settle(request_id, incoming)
+            incoming = self._requests.get(request_id) or self._aborted.get(request_id)
+            if incoming is not None and incoming.stage is not Stage.SETTLED:
+                self._end_receive(request_id, incoming, failed=request_id in failed)
+            self._aborted.pop(request_id, None)
 
-    def _count_received(self, incoming: Incoming, *, failed: bool) -> None:
+    def _end_receive(self, request_id: str, incoming: Incoming, *, failed: bool) -> None:
+        if request_id in self._abandoned:  # aborted in the very step that ended it
+            self._abandoned.remove(request_id)
+        incoming.outcome = "failed" if failed else "transferred"
+        if incoming.receipt is not None and incoming.receipt.reason:
+            incoming.reason = incoming.receipt.reason
+            incoming.message = incoming.receipt.message
+        self._settle(request_id, incoming)
         if incoming.counted:
             return
         incoming.counted = True
@@ -349,35 +353,33 @@ class DecodeRole:
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Forget a request; return what the client learns about its KV."""
-        self.local.left(request.request_id)
-        incoming = self._requests.pop(request.request_id, None)
-        if incoming is None:
-            return None
-        if incoming.stage is Stage.PARKED:
-            # Its blocks stay until every rank has said that nothing can land in them. vLLM also
-            # ends a request here whose transfer failed; one that its client left is not counted.
+        incoming = self._requests.get(request.request_id)
+        if incoming is not None and incoming.stage is Stage.PARKED:
+            # vLLM also ends a request here whose transfer failed; one that its client left is not
+            # counted.
             incoming.counted = request.status is RequestStatus.FINISHED_ABORTED
-            self._aborted[request.request_id] = incoming
-            self._abandoned.append(request.request_id)
+        self.forget(request.request_id)
+        if incoming is None or incoming.stage is Stage.PARKED:
             return None
-        if incoming.stage is Stage.WAITING:
-            self._settle(request.request_id, incoming)
         path = incoming.path(self._engine_id)
         return {"kv_path": path if incoming.named else without_names(path), **incoming.repeated}
 
     def forget(self, request_id: str) -> None:
         """Drop a request; if it is parked, only when all ranks are through with it."""
         self.local.left(request_id)
-        incoming = self._requests.pop(request_id, None)
+        incoming = self._requests.get(request_id)
         if incoming is None:
             return
         if incoming.stage is Stage.PARKED:
+            # Its blocks stay until every rank has said that nothing can land in them.
             self._aborted[request_id] = incoming
+            self._abandoned.append(request_id)
         elif incoming.stage is Stage.WAITING:
             self._settle(request_id, incoming)
+        self._requests.pop(request_id)
 
     def _settle(self, request_id: str, incoming: Incoming) -> None:
-        """Nothing will be loaded any more."""
-        incoming.stage = Stage.SETTLED
+        """Nothing will be loaded any more. If the ticket cannot be released, this is repeated."""
         if incoming.ticket is not None and incoming.held:
             self._tickets.done(incoming.ticket, request_id)
+        incoming.stage = Stage.SETTLED

@@ -45,7 +45,7 @@ class _Lease:
         seconds: how long it lasts after each renewal.
         until: when it ends, unless it is renewed; guessed until it is claimed.
         renew_at: when it is renewed next.
-        users: requests that came with the ticket.
+        users: requests that came with the ticket and still need it.
         claimed: whether prefill has acknowledged it for this engine.
         lost: why it is not this engine's any more.
         parked: requests that wait for its KV.
@@ -55,7 +55,7 @@ class _Lease:
     seconds: float
     until: float
     renew_at: float = 0.0
-    users: int = 0
+    users: set[str] = field(default_factory=set)
     claimed: bool = False
     lost: Failure | None = None
     parked: set[str] = field(default_factory=set)
@@ -80,17 +80,17 @@ class DecodeLeases:
         """Whether the ticket was released already."""
         return _key(ticket) in self._spent
 
-    def use(self, ticket: Ticket) -> None:
-        """Count one more request that came with the ticket, and renew its lease.
+    def use(self, ticket: Ticket, request_id: str) -> None:
+        """Note a request that came with the ticket, and renew its lease.
 
         The shorter of the ticket's lease and ours counts.
         """
         key, now = _key(ticket), self._clock()
         length = min(self._lease_seconds, ticket.lease_seconds)
         lease = self.held.setdefault(key, _Lease(ticket, length, now + length))
-        lease.users += 1
-        self._renew(lease)
+        lease.users.add(request_id)
         self._renew_at = min(self._renew_at, lease.renew_at)
+        self._renew(lease)
 
     def objection(self, ticket: Ticket) -> Failure | None:
         """Why the KV of a ticket in use must not be read any more; None if it may be."""
@@ -114,22 +114,26 @@ class DecodeLeases:
         lease.parked.add(request_id)
         return lease.until - self._clock(), lease.claimed
 
-    def done(self, ticket: Ticket, request_id: str = "") -> None:
-        """Count one request less; the last one releases the ticket."""
+    def done(self, ticket: Ticket, request_id: str) -> None:
+        """Note that a request no longer needs the ticket; the last one releases it.
+
+        If this raises, it can be called again, and :meth:`renew_all` does what is left.
+        """
         key = _key(ticket)
-        lease = self.held[key]
-        lease.parked.discard(request_id)
-        lease.users -= 1
-        if lease.users > 0:
-            return
-        del self.held[key]
-        if key in self._spent:
-            return
+        lease = self.held.get(key)
+        if lease is not None:
+            lease.parked.discard(request_id)
+            lease.users.discard(request_id)
+        if lease is None or not lease.users:
+            self._release(key, ticket)
+
+    def _release(self, key: _Key, ticket: Ticket) -> None:
+        if key not in self._spent:
+            self._leases.release(ticket, self._clock() + self._lease_seconds)
         self._spent[key] = None
         while len(self._spent) > MAX_SPENT:
             self._spent.popitem(last=False)
-        deadline = self._clock() + self._lease_seconds
-        self._leases.release(ticket, deadline)
+        self.held.pop(key, None)
 
     def hear(self) -> None:
         """Take in what prefill engines have answered."""
@@ -165,8 +169,10 @@ class DecodeLeases:
         now = self._clock()
         if now < self._renew_at:
             return
-        for lease in self.held.values():
-            if lease.renew_at <= now:
+        for key, lease in list(self.held.items()):
+            if not lease.users:
+                self._release(key, lease.ticket)
+            elif lease.renew_at <= now:
                 self._renew(lease)
         self._renew_at = min((lease.renew_at for lease in self.held.values()), default=math.inf)
 

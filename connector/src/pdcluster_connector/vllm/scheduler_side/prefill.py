@@ -26,6 +26,7 @@ from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_token
 from pdcluster_connector.vllm.metrics import StatsCollector
+from pdcluster_connector.vllm.step_messages import StepOrders
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,12 @@ def digest_of_prompt(request: Request, tokens: int) -> bytes | None:
     return prompt_digest(token_ids[:tokens], features, None if lora is None else lora.lora_name)
 
 
+def _ends_in_image(request: Request) -> bool:
+    """Whether the last token stands for a part of an image or the like, which cannot be cut."""
+    places = [feature.mm_position for feature in request.mm_features]
+    return any(place.offset + place.length >= request.num_prompt_tokens for place in places)
+
+
 class PrefillRole:
     """Not thread-safe: lives on the scheduler's thread.
 
@@ -83,7 +90,7 @@ class PrefillRole:
         self._stats = stats
         self._leases = leases
         self._keys = keys
-        self._owed: set[str] = set()  # finished requests whose blocks vLLM keeps for us
+        self._owed: dict[str, str] = {}  # finished requests whose blocks vLLM keeps, by itself
         self._shortened: set[str] = set()
 
     @property
@@ -94,12 +101,12 @@ class PrefillRole:
     def arrived(self, request: Request) -> None:
         """Shorten a prompt whose last token is decode's to compute (see ``groups``)."""
         if (
-            is_prefill(request)
-            and self._leaves_last_token
+            self._leaves_last_token
             and request.prompt_token_ids is not None
             and request.prompt_embeds is None
             and request.num_prompt_tokens > 1
             and not request.skip_reading_prefix_cache
+            and not _ends_in_image(request)
         ):
             del request.prompt_token_ids[-1:]
             del request._all_token_ids[-1:]  # noqa: SLF001  vLLM's own connectors do the same
@@ -148,7 +155,7 @@ class PrefillRole:
             return False, None
         if not self._leases.grant(request_id):
             return False, None
-        self._owed.add(request_id)
+        self._owed[request_id] = request_id
         return True, params | passed_on(request.kv_transfer_params)
 
     def _ticket(
@@ -184,14 +191,21 @@ class PrefillRole:
     def forget(self, request_id: str) -> None:
         """Drop a request's lease; vLLM frees its blocks by itself."""
         self._leases.drop(request_id)
-        self._owed.discard(request_id)
+        self._owed.pop(request_id, None)
         self._shortened.discard(request_id)
 
-    def take(self) -> tuple[list[str], dict[int, int]]:
-        """(requests that every rank reports as sent now, lease words to write before), once."""
-        changes = self._leases.take()
+    def take(self, orders: StepOrders) -> None:
+        """Add the requests that every rank reports as sent now, and the words to write before."""
+        changes = self._leases.take(orders.lease_words)
         self._stats.count("leases_expired", amount=len(changes.expired))
-        sent = [key for key in (*changes.released, *changes.expired) if key in self._owed]
-        self._owed.difference_update(sent)
         self._stats.gauge("leases_held", self._leases.held)
-        return sent, changes.words
+        self._order_sent(orders, [*changes.released, *changes.expired])
+
+    def recover(self, orders: StepOrders) -> None:
+        """Add the requests whose leases have ended while :meth:`take` failed."""
+        self._order_sent(orders, [key for key in self._owed if self._leases.place(key) is None])
+
+    def _order_sent(self, orders: StepOrders, ended: list[str]) -> None:
+        for request_id in ended:
+            if request_id in self._owed:
+                orders.sent.append(self._owed.pop(request_id))

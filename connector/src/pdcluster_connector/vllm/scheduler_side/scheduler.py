@@ -17,7 +17,6 @@ from vllm.v1.request import Request
 from pdcluster_connector.certificate_files import tls_of
 from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.link_health import TOKEN_VARIABLE
-from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.kv_path import key_of
 from pdcluster_connector.protocol.ticket import TicketKeys
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
@@ -29,7 +28,7 @@ from pdcluster_connector.vllm.joined_shape import join_workers
 from pdcluster_connector.vllm.kv_caches.groups import cache_groups
 from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.scheduler_side.decode import DecodeRole
-from pdcluster_connector.vllm.scheduler_side.prefill import PrefillRole
+from pdcluster_connector.vllm.scheduler_side.prefill import PrefillRole, is_prefill
 from pdcluster_connector.vllm.step_messages import StepOrders, StepReport, WorkerHandshake
 
 logger = logging.getLogger(__name__)
@@ -54,8 +53,7 @@ class SchedulerRole:
         groups = cache_groups(kv_cache_config)
         self._ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
         self.stats = StatsCollector()
-        self._unreceivable: dict[str, str] = {}
-        self._gone: dict[str, Failure] = {}
+        self._orders = [StepOrders()]  # the next ones; here until the very line that returns them
         self._tls = tls_of(options.tls, engine_id)
         self._side_channel: SideChannelServer | None = None
         self._leases: LeaseDesk | None = None
@@ -133,10 +131,10 @@ class SchedulerRole:
     # Every step.
 
     def arrived(self, request: Request) -> None:
-        """Take in a new request."""
-        if self.prefill is not None:
+        """Take in a new request. An engine that only decodes hands no KV over, whoever asks."""
+        if self.prefill is not None and is_prefill(request):
             self.prefill.arrived(request)
-        if self.decode is not None:
+        elif self.decode is not None:
             self.decode.arrived(request)
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
@@ -153,18 +151,21 @@ class SchedulerRole:
 
     def unreceivable(self, request_id: str, why: str) -> None:
         """Have every rank report a parked request as failed."""
-        self._unreceivable[request_id] = why
+        self._orders[0].unreceivable[request_id] = why
 
     def orders(self) -> StepOrders:
         """What the workers have to do in this step; each order is given out once."""
-        orders = StepOrders()
         if self.prefill is not None:
-            orders.sent, orders.lease_words = self.prefill.take()
+            self.prefill.take(self._orders[0])
         if self.decode is not None:
-            self.decode.step(orders)
-        orders.unreceivable, self._unreceivable = self._unreceivable, {}
-        orders.gone, self._gone = self._gone, {}
-        return orders
+            self.decode.step(self._orders[0])
+        self._orders.append(StepOrders())
+        return self._orders.pop(0)
+
+    def recover(self) -> None:
+        """Complete the orders after :meth:`orders` has failed. The next step gives them out."""
+        if self.prefill is not None:
+            self.prefill.recover(self._orders[0])
 
     def results(self, output: KVConnectorOutput) -> None:
         """Take in what all ranks reported in a step."""
@@ -173,7 +174,7 @@ class SchedulerRole:
         report = output.kv_connector_worker_meta
         if not isinstance(report, StepReport):
             report = StepReport({})
-        self._gone |= report.gone
+        self._orders[0].gone |= report.gone
         self.decode.received(report.receipts, output.finished_recving or (), output.failed_recving)
 
     def finished(

@@ -113,9 +113,12 @@ class WorkerRole:
         self._receiver: Receiver | None = None
         self._launcher: LauncherClient | None = None
         self._bound_at = inf
-        self._sent: set[str] = set()  # requests whose blocks prefill may free
+        self._left: list[step_messages.StepOrders] = []  # what start() could not finish
         self._unreceivable: dict[str, str] = {}  # requests whose receive could not start, and why
-        self._receipts: dict[str, step_messages.Receipt] = {}
+        self._ended = ReceiveResults()
+        # The next ones. They stay here until the very line that returns them.
+        self._results = [KVConnectorTransferResults()]
+        self._reports = [step_messages.StepReport({})]
         # When the first rank found which peer gone; thread-safe at both ends.
         self._gone: deque[tuple[float, str, Failure]] = deque()
 
@@ -206,14 +209,25 @@ class WorkerRole:
         if self._peers is not None and self._rank != FIRST_RANK:
             for engine_id, failure in orders.gone.items():
                 self._peers.hear(engine_id, failure)
-        self._report_leases(orders)
+        if self._receiver is not None:
+            self._receiver.acknowledge(self._renewed(orders))
+            self._receiver.refuse(orders.lost)
 
     def start(self, orders: step_messages.StepOrders) -> None:
         """Write lease words, and hand orders to the transfer thread."""
+        while self._left:
+            self._carry_out(self._left[0])
+            self._left.pop(0)
+        self._carry_out(orders)
+
+    def _carry_out(self, orders: step_messages.StepOrders) -> None:
+        """Do what is left of a step's orders, in an order in which it can be repeated."""
         if self._serving is not None:
             self._serving.lease_words.write(orders.lease_words)
-        self._sent.update(orders.sent)  # not before: vLLM gives these blocks to others
-        self._unreceivable.update(orders.unreceivable)
+        while orders.sent:  # not before: vLLM gives these blocks to others
+            self._results[0].finished_sending.add(orders.sent.pop())
+        while orders.unreceivable:
+            self._unreceivable.update([orders.unreceivable.popitem()])
         if self._receiver is None:
             return
         if orders.abandon:
@@ -224,30 +238,28 @@ class WorkerRole:
             if self._unfilled is not None:
                 for request in requests:
                     self._unfilled.clear(request.decode_blocks, request.stop)
-            self._receiver.receive(requests)
-            self._report_leases(orders)  # those that have just been ordered
+            self._receiver.receive(requests, self._renewed(orders), orders.lost)
 
-    def _report_leases(self, orders: step_messages.StepOrders) -> None:
-        if self._receiver is not None:
-            self._receiver.acknowledge(
-                {request_id: self._until(left) for request_id, left in orders.renewed.items()}
-            )
-            self._receiver.refuse(orders.lost)
+    def _renewed(self, orders: step_messages.StepOrders) -> dict[str, float]:
+        return {key: self._until(left) for key, left in orders.renewed.items()}
 
     def _until(self, seconds: float) -> float:
         """Return when a lease ends that had ``seconds`` left at the beginning of this step."""
         return min(self._bound_at, time.monotonic()) + seconds
 
     def fail_orders(self, orders: step_messages.StepOrders, error: Exception) -> None:
-        """Report every receive of these orders as failed: starting them went wrong."""
+        """Report the receives of these orders as failed; the next step does what else is left."""
         for order in orders.receive:
             self._unreceivable[order.request_id] = repr(error)
+        orders.receive = []
+        if orders != step_messages.StepOrders():
+            self._left.append(orders)
 
     def results(self) -> KVConnectorTransferResults:
         """Requests that this rank is through with, each exactly once."""
-        # The receiver comes first: it may raise, and what is taken here would be lost.
-        ended = ReceiveResults() if self._receiver is None else self._receiver.results()
-        sent, self._sent = self._sent, set()
+        ended, results, receipts = self._ended, self._results[0], self._reports[0].receipts
+        if self._receiver is not None:
+            self._receiver.results(ended)
         for request_id, why in self._unreceivable.items():
             ended.finished.add(request_id)
             ended.failed[request_id] = Failure(Reason.BACKEND_ERROR, why)
@@ -256,30 +268,32 @@ class WorkerRole:
             if request_id in ended.abandoned:
                 continue
             self.stats.count("failures", failure.reason.value)
-            self._receipts[request_id] = step_messages.Receipt(
+            receipts[request_id] = step_messages.Receipt(
                 0, 0.0, failure.reason.value, failure.message
             )
             logger.warning("KV of %s was not received: %s", request_id, failure)
         for request_id, received in ended.received.items():
             self.stats.count("received_bytes", amount=received.nbytes)
-            self._receipts[request_id] = step_messages.Receipt(received.nbytes, received.seconds)
+            receipts[request_id] = step_messages.Receipt(received.nbytes, received.seconds)
         for phase, seconds in ended.phase_seconds.items():
             self.stats.sample("receive_seconds", seconds, phase)
-        return KVConnectorTransferResults(
-            finished_sending=sent,
-            finished_recving=ended.finished,
-            failed_recving=set(ended.failed),
-        )
+        results.failed_recving.update(ended.failed)
+        results.finished_recving.update(ended.finished)
+        self._ended = ReceiveResults()
+        self._results.append(KVConnectorTransferResults())
+        return self._results.pop(0)
 
     def report(self) -> step_messages.StepReport | None:
         """What became of the receives in :meth:`results`, and which peers are gone."""
-        oldest, gone = time.monotonic() - GONE_SECONDS, {}
+        oldest, report = time.monotonic() - GONE_SECONDS, self._reports[0]
         while self._gone:
             at, engine_id, failure = self._gone.popleft()
             if at >= oldest:
-                gone[engine_id] = failure
-        receipts, self._receipts = self._receipts, {}
-        return step_messages.StepReport(receipts, gone) if receipts or gone else None
+                report.gone[engine_id] = failure
+        if not report.receipts and not report.gone:
+            return None
+        self._reports.append(step_messages.StepReport({}))
+        return self._reports.pop(0)
 
     def peer_gone(self, engine_id: str, failure: Failure) -> None:
         """Note on the first rank that a peer is gone, for the other ranks. Any thread calls it."""
