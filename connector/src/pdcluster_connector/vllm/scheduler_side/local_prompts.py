@@ -11,12 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
-
-from vllm.v1.request import Request, RequestStatus
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pdcluster_connector.protocol.prompt_outcomes import TOKENS_PER_STEP
-from pdcluster_connector.vllm.metrics import StatsCollector
+
+if TYPE_CHECKING:  # vLLM takes five seconds to import; the tests of the pace do not need it
+    from vllm.v1.request import Request
+
+    from pdcluster_connector.vllm.metrics import StatsCollector
 
 LOOKUPS_OF_A_PROMPT: Final = 10  # what else vLLM does for it takes as long as so many
 MOST_LOOKUPS: Final = 16_384  # about 13 ms
@@ -168,11 +170,10 @@ class LocalPrompts:
         self._gives_way = bool(self._asked and self._waiting)
         self._asked.clear()
         self._pace = self._pace.step(
-            others_generate=any(map(_generates, self._requests.values())),
+            others_generate=any(
+                one.status.name == "RUNNING" and one.num_output_tokens > 0
+                for one in self._requests.values()
+            ),
             lookups=sum(waiting.lookups for waiting in self._waiting.values()),
         )
         self._stats.gauge("local_prompts_waiting", len(self._waiting))
-
-
-def _generates(request: Request) -> bool:
-    return request.status is RequestStatus.RUNNING and request.num_output_tokens > 0
