@@ -17,7 +17,8 @@ REAL = nixl or engine or vllm or local or helm or cluster
 PURE = not ($(REAL)) and not soak
 # More workers than cores: a third of these tests wait for processes that they started.
 WORKERS = 8
-PURELY = $(PY) -m pytest -n $(WORKERS) --dist worksteal -m "$(PURE)"
+PYTEST = -m pytest -n
+PURELY = $(PY) $(PYTEST) $(WORKERS) --dist worksteal -m "$(PURE)"
 # Tests whose number of drawn examples the profile `soak` of conftest.py multiplies.
 DRAWN = operator/tests/plan/test_op_properties.py connector/tests/protocol connector/tests/plan/test_slices.py
 # By file: a module's engines serve all of its tests. A tiny engine computes on one thread.
@@ -74,8 +75,10 @@ soak: $(if $(KUBECONFIG),,cluster-programs) ## what is slow and rare, in none of
 	$(PY) -m pytest e2e -m "soak and (cluster or local)" --durations=10
 
 fast: PURE += and not process
-# Few of these wait, and each worker imports and collects all of them: two CPU seconds or more.
-fast: WORKERS = 4
+# Importing the product takes each worker a CPU second: half of what it needs before its first test.
+fast: PYTEST = dev/forked_workers.py
+# No pure test needs the certificates of this machine: each HTTP client would read them for 20 ms.
+fast: export SSL_CERT_FILE = /dev/null
 fast: export PDCLUSTER_EXAMPLES ?= fast
 fast: ## those of `make test` that start no launchers and no engines, with a quarter of the drawn examples
 	$(PURELY) -q
