@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from dev.provocations import LEVELS, Test, level_of, provoked
+from dev.provocations import ABOUT, ENUMS, LEVELS, Test, level_of, provoked
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason
@@ -17,6 +18,7 @@ from pdcluster_operator.api.findings import Rule
 
 ROOT = Path(__file__).resolve().parent.parent
 OPERATOR = ROOT / "operator/src/pdcluster_operator"
+ASSERTS = re.compile(rf"raises|{ABOUT.pattern}")
 
 INTRODUCTION = """\
 # Reasons and the tests that provoke them
@@ -32,6 +34,7 @@ mean.
 """
 
 
+@cache
 def families() -> dict[str, list[str]]:
     """Return every reason, by the part of the product that it belongs to."""
     named = re.compile(
@@ -60,10 +63,7 @@ def provocations() -> dict[str, dict[str, str]]:
     best: dict[tuple[str, str], int] = {}
     for folder in ("connector/tests", "operator/tests", "e2e/tests"):
         for path in sorted((ROOT / folder).rglob("test_*.py")):
-            module = ast.parse(path.read_text())
-            for test in module.body:
-                if not isinstance(test, Test) or not test.name.startswith("test_"):
-                    continue
+            for test, module in _tests(path.read_text()):
                 if level := level_of(test, module):
                     for name in provoked(test, module):
                         words = _words_in_common(name, test.name)
@@ -71,6 +71,41 @@ def provocations() -> dict[str, dict[str, str]]:
                             best[name, level] = words
                             found.setdefault(name, {})[level] = f"`{path.stem}` {test.name}"
     return found
+
+
+def _tests(text: str) -> Iterator[tuple[Test, ast.Module]]:
+    """Yield the tests of a file that may provoke a reason, with the file's tree.
+
+    To look through a tree takes ten times as long as to look for words. So a test is left out
+    where neither it nor what it shares with other tests has the name of a reason, or where none of
+    these has a word that a provocation needs.
+    """
+    names = {name for names in families().values() for name in names}
+    names |= {member.name for enum in ENUMS.values() for member in enum}
+    if not names & _words(text):
+        return
+    module, lines = ast.parse(text), text.splitlines()
+    sources = {part: "\n".join(lines[_first(part) - 1 : part.end_lineno]) for part in module.body}
+    tests = [part for part in module.body if isinstance(part, Test) and part.name[:5] == "test_"]
+    shared = {part: sources[part] for part in module.body if part not in tests}
+    named = names & _words("\n".join(shared.values()))
+    helpers = {part.name: source for part, source in shared.items() if isinstance(part, Test)}
+    asserting = {name for name, source in helpers.items() if ASSERTS.search(source)}
+    while more := {n for n in helpers.keys() - asserting if asserting & _words(helpers[n])}:
+        asserting |= more
+    for test in tests:
+        words = _words(sources[test])
+        if (named or names & words) and (asserting & words or ASSERTS.search(sources[test])):
+            yield test, module
+
+
+def _first(part: ast.stmt) -> int:
+    decorators = part.decorator_list if isinstance(part, Test) else []
+    return min((decorator.lineno for decorator in decorators), default=part.lineno)
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text))
 
 
 def _words_in_common(reason: str, test: str) -> int:

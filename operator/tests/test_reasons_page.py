@@ -14,7 +14,7 @@ NAMES = [name for names in families().values() for name in names]
 
 
 def test_every_reason_is_provoked_and_the_page_says_by_what() -> None:
-    """One test, because each process that runs a part of it reads all tests for two seconds."""
+    """One test, because each process that runs a part of it reads all tests for a second."""
     missing = {
         title: [name for name in names if name not in provocations()]
         for title, names in families().items()

@@ -111,11 +111,17 @@ def test_help_teaches(pyz):
         (("--engine", "a", "--role", "decode", "--drain-seconds", "x", "--", "m"), "'x' is no"),
     ],
 )  # fmt: skip
-def test_wrong_usage(pyz, arguments, says):
-    done = python(pyz, str(pyz), *arguments)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+def test_wrong_usage(forks, unpacked, tmp_path, arguments, says):
+    """What the zip file holds, in a process that has imported it."""
+    with (tmp_path / "err").open("wb") as file:
+        err, environment = file.fileno(), {"PATH": os.environ["PATH"]}
+        done = forks.start(
+            str(unpacked), *arguments, stdout=err, stderr=err, environment=environment
+        )
+    assert done.wait(240) == 2
+    printed = (tmp_path / "err").read_text()
+    assert says in printed
+    assert "Traceback" not in printed
 
 
 def test_the_package_is_imported_from_the_zip_file(pyz):

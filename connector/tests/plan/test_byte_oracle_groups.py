@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from labelled_engine import Engine, execute
 from msgspec.structs import replace
 from test_byte_oracle import Case, random_case
@@ -75,7 +76,7 @@ def run_groups(cases: list[Case]) -> int:
 @pytest.mark.parametrize("chunk", range(4))
 def test_random_engines_with_two_groups(chunk: int) -> None:
     moved = 0
-    for number in range(50):
+    for number in range(settings().max_examples // 2):
         cases = two_groups(np.random.default_rng([chunk, number, 2]))
         try:
             moved += run_groups(cases)

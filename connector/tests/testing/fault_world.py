@@ -123,7 +123,7 @@ class World:
             for name, engine in (*self.prefills.items(), *self.decodes.items()):
                 if name not in self.stopped:
                     engine.step()
-            time.sleep(0.002)
+            time.sleep(0.005)
         return True
 
     def run_for(self, seconds: float) -> None:

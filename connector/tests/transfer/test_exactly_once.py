@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from hypothesis import settings
 from transfer_rig import Decode, FakePeers, Prefill
 
 from pdcluster_connector.compat.reasons import Reason
@@ -114,7 +115,7 @@ class Engine:
         ticket = self.dice.choice(self.tickets)
         self.fails_on.pop(min(blocks), None)
         fails_on = number // 10 % RANKS if number % 10 == 0 else None
-        if fails_on is not None and number % 200 == 0:
+        if fails_on is not None and number % min(200, self.requests // 4) == 0:
             self.fails_on[min(blocks)] = fails_on  # and costs that rank its agent
         self.parked[request_id] = (ticket.token, blocks)
         self.waited_for[request_id] = set(range(RANKS))
@@ -194,9 +195,12 @@ class Engine:
             time.sleep(0.0002)
 
 
+DRAWN = settings().max_examples  # `make fast` draws a quarter, as of hypothesis' examples
+
+
 @pytest.mark.parametrize(
     ("requests", "parked"),
-    [(800, 64), pytest.param(10_000, 2_000, marks=pytest.mark.soak)],
+    [(8 * DRAWN, 64 * DRAWN // 100), pytest.param(10_000, 2_000, marks=pytest.mark.soak)],
 )
 def test_every_rank_reports_every_receive_once(requests: int, parked: int) -> None:
     threads = threading.active_count()
@@ -226,7 +230,9 @@ def test_every_rank_reports_every_receive_once(requests: int, parked: int) -> No
     assert engine.outcomes["believed"] > requests / 3, engine.outcomes
     assert engine.outcomes[Reason.LEASE_LOST] >= requests / 40, engine.outcomes
     assert engine.outcomes[Reason.BACKEND_ERROR] > 0, engine.outcomes
-    seen = {State.HANDSHAKE, State.POSTED, State.FENCE, State.QUARANTINE, "ended"}
+    seen = {State.HANDSHAKE, State.POSTED, State.FENCE, "ended"}
+    if requests >= 800:  # one request in a hundred is there when it is aborted
+        seen.add(State.QUARANTINE)
     assert seen <= set(engine.aborted_in), engine.aborted_in
 
     assert sorted(engine.free) == list(range(1, engine.cache["num_blocks"]))

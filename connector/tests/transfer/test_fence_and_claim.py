@@ -12,6 +12,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.lease import CLEARED, SLOTS
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
+from pdcluster_connector.transfer import transfer_thread
 from pdcluster_connector.transfer.job import FENCE_WORDS, ReceiverOptions
 from pdcluster_connector.transfer.receive import State
 
@@ -19,6 +20,12 @@ CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token
 BLOCKS, OWN = [3, 4, 5], [28, 27, 26]
 TOKENS = 10
 SEED, OTHER = 7, 8  # as Prefill.give_up counts
+
+
+@pytest.fixture(autouse=True)
+def rare_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing moves, look five times less often: these tests wait for seconds."""
+    monkeypatch.setattr(transfer_thread, "LONGEST_SLEEP", 5e-3)
 
 
 class Rig:

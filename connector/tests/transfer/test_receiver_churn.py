@@ -13,6 +13,7 @@ from collections import Counter, deque
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from transfer_rig import Decode, FakePeers, Prefill
 
 from pdcluster_connector.compat.reasons import Reason
@@ -115,7 +116,10 @@ class Engine:
             self.free.extend(blocks)
 
 
-@pytest.mark.parametrize("requests", [2_500, pytest.param(10_000, marks=pytest.mark.soak)])
+DRAWN = 25 * settings().max_examples  # `make fast` draws a quarter, as of hypothesis' examples
+
+
+@pytest.mark.parametrize("requests", [DRAWN, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_requests_through_every_fault(requests: int) -> None:
     engine = Engine(seed=20261121)
     threads = threading.active_count()
@@ -134,7 +138,7 @@ def test_requests_through_every_fault(requests: int) -> None:
                 engine.step()
                 time.sleep(0.0002)
             engine.send(number)
-            if number % (requests // 10) == requests // 10 - 1:
+            if (number + 1) % max(250, requests // 10) == 0:
                 engine.new_prefill()
         until = time.monotonic() + 30
         while engine.under_way:

@@ -17,6 +17,7 @@ from pdcluster_connector.nixl_io.interface import NixlErrorKind
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
+from pdcluster_connector.transfer import transfer_thread
 from pdcluster_connector.transfer.job import ReceiverOptions
 from pdcluster_connector.transfer.probing import RECENT_SECONDS
 
@@ -24,6 +25,12 @@ from pdcluster_connector.transfer.probing import RECENT_SECONDS
 POSTED_IN_TIME = 3.0
 OF_THE_AGENT = 1  # descriptor list, of the memory that lease words are read into
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
+
+
+@pytest.fixture(autouse=True)
+def rare_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing moves, look five times less often: these tests wait for seconds."""
+    monkeypatch.setattr(transfer_thread, "LONGEST_SLEEP", 5e-3)
 
 
 class Rig:

@@ -93,13 +93,20 @@ class Bench:
         return future
 
     def turns(self) -> None:
-        """Go on until nothing moves any more."""
+        """Go on until nothing moves any more: at one time, a turn is like a still one before it."""
+        still = 0
         for _ in range(100):
             answers, self.answers = self.answers, []
             for job, answer in answers:
                 self.connections.answered(job, answer)
             self.receives.tick()
-            self.receives.turn()
+            moved = self.receives.turn() or answers or self.answers
+            still = 0 if moved or self._waiting_for_polls() else still + 1
+            if still == 3:
+                return
+
+    def _waiting_for_polls(self) -> bool:
+        return any(one.polls <= one.behaviour.polls for one in self.fabric.flying)
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds

@@ -7,6 +7,7 @@ them, and takes no part in any decision.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -301,6 +302,16 @@ class SimulatedCluster:
         self.link()
         self.route()
         return self.settle()
+
+    def twin(self) -> SimulatedCluster:
+        """Return a cluster that stands where this one stands, and goes its own way."""
+        made = copy(self)
+        made.cluster, made.scaler = copied(self.cluster), copied(self.scaler)
+        made.children, made.shared = copied(self.children), copied(self.shared)
+        made.pods, made.engines, made.links = copied(self.pods), {**self.engines}, {**self.links}
+        made.memo = CheckedMemo()
+        made.memo._held = {**self.memo._held}
+        return made
 
     def edit(self, **spec: Any) -> None:
         self.cluster["spec"].update(spec)
