@@ -59,7 +59,10 @@ REASONS: Mapping[R, tuple[str, str]] = {
     ),
     R.NO_PAIRS: ("There is no pair of engines.", "`replicas` of both roles."),
     R.CANARY_PASSED: ("KV was seen to move over every link.", ""),
-    R.CANARY_PENDING: ("No canary request has passed since the link was made.", WAIT),
+    R.CANARY_PENDING: (
+        "No canary request has passed since the link was made, or none had a result for an hour.",
+        "Wait. If engines are busy for long, or refuse the request, the message says how.",
+    ),
     R.BANDWIDTH_SUFFICIENT: ("Every link is as fast as was asked for.", ""),
     R.BANDWIDTH_UNMEASURED: ("Not every link is established and measured yet.", WAIT),
     R.NO_THRESHOLD: ("No bandwidth is asked for, so none is judged.", ""),
@@ -155,7 +158,7 @@ OBSERVED: Mapping[Kv, tuple[str, str]] = {
         "The router: it must not mix engines.",
     ),
     Kv.COVERAGE_INCOMPLETE: ("Prefill's blocks do not hold all that decode needs.", BOTH_LOGS),
-    Kv.CANARY_FAILED: ("The canary request moved no KV, or failed.", "The message."),
+    Kv.CANARY_FAILED: ("The answer to the canary request shows that no KV moved.", "The message."),
 }
 
 

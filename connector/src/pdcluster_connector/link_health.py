@@ -203,6 +203,11 @@ class LinkKeeper:
             self.report = report
             self._changed()
 
+    def reported(self) -> documents.RankLink:
+        """Return :attr:`report` with what is known of the peer's clock."""
+        skew = self._peers.skew(self._engine_id)
+        return self.report if skew is None else replace(self.report, clock_skew_seconds=skew)
+
     def rename(self, entry: documents.PeerEntry) -> None:
         """Take a newer entry for the same engine at the same side channel."""
         self.entry = entry
@@ -358,7 +363,7 @@ class LauncherClient:
                 await asyncio.sleep(ASK_AGAIN_SECONDS)
 
     async def _send(self, session: aiohttp.ClientSession) -> bool:
-        links = tuple(keeper.report for keeper, _ in self._keepers.values())
+        links = tuple(keeper.reported() for keeper, _ in self._keepers.values())
         try:
             async with session.post(
                 f"{self._address}/v1/reports",

@@ -168,18 +168,14 @@ def text(body: bytes) -> Answer:
 @pytest.mark.parametrize(
     ("prefill", "decode", "says"),
     [
-        (refusal(500, "EngineCore encountered an issue"), path(), "answered 500: EngineCore enc"),
-        (refusal(404, "The model `llama` does not exist."), path(), "answered 404: The model"),
         (params(None), path(), "handed over no KV"),
         (params({}), path(), "handed over no KV"),
         (params({"do_remote_prefill": False}), path(), "handed over no KV"),
         (params({"do_remote_prefill": 1}), path(), "handed over no KV"),  # decode wants True itself
         (params({"do_remote_prefill": "no"}), path(), "handed over no KV"),
         (params([1]), path(), "handed over no KV"),
-        (text(b"<html>"), path(), "not answer with a JSON object"),
-        (text(b"[]"), path(), "not answer with a JSON object"),
-        (text(b"x" * (MAX_ANSWER + 2)), path(), "answered more than"),
         (params(HANDED), refusal(500, "KV load failed"), "answered 500: KV load failed"),
+        (params(HANDED), refusal(503, "PeerRestarted: it is gone"), "503: PeerRestarted: it is"),
         (params(HANDED), params(None), "holds no kv_path"),
         (params(HANDED), params({"kv_path": "yes"}), "holds no kv_path"),
         (params(HANDED), path(outcome="local", reason="no ticket"), "itself instead of receiving"),
@@ -198,6 +194,30 @@ async def test_each_way_to_fail(prefill, decode, says):
     outcome = await result(prefill, decode)
     assert outcome.state == "Failed"
     assert outcome.bytes == 0
+    assert says in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "says"),
+    [
+        (refusal(500, "EngineCore encountered an issue"), path(), "answered 500: EngineCore enc"),
+        (refusal(404, "The model `llama` does not exist."), path(), "answered 404: The model"),
+        (refusal(429, "too many requests"), path(), "answered 429: too many requests"),
+        (refusal(503, "PeerRestarted: not of decode"), path(), "answered 503: PeerRestarted"),
+        (text(b"<html>"), path(), "not answer with a JSON object"),
+        (text(b"[]"), path(), "not answer with a JSON object"),
+        (text(b"x" * (MAX_ANSWER + 2)), path(), "answered more than"),
+        (params(HANDED), refusal(429, "too many requests"), "answered 429: too many requests"),
+        (params(HANDED), refusal(503, "it takes no requests"), "answered 503: it takes no"),
+        (params(HANDED), refusal(401, "Unauthorized"), "answered 401: Unauthorized"),
+        (params(HANDED), text(b"<html>"), "not answer with a JSON object"),
+        (params(HANDED), path(outcome="local", reason="CacheReset"), "of receiving its KV (Cache"),
+        (params(HANDED), path(outcome="local", reason=""), "itself instead of receiving its KV"),
+    ],
+)
+async def test_an_answer_that_says_nothing_of_kv_is_no_result(prefill, decode, says):
+    outcome = await result(prefill, decode)
+    assert (outcome.state, outcome.bytes) == ("Pending", 0)
     assert says in outcome.message
 
 
@@ -236,7 +256,7 @@ async def test_a_server_that_speaks_no_http():
     assert outcome.message
 
 
-async def test_an_api_that_hangs_has_failed():
+async def test_an_api_that_hangs_means_unknown():
     async def hang(*_: object) -> None:
         await asyncio.sleep(600)
 
@@ -244,7 +264,7 @@ async def test_an_api_that_hangs_has_failed():
     async with server, aiohttp.ClientSession() as session:
         api = EngineApi(session, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         outcome = await run(api, api, seconds=0.3)
-    assert outcome == CanaryReport(CanaryState.FAILED, message="no answer within 0.3 s")
+    assert outcome == CanaryReport(message="no answer within 0.3 s")
 
 
 def test_prompts_are_long_enough_and_never_the_same():

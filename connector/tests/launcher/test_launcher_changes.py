@@ -93,6 +93,8 @@ def test_numbers_that_change_all_the_time_are_no_news():
     moved = CanaryReport(CanaryState.PASSED, 8192)
     same = replace(LINK, bytes_per_second=2e9, canary=moved)
     assert revision_with(same) == revision_with(LINK)
+    old = [replace(LINK, canary=replace(moved, age_seconds=age)) for age in (600, 601)]
+    assert revision_with(old[0]) == revision_with(old[1])
     before = revision_with(prompts=PROMPTS)
     assert revision_with(prompts=replace(PROMPTS, prompts=101)) == before
     for other in (replace(PROMPTS, local=50), replace(PROMPTS, cause="LeaseLost"), None):

@@ -139,7 +139,7 @@ def test_a_rank_that_stands_again_needs_another_canary():
     told(links, 0, {0: UP, 1: UP})
     before = links.rows(0.0)[0]
     assert before.establishment == (1, 1)
-    links.set_canary(before, CanaryReport(CanaryState.PASSED, 8192))
+    links.set_canary(before, CanaryReport(CanaryState.PASSED, 8192), 0.0)
     assert links.rows(0.0)[0].report.canary.bytes == 8192
     again = link(UP, P2), link(UP, P2, data_rank=1, establishment=2)
     links.add(RankReport((0, 0), (1, 1), again), 1.0)
@@ -206,7 +206,7 @@ def test_a_newer_incarnation_that_all_workers_see_is_shown():
 def test_a_canary_counts_for_one_incarnation():
     links = table(P0, shards=(1, 1))
     links.add(RankReport((0, 0), (1, 1), (link(UP),)), 0.0)
-    links.set_canary(links.rows(0.0)[0], CanaryReport(CanaryState.PASSED, 4096))
+    links.set_canary(links.rows(0.0)[0], CanaryReport(CanaryState.PASSED, 4096), 0.0)
     assert links.rows(0.0)[0].report.canary == CanaryReport(CanaryState.PASSED, 4096)
     links.add(RankReport((0, 0), (1, 1), (link(UP, engine_id="restarted"),)), 1.0)
     assert links.rows(1.0)[0].report.canary.state == "Pending"
@@ -219,7 +219,7 @@ def test_a_canary_counts_for_one_establishment(seen):
     for rank in ((0, 0), (0, 1)):
         links.add(RankReport(rank, (1, 2), (link(UP, establishment=1),)), 0.0)
     before = links.rows(0.0)[0]
-    links.set_canary(before, CanaryReport(CanaryState.PASSED, 4096))
+    links.set_canary(before, CanaryReport(CanaryState.PASSED, 4096), 0.0)
     if seen:
         links.add(RankReport((0, 1), (1, 2), (link(DOWN),)), 1.0)
         assert links.rows(1.0)[0].report.canary == CanaryReport()
@@ -227,25 +227,63 @@ def test_a_canary_counts_for_one_establishment(seen):
     after = links.rows(2.0)[0]
     assert (after.report.state, after.report.canary) == (UP, CanaryReport())
     # It was under way when the link was lost.
-    links.set_canary(before, CanaryReport(CanaryState.PASSED, 1))
+    links.set_canary(before, CanaryReport(CanaryState.PASSED, 1), 0.0)
     assert links.rows(2.0)[0].report.canary == CanaryReport()
-    links.set_canary(after, CanaryReport(CanaryState.PASSED, 2))
+    links.set_canary(after, CanaryReport(CanaryState.PASSED, 2), 0.0)
     assert links.rows(2.0)[0].report.canary == CanaryReport(CanaryState.PASSED, 2)
 
 
 def test_silent_workers_do_not_cost_the_canary():
     links = table(P0, shards=(1, 1))
     links.add(RankReport((0, 0), (1, 1), (link(UP),)), 0.0)
-    links.set_canary(links.rows(0.0)[0], CanaryReport(CanaryState.PASSED, 1))
+    links.set_canary(links.rows(0.0)[0], CanaryReport(CanaryState.PASSED, 1), 0.0)
     assert links.rows(100.0)[0].report.canary == CanaryReport()
     links.add(RankReport((0, 0), (1, 1), (link(UP),)), 100.0)
     assert links.rows(100.0)[0].report.canary == CanaryReport(CanaryState.PASSED, 1)
 
 
+PASSED = CanaryReport(CanaryState.PASSED, 4096)
+FAILED = CanaryReport(CanaryState.FAILED, message="0 bytes moved")
+BUSY = CanaryReport(message="answered 503")
+
+
+def test_a_canary_without_a_result_leaves_the_last_one_with_its_age():
+    links = table(P0, shards=(1, 1))
+
+    def after(result: CanaryReport, at: float) -> CanaryReport:
+        links.add(RankReport((0, 0), (1, 1), (link(UP),)), at)
+        links.set_canary(links.rows(at)[0], result, at)
+        return links.rows(at + 5.5)[0].report.canary
+
+    assert after(BUSY, 0.0) == BUSY, "there is none that could stand"
+    for known, said in ((PASSED, "no newer result: answered 503"), (FAILED, FAILED.message)):
+        assert after(known, 100.0) == known
+        for at in (200.0, 300.0):
+            stands = after(BUSY, at)
+            assert stands == msgspec.structs.replace(
+                known, message=said, age_seconds=int(at) - 100 + 5
+            )
+        assert after(PASSED, 400.0) == PASSED
+    # Another establishment needs a result of its own.
+    links.add(RankReport((0, 0), (1, 1), (link(UP, establishment=2),)), 500.0)
+    links.set_canary(links.rows(500.0)[0], BUSY, 500.0)
+    assert links.rows(500.0)[0].report.canary == BUSY
+
+
+def test_the_clock_that_differs_most_is_shown():
+    links = table(P0)
+    links.add(RankReport((0, 0), (1, 2), (link(UP, clock_skew_seconds=2.0),)), 0.0)
+    links.add(RankReport((0, 1), (1, 2), (link(UP),)), 0.0)
+    assert links.rows(0.0)[0].report.clock_skew_seconds == 2.0
+    links.add(RankReport((0, 1), (1, 2), (link(UP, clock_skew_seconds=-61.0),)), 1.0)
+    assert links.rows(1.0)[0].report.clock_skew_seconds == -61.0
+    assert msgspec.to_builtins(links.rows(1.0)[0].report)["clock_skew_seconds"] == -61.0
+
+
 def test_a_canary_of_a_peer_that_is_gone_is_forgotten():
     links = table(P0, shards=(1, 1))
     links.add(RankReport((0, 0), (1, 1), (link(UP), link(UP, P1))), 0.0)
-    links.set_canary(links.rows(0.0)[0], CanaryReport(CanaryState.PASSED, 1))
+    links.set_canary(links.rows(0.0)[0], CanaryReport(CanaryState.PASSED, 1), 0.0)
     links.set_peers(PeersDocument(2, (P1,), "llama"))
     links.set_peers(PeersDocument(3, (P0,), "llama"))
     assert links.rows(0.0)[0].report.canary.state == "Pending"

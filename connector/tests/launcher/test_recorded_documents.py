@@ -76,9 +76,9 @@ async def test_a_decode_launcher_answers_as_it_was_recorded() -> None:
         assert (await client.post("/v1/reports", json=report, headers=token)).status == 204
         now = time.monotonic()
         rows = table.rows(now)
-        table.set_canary(rows[0], CanaryReport(CanaryState.PASSED, 4096))
+        table.set_canary(rows[0], CanaryReport(CanaryState.PASSED, 4096), now)
         failed = CanaryReport(CanaryState.FAILED, message="no answer within 120 s")
-        table.set_canary(rows[2], failed)
+        table.set_canary(rows[2], failed, now)
         window.add({("remote", ""): 0}, now - 10)
         window.add({("remote", ""): 70, ("local", "LeaseExpired"): 30}, now)
         ready.healthy()

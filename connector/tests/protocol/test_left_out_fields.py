@@ -134,3 +134,22 @@ def test_a_handshake_holds_what_engines_of_0_1_0_require(
     """They speak the same protocol: in a rollout, engines of both versions pair."""
     sent = msgspec.msgpack.decode(m.encode(message))
     assert sent.items() >= required.items()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "new"),
+    [
+        (m.LeaseReply, ("seconds", "renewed", "claimed"), m.LeaseReply(60.0, expired=(("r", 1),))),
+        (m.HealthReply, ("engine_id", "role", "shards"), m.HealthReply("p/1", "prefill", 1, 1.8e9)),
+    ],
+)
+def test_answers_of_a_side_channel_are_read_by_engines_of_0_1_0_and_theirs_here(
+    kind: type[msgspec.Struct], fields: tuple[str, ...], new: msgspec.Struct
+) -> None:
+    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    former = msgspec.defstruct(kind.__name__, [(name, types[name]) for name in fields])
+    sent = msgspec.msgpack.decode(m.encode(new), type=former)
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=kind)
+    left_out = {field.name: field.default for field in msgspec.structs.fields(kind)[len(fields) :]}
+    assert again == msgspec.structs.replace(new, **left_out)
+    assert list(left_out.values()) in ([()], [None])

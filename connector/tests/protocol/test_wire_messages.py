@@ -114,7 +114,9 @@ VALID = [
     m.encode(m.Refusal("BlockInteriorOpaque", "no", "16", "32")),
     m.encode(m.LeaseRequest("p/1", "d/1", (("r", 2**64 - 1),), (("s", 0),))),
     m.encode(m.LeaseReply(60.0, (("r", 2**64 - 1),), (("s", 0),))),
+    m.encode(m.LeaseReply(60.0, expired=(("s", 0),))),
     m.encode_health(m.HealthReply("p/1", "prefill", 2)),
+    m.encode_health(m.HealthReply("p/1", "prefill", 2, 1.8e9)),
 ]
 
 

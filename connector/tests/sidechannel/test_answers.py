@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 
 import pytest
 from aiohttp import web
@@ -110,9 +111,12 @@ def test_a_renewal_is_answered_with_how_long_it_holds() -> None:
 
 
 def test_health_says_who_listens_in_which_role_and_with_how_many_shards() -> None:
+    before = time.time()
     answer = answers(role="decode").health()
     assert (answer.status, answer.content_type) == (200, "application/json")
-    assert json.loads(answer.body) == {"engine_id": PREFILL, "role": "decode", "shards": 1}
+    said = json.loads(answer.body)
+    assert before <= said.pop("time") <= time.time(), "what its clock shows now"
+    assert said == {"engine_id": PREFILL, "role": "decode", "shards": 1}
 
 
 def test_malformed_messages_are_logged_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -20,6 +21,7 @@ from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol import launcher_documents as links, messages as m
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.launcher_documents import LinkState, RankLink
+from pdcluster_connector.sidechannel import peers, server as server_module
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.server import SideChannelError, SideChannelServer
@@ -175,6 +177,20 @@ def test_a_link_comes_up_and_is_reported(launcher: Launcher, probe: Probe, serve
     assert launcher.tokens == {"Bearer secret"}
     report = launcher.reports[-1][1]
     assert (report.rank, report.of, report.data_rank) == ((0, 1), (1, 2), 3)
+
+
+@pytest.mark.usefixtures("client")
+def test_a_clock_that_is_wrong_is_reported_with_the_link(
+    launcher: Launcher, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "RARE_POLL_SECONDS", (0.1, 0.2))  # this client is not the first rank
+    real = time.time
+    clock = SimpleNamespace(time=lambda: real() + 61.0, monotonic=time.monotonic)
+    monkeypatch.setattr(server_module, "time", clock)
+    monkeypatch.setattr(link_health, "REPORT_SECONDS", 0.1)
+    launcher.put(entry(serve(FIRST)))
+    until(lambda: (link := launcher.link()) and link.clock_skew_seconds == 61.0)
+    assert launcher.shows(LinkState.ESTABLISHED, FIRST)
 
 
 @pytest.mark.usefixtures("client")

@@ -115,6 +115,9 @@ class NoPeers:
 
     def forget(self, *_: object) -> None: ...
 
+    def skew(self, _: object) -> None:
+        """No clock is known."""
+
 
 def no_probe(*_: object, **__: object) -> Future[Any]:
     raise AssertionError("nobody answered")

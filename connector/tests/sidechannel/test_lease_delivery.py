@@ -143,7 +143,9 @@ def test_an_answer_does_not_wait_for_the_engine_step(serve: Serve, client: Lease
     now[0] = 119.0
     assert leases.take().expired == ["r"]
     client.renew(ticket("127.0.0.1", server.port, PREFILL, "r", 1), soon())
-    assert answers(client, 1)[0].standing is Standing.GONE
+    assert answers(client, 1)[0].standing is Standing.EXPIRED
+    client.renew(ticket("127.0.0.1", server.port, PREFILL, "r", 2), soon())
+    assert answers(client, 1)[0].standing is Standing.GONE, "it was another lease"
 
 
 def test_a_renewal_and_an_expiry_at_the_same_moment() -> None:

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdcluster_connector.protocol.lease import CLEARED, SLOTS, Standing
 from pdcluster_connector.protocol.messages import LeaseRequest
+from pdcluster_connector.sidechannel import lease_desk
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 
 ids = st.sampled_from(["a", "b", "c", "d"])
@@ -34,7 +35,9 @@ class Desk(LeaseDesk):
         reply = self.answer(LeaseRequest("p", holder, renewals=((key, token),)))
         if reply.renewed:
             return Standing.HELD
-        return Standing.CLAIMED if reply.claimed else Standing.GONE
+        if reply.claimed:
+            return Standing.CLAIMED
+        return Standing.EXPIRED if reply.expired else Standing.GONE
 
     def release(self, key: str, token: int, holder: str) -> bool:
         """Whether the lease has ended by it."""
@@ -58,6 +61,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.desk = Desk(FEW)
         self.model: dict[str, list[Any]] = {}
         self.ended: list[str] = []
+        self.over: dict[str, int] = {}  # the tokens of the last ones that expired
         self.written = dict.fromkeys(range(FEW), CLEARED)
 
     @rule(key=ids, token=tokens)
@@ -90,7 +94,7 @@ class LeaseMachine(RuleBasedStateMachine):
         kept = self.model.get(key)
         expected = Standing.HELD
         if kept is None or kept[0] != token or kept[1] is None:
-            expected = Standing.GONE
+            expected = Standing.EXPIRED if self.over.get(key) == token else Standing.GONE
         elif kept[3] not in ("", engine_of(holder)):
             expected = Standing.CLAIMED
         assert self.desk.renew(key, token, holder) is expected
@@ -125,7 +129,7 @@ class LeaseMachine(RuleBasedStateMachine):
         assert sorted(changes.expired) == sorted(due)
         assert changes.released == self.ended
         for key in due:
-            del self.model[key]
+            self.over[key] = self.model.pop(key)[0]
         self.ended = []
         self.written |= changes.words
         words = {slot: token for token, _, slot, *_ in self.model.values() if slot is not None}
@@ -163,6 +167,14 @@ def test_renewals_do_not_grow_the_table() -> None:
         assert (desk.held, len(desk._granted), len(desk._armed)) == (1, 1, 0)
     assert desk.expired(1e9) == ["r"]
     assert desk.held == 0
+
+
+def test_what_is_remembered_of_expired_leases_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_desk, "SLOTS", 3)
+    desk = granted(*map(str, range(5)))
+    assert desk.expired(10.0) == ["0", "1", "2", "3", "4"]
+    assert list(desk._expired) == ["2", "3", "4"]
+    assert [desk.renew(key, 1, "d") for key in ("1", "2")] == [Standing.GONE, Standing.EXPIRED]
 
 
 def test_a_lease_without_a_slot_writes_no_word_and_gives_no_slot_back() -> None:

@@ -287,3 +287,58 @@ def test_another_incarnation_in_its_place_is_told_with_both_names(
     assert watched(health) == Failure(
         Reason.PEER_RESTARTED, f"{PREFILL} is gone; {other} listens on {WHERE} now"
     )
+
+
+class Clocks:
+    """What a peer's clock shows: ``ahead`` of ours by so many seconds; None says nothing."""
+
+    def __init__(self, *ahead: float | None) -> None:
+        self.ahead = list(ahead)
+
+    async def ask_health(self, *_: object) -> m.HealthReply:
+        await asyncio.sleep(0.5)
+        if (ahead := self.ahead.pop(0)) is None:
+            return m.HealthReply(PREFILL, "prefill", 1)
+        answered = 1.8e9 + now() + ahead
+        await asyncio.sleep(0.5)
+        return m.HealthReply(PREFILL, "prefill", 1, answered)
+
+
+def skews(
+    monkeypatch: pytest.MonkeyPatch, *ahead: float | None, rank: tuple[int, int] = (0, 0)
+) -> list[float | None]:
+    """What the book says of a peer's clock after each question."""
+
+    async def ask() -> list[float | None]:
+        ours = SimpleNamespace(time=lambda: 1.8e9 + now(), monotonic=now)
+        monkeypatch.setattr(peers, "time", ours)
+        monkeypatch.setattr(peers.handshake, "ask_health", Clocks(*ahead).ask_health)
+        book = PeerBook(DECODE, SHAPE, rank)
+        book._session = object()
+        peer = book._peers[PREFILL] = KnownPeer(PREFILL, "10.0.0.1", 5600)
+        found = []
+        for _ in ahead:
+            await book._health(peer, 2.0)
+            found.append(book.skew(PREFILL))
+        assert book.skew("another") is None
+        return found
+
+    return virtual_time.run(ask())
+
+
+@pytest.mark.parametrize("ahead", [61.0, -61.0, 3600.0, -3600.0, 5.0])
+def test_a_clock_that_differs_is_warned_about_once_a_peer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ahead: float
+) -> None:
+    """Half of the time that the answer took is left out."""
+    assert skews(monkeypatch, None, ahead, ahead, ahead + 2.0) == [None, ahead, ahead, ahead + 2.0]
+    [record] = caplog.records
+    assert f"the clock of {PREFILL} differs from ours by {ahead:+.0f} s" in record.getMessage()
+
+
+def test_a_clock_that_is_nearly_right_or_that_another_rank_watches_is_not_warned_about(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert skews(monkeypatch, 0.0, 0.9, 1.0, 4.9, -4.9) == [0.0, 0.0, 1.0, 4.9, -4.9]
+    assert skews(monkeypatch, 3600.0, rank=(0, 1)) == [3600.0]
+    assert caplog.records == []

@@ -198,6 +198,9 @@ def _follow(settings: dict[str, Any]) -> None:
     MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
 
 
+_machines_time = time.time
+
+
 class Commands:
     """What a test may ask of an engine; each method is a command."""
 
@@ -282,6 +285,10 @@ class Commands:
     def nap(self, seconds: float) -> None:
         """Let the next step last so long; the engine's other threads run."""
         self._nap = seconds
+
+    def set_clock(self, ahead: float) -> None:
+        """Let the process's clock be ahead of the machine's by so many seconds."""
+        time.time = lambda: _machines_time() + ahead
 
     def abort(self, request_id: str) -> None:
         self.engine.abort_request([request_id])

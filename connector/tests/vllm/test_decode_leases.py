@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 
 from pdcluster_connector.compat.reasons import Reason
@@ -52,6 +53,53 @@ def ticket(request: str = "r", token: int = 7, lease_seconds: float = 60.0) -> T
     return Ticket(
         "e/1", "h", 5, request, token, ((1,),), 16, 10, b"d" * 16, 0.0, lease_seconds=lease_seconds
     )
+
+
+PREFILLS_CLOCK = 1.8e9  # when ours shows 0
+
+
+def made(at: float, request: str, engine: str = "e/1") -> Ticket:
+    """A ticket of a prefill engine that was made when our clock showed ``at``."""
+    whole = msgspec.structs.replace(ticket(request), engine_id=engine)
+    return msgspec.structs.replace(whole, expires_at=PREFILLS_CLOCK + at + 60.0)
+
+
+def test_only_a_ticket_that_was_held_back_waits_for_the_claim() -> None:
+    """Prefill's clock is compared with prefill's clock alone, as its tickets show it."""
+    sender, clock = Sender(), Clock()
+    book = DecodeLeases(sender, 60.0, clock)
+
+    def waits(one: Ticket, *, shared: bool = False) -> bool:
+        book.use(one, "d")
+        return book.waits_for_claim(one, shared=shared)
+
+    assert not waits(made(30.0, "first")), "nothing shows what that clock is"
+    assert not waits(made(99.9, "fresh"))
+    assert waits(made(99.9, "shared"), shared=True)
+    clock.now = 150.0
+    assert not waits(made(91.0, "slow"))
+    assert waits(made(89.0, "late"))
+    assert not waits(made(89.0, "late", engine="e/2")), "another engine has another clock"
+    assert not waits(made(150.0, "fresh again"))
+    sender.said.append(LeaseAnswer("e/1", "late", 7, Standing.HELD, 200.0))
+    assert book.objection(made(89.0, "late")) is None
+    assert not book.waits_for_claim(made(89.0, "late"), shared=True), "prefill decides"
+    # Prefill's clock was set back by an hour. Prefill holds what seems over.
+    clock.now = 160.0
+    assert not waits(made(160.0, "before"))
+    back = made(160.0 - 3600.0, "after")
+    assert waits(back)
+    sender.said.append(LeaseAnswer("e/1", "after", 7, Standing.HELD, 220.0))
+    assert book.objection(back) is None
+    assert not waits(made(160.0 - 3600.0, "next")), "one such ticket waits, and not all"
+
+
+def test_the_clocks_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_leases, "MAX_SPENT", 3)
+    book = DecodeLeases(Sender(), 60.0, Clock())
+    for number in range(20):
+        book.use(made(99.0, "r", engine=f"e/{number}"), "d")
+        assert len(book._ahead) <= 3
 
 
 def test_the_last_user_releases_once() -> None:
@@ -136,7 +184,11 @@ def test_without_any_answer_a_ticket_is_good_for_one_lease() -> None:
 
 @pytest.mark.parametrize(
     ("standing", "reason"),
-    [(Standing.GONE, Reason.LEASE_LOST), (Standing.CLAIMED, Reason.LEASE_CLAIMED)],
+    [
+        (Standing.GONE, Reason.LEASE_LOST),
+        (Standing.EXPIRED, Reason.LEASE_EXPIRED),
+        (Standing.CLAIMED, Reason.LEASE_CLAIMED),
+    ],
 )
 def test_a_lost_lease_is_told_to_those_that_wait(standing: Standing, reason: Reason) -> None:
     sender, clock = Sender(), Clock()

@@ -110,6 +110,19 @@ def test_a_ticket_that_another_decode_engine_uses(
         engine.stop()
 
 
+def test_a_decode_engine_whose_clock_is_wrong_receives_all_the_same(
+    engines: Callable[..., Engine], expected: list[int]
+) -> None:
+    prefill, decode = start(engines)
+    for ahead in (61.0, -61.0, 3600.0, -3600.0):
+        prefill.ask("set_clock", -ahead)
+        answer = Pair(prefill, decode).generate(PROMPT, TOKENS, f"clock {ahead}")
+        assert (answer.path["outcome"], answer.tokens) == ("transferred", expected), ahead
+    assert failures(decode) == {}
+    for engine in (decode, prefill):
+        engine.stop()
+
+
 def test_a_decode_engine_that_makes_no_step_for_longer_than_the_lease(
     engines: Callable[..., Engine], expected: list[int]
 ) -> None:

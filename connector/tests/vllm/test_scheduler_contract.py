@@ -289,7 +289,6 @@ def messages_to_prefill(
         ("audience", Reason.AUDIENCE_MISMATCH),
         ("no ticket", Reason.TICKET_INVALID),
         ("no params", "NoTicket"),
-        ("expired", Reason.LEASE_EXPIRED),
     ],
 )
 def test_a_ticket_that_does_not_fit_is_not_used(
@@ -314,10 +313,8 @@ def test_a_ticket_that_does_not_fit_is_not_used(
         params = {**params, "ticket": encode(msgspec.structs.replace(true, **changed), keys)}
     elif change == "no ticket":
         params = {"do_remote_prefill": True}
-    elif change == "no params":
-        params = None
     else:
-        decode.connector._scheduler.decode._wall_clock = lambda: time.time() + 1000
+        params = None
     sent = messages_to_prefill(decode, monkeypatch)
     decode.add("d0", tokens, params)
     decode.run(lambda: "d0" in decode.finished)
@@ -326,13 +323,71 @@ def test_a_ticket_that_does_not_fit_is_not_used(
     assert bool(path["message"]) == (reason in PROVEN_FALSE)
     decode.step()
     assert decode.total("decodes_without_transfer") == {reason: 1}
-    if change in ("prompt", "expired"):
+    if change == "prompt":
         assert released(prefill), "what an engine of ours has signed is released, though unused"
     else:
         assert not sent, "nobody is told about a ticket that no engine of ours has signed"
 
 
-@pytest.mark.parametrize("change", ["prompt", "expired", ""])
+def handed_over(
+    prefill: ContractEngine, request_id: str, tokens: list[int], ahead: float
+) -> dict[str, Any]:
+    """A ticket of a prefill engine beside which decode's clock is ahead by so many seconds."""
+    real = time.time
+    with pytest.MonkeyPatch.context() as prefills:
+        prefills.setattr(time, "time", lambda: real() - ahead)
+        return prefill.prefill(request_id, tokens)
+
+
+@pytest.mark.parametrize("ahead", [0.0, -3600.0, -61.0, 61.0, 3600.0])
+def test_no_transfer_depends_on_the_clocks_of_two_machines(pair: Any, ahead: float) -> None:
+    prefill, decode = pair
+    for number in range(3):
+        tokens, name = prompt(40 + number), f"d{number}"
+        decode.add(name, tokens, handed_over(prefill, f"p{number}", tokens, ahead))
+        decode.run(lambda name=name: name in decode.parked() or name in decode.finished)
+        assert name in decode.parked()
+        decode.land(name)
+        decode.run(lambda name=name: name in decode.finished)
+        assert decode.params[name]["kv_path"]["outcome"] == "transferred"
+    assert released(prefill)
+
+
+@pytest.mark.parametrize("ahead", [0.0, -3600.0, 3600.0])
+def test_a_ticket_whose_lease_is_over_is_refused_by_prefill_whatever_decodes_clock_shows(
+    engines: Any, ahead: float
+) -> None:
+    """The policy is ``fail``: a receive would end the request with an error."""
+    prefill, decode = engines("producer", lease_seconds=1.0), engines("consumer")
+    decode.add("before", prompt(33), handed_over(prefill, "p", prompt(33), ahead))
+    decode.run(lambda: "before" in decode.parked())
+    decode.land("before")
+    decode.run(lambda: "before" in decode.finished)
+    params = handed_over(prefill, "p0", prompt(40), ahead)
+    prefill.run(lambda: not prefill.scheduler.requests)
+    time.sleep(0.5)  # decode knows prefill's clock only as well as tickets are quick
+    decode.add("d0", prompt(40), params)
+    decode.run(lambda: "d0" in decode.finished or "d0" in decode.parked())
+    assert "d0" in decode.finished, "it waits for KV that is gone"
+    path = decode.params["d0"]["kv_path"]
+    assert (path["outcome"], path["reason"]) == ("local", Reason.LEASE_EXPIRED)
+    assert path["message"] == "prefill's lease had ended before this engine asked for it"
+    decode.step()
+    assert decode.total("decodes_without_transfer")[Reason.LEASE_EXPIRED] == 1
+
+
+def test_a_ticket_that_is_over_fails_by_its_reason_where_prefills_clock_is_not_known(
+    engines: Any,
+) -> None:
+    prefill, decode = engines("producer", lease_seconds=1.0), engines("consumer")
+    params = prefill.prefill("p0", prompt(40))
+    prefill.run(lambda: not prefill.scheduler.requests)
+    decode.add("d0", prompt(40), params)
+    decode.run(lambda: "d0" in decode.workers[0].lost)
+    assert decode.workers[0].lost["d0"].reason is Reason.LEASE_EXPIRED
+
+
+@pytest.mark.parametrize("change", ["prompt", ""])
 def test_without_a_key_only_a_ticket_that_is_used_makes_decode_connect(
     engines: Any,
     change: str,
@@ -345,8 +400,6 @@ def test_without_a_key_only_a_ticket_that_is_used_makes_decode_connect(
         prefill, decode = engines("producer", **insecure), engines("consumer", **insecure)
     assert caplog.text.count("tickets are not signed: there is no ticket_key_file") == 2
     params = prefill.prefill("p0", prompt(40))
-    if change == "expired":
-        decode.connector._scheduler.decode._wall_clock = lambda: time.time() + 1000
     sent = messages_to_prefill(decode, monkeypatch)
     decode.add("d0", prompt(40, first=9 if change == "prompt" else 5), params)
     if change:

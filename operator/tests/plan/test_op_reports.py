@@ -261,7 +261,7 @@ def test_both_ends_of_the_peers_document_and_of_the_link_table():
     )
     assert table.add(RankReport((0, 0), (1, 1), (report,)), 0.0) is None
     [row] = table.rows(0.0)
-    table.set_canary(row, CanaryReport(CanaryState.PASSED, 4096))
+    table.set_canary(row, CanaryReport(CanaryState.PASSED, 4096), 0.0)
     rows = tuple(row.report for row in table.rows(1.0))
     read = decode_links(encode_json(LinksReport(decode, "d", rows)))
     world.links[decode] = read

@@ -238,11 +238,11 @@ def _number(request: web.Request, name: str, default: int) -> int:
 def revision_of(engine: documents.EngineReport, links: documents.LinksReport) -> str:
     """Return a name for the documents that changes when the operator would judge them otherwise.
 
-    Numbers that change all the time, such as a bandwidth, do not count. The operator reads those
-    when it asks without a revision.
+    Numbers that change all the time, such as a bandwidth or an age, do not count. The operator
+    reads those when it asks without a revision.
     """
     rows = [
-        replace(link, bytes_per_second=0.0, canary=replace(link.canary, bytes=0))
+        replace(link, bytes_per_second=0.0, canary=replace(link.canary, bytes=0, age_seconds=UNSET))
         for link in links.links
     ]
     prompts = (links.prompts.percent, links.prompts.cause) if links.prompts else ()

@@ -45,6 +45,7 @@ Host = Annotated[str, Meta(min_length=1, max_length=255)]
 Label = Annotated[str, Meta(max_length=512)]
 Amount = Annotated[float, Meta(ge=0, le=1e18)]
 Whole = Annotated[int, Meta(ge=0, le=2**62)]
+Skew = Annotated[float, Meta(ge=-1e12, le=1e12)]
 # Seconds since the epoch, before the year 10000: no time in Kubernetes can name a later one.
 Moment = Annotated[float, Meta(gt=0, lt=253_402_300_800)]
 
@@ -66,7 +67,7 @@ class LinkState(_State):
 
 
 class CanaryState(_State):
-    """The result of the latest canary of a link. Pending: none has ended yet."""
+    """The result of the latest canary of a link that had one. Pending: none had one yet."""
 
     PENDING = "Pending"
     PASSED = "Passed"
@@ -135,6 +136,7 @@ class RankLink(Struct, frozen=True):
         engine_id: the incarnation, without ``_dpN``; that is ``data_rank``.
         reason: a value of ``compat/reasons.py``, or empty.
         establishment: a new number each time that the link is established; 0 while it is not.
+        clock_skew_seconds: by how much the peer's clock is ahead; not there while it is not known.
     """
 
     engine: Identifier
@@ -145,6 +147,7 @@ class RankLink(Struct, frozen=True):
     bytes_per_second: Amount = 0.0
     establishment: Whole = 0
     data_rank: RankNumber = 0
+    clock_skew_seconds: Skew | UnsetType = UNSET
 
 
 class RankReport(Struct, frozen=True):
@@ -200,10 +203,15 @@ class EngineReport(_WithMessage, frozen=True, kw_only=True):
 
 
 class CanaryReport(_WithMessage, frozen=True):
-    """The latest canary of one link. ``bytes`` of KV moved."""
+    """The latest canary of one link that had a result. ``bytes`` of KV moved.
+
+    ``age_seconds`` is the age of the result if later canaries had none. A message of a canary that
+    passed then says why. An engine that is busy gives no result.
+    """
 
     state: CanaryState = CanaryState.PENDING
     bytes: Whole = 0
+    age_seconds: Whole | UnsetType = UNSET
 
 
 class LinkReport(_WithMessage, frozen=True):
@@ -223,6 +231,8 @@ class LinkReport(_WithMessage, frozen=True):
         bytes_per_second: the bandwidth of the slowest pair, because a request waits for it; 0 if
             none was measured.
         canary: the latest one since the link was established.
+        clock_skew_seconds: by how many seconds the prefill engine's clock is ahead, where it
+            differs most; not in the document while it is not known. No transfer depends on it.
     """
 
     prefill: Identifier
@@ -232,6 +242,7 @@ class LinkReport(_WithMessage, frozen=True):
     shards: Label = ""
     bytes_per_second: Amount = 0.0
     canary: CanaryReport = CanaryReport()
+    clock_skew_seconds: Skew | UnsetType = UNSET
 
 
 class PromptsReport(Struct, frozen=True, eq=False):

@@ -17,4 +17,5 @@ class Standing(StrEnum):
 
     HELD = "held"
     GONE = "gone"
+    EXPIRED = "expired"
     CLAIMED = "claimed"  # by another decode engine

@@ -118,19 +118,25 @@ class LeaseReply(Struct, frozen=True):
         seconds: how long the renewed leases stand from now on.
         renewed: leases that the asking engine holds.
         claimed: leases that another decode engine holds.
+        expired: leases that ended because nobody renewed them. 0.1.0 does not list them.
     """
 
     seconds: Annotated[float, Meta(gt=0, le=86400)]
     renewed: Annotated[tuple[LeaseKey, ...], Meta(max_length=1024)] = ()
     claimed: Annotated[tuple[LeaseKey, ...], Meta(max_length=1024)] = ()
+    expired: Annotated[tuple[LeaseKey, ...], Meta(max_length=1024)] = ()
 
 
 class HealthReply(Struct, frozen=True):
-    """``GET /healthz`` (JSON): which incarnation listens here, and how many shards it serves."""
+    """``GET /healthz`` (JSON): which incarnation listens here, and how many shards it serves.
+
+    ``time`` is that of its clock, in seconds since the epoch; None if it does not say.
+    """
 
     engine_id: Identifier
     role: Identifier
     shards: Annotated[int, Meta(ge=0, le=4096)]
+    time: Annotated[float, Meta(gt=0, lt=1e12)] | None = None
 
 
 T = TypeVar("T")

@@ -173,8 +173,8 @@ class Ticket(Struct, frozen=True):
         block_size: tokens in a logical block of the prefill engine.
         tokens: tokens covered, counted from the prompt's start.
         prompt_digest: of the prompt that the KV belongs to (:func:`prompt_digest`).
-        expires_at: when the lease ends unless renewed, Unix seconds of prefill's clock;
-            advice, since clocks differ.
+        expires_at: when the lease ends unless renewed, Unix seconds of prefill's clock. Decode
+            never compares it with its own clock. Prefill says whether the lease stands.
         tensor, pipeline: prefill's parallel sizes.
         fence_slot: index of the lease word in every rank's table; -1 without a fence.
         lease_seconds: how long prefill holds the blocks after each renewal.

@@ -152,11 +152,11 @@ class LeaseClient:
     def _note(
         self, engine_id: str, renewals: tuple[LeaseKey, ...], reply: LeaseReply, sent_at: float
     ) -> None:
-        renewed, claimed = set(reply.renewed), set(reply.claimed)
+        listed = dict.fromkeys(reply.renewed, Standing.HELD)
+        listed |= dict.fromkeys(reply.expired, Standing.EXPIRED)
+        listed |= dict.fromkeys(reply.claimed, Standing.CLAIMED)
         for key in renewals:
-            standing = Standing.HELD if key in renewed else Standing.GONE
-            if key in claimed:
-                standing = Standing.CLAIMED
+            standing = listed.get(key, Standing.GONE)
             self._answers.append(LeaseAnswer(engine_id, *key, standing, sent_at + reply.seconds))
 
     def _prune(self, outbox: _Outbox) -> bool:

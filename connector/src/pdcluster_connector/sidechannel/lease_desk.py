@@ -77,6 +77,7 @@ class LeaseDesk:
         self._free = list(range(slots - 1, -1, -1))
         self._words: dict[int, int] = {}
         self._released: list[str] = []
+        self._expired: OrderedDict[str, int] = OrderedDict()  # the tokens of the latest ones
 
     @property
     def held(self) -> int:
@@ -135,7 +136,10 @@ class LeaseDesk:
             due = takewhile(lambda item: item[1].deadline <= now, self._granted.items())
             expired = [request_id for request_id, _ in due]
             for request_id in expired:
+                self._expired[request_id] = self._granted[request_id].token
                 self._end(request_id)
+            while len(self._expired) > SLOTS:
+                self._expired.popitem(last=False)
             words |= self._words
             released, self._released, self._words = self._released, [], {}
             return LeaseChanges(released, expired, words)
@@ -152,6 +156,7 @@ class LeaseDesk:
             seconds=self._seconds,
             renewed=tuple(key for key in standing if standing[key] is Standing.HELD),
             claimed=tuple(key for key in standing if standing[key] is Standing.CLAIMED),
+            expired=tuple(key for key in standing if standing[key] is Standing.EXPIRED),
         )
 
     # From here on: with the lock.
@@ -160,7 +165,7 @@ class LeaseDesk:
         """Move a lease's deadline for the engine that holds it: that of the first ``holder``."""
         lease, engine = self._granted.get(request_id), parse_engine_id(holder).engine
         if lease is None or lease.token != token:
-            return Standing.GONE
+            return Standing.EXPIRED if self._expired.get(request_id) == token else Standing.GONE
         if lease.readers and lease.engine != engine:
             return Standing.CLAIMED
         lease.engine = engine

@@ -39,6 +39,8 @@ HEALTH_SECONDS = (2.0, 1.0)
 FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 1.0
 FIRST_RANK = (0, 0)
+# A clock that differs by so many seconds is warned about. A skew that moves less is not noted.
+SKEW_SECONDS, SKEW_STEP_SECONDS = 5.0, 1.0
 # What a question to a peer can find. Other failures are of one rank's own transfers.
 CONCERNS_ALL_RANKS = frozenset(
     {Reason.SIDE_CHANNEL_UNREACHABLE, Reason.PEER_RESTARTED, Reason.AUTHENTICATION_FAILED}
@@ -73,6 +75,7 @@ class KnownPeer:
         metadata: what its handshake brought; None before that.
         last_error: why the last attempt did not succeed.
         task: shakes hands, and then watches the peer.
+        skew: by how many seconds its clock is ahead of ours; None while not known.
     """
 
     engine_id: str
@@ -82,6 +85,7 @@ class KnownPeer:
     metadata: EngineMetadata | None = None
     last_error: handshake.TryAgain | None = None
     task: asyncio.Task[None] | None = None
+    skew: float | None = None
 
     def answer_all(self, outcome: EngineMetadata | Failure) -> None:
         """Pass on to every waiter how the handshake ended."""
@@ -159,6 +163,11 @@ class PeerBook:
         """Take in that another rank of this engine found a peer gone. Thread-safe."""
         self._thread.call(self._hear, engine_id, failure)
 
+    def skew(self, engine_id: str) -> float | None:
+        """Return by how many seconds a peer's clock is ahead of ours; None while not known."""
+        peer = self._peers.get(engine_id)
+        return None if peer is None else peer.skew
+
     def listen(self, on_gone: OnGone) -> None:
         """Also call ``on_gone`` when a connected peer is gone or was forgotten."""
         self._listeners.append(on_gone)
@@ -234,9 +243,22 @@ class PeerBook:
     async def _health(
         self, peer: KnownPeer, seconds: float
     ) -> HealthReply | Failure | handshake.TryAgain:
-        return await handshake.ask_health(
+        asked = time.time()
+        reply = await handshake.ask_health(
             self._http(), peer.engine_id, peer.host, peer.port, seconds, self._tls
         )
+        if isinstance(reply, HealthReply) and reply.time is not None:
+            self._note_skew(peer, reply.time - (asked + time.time()) / 2)
+        return reply
+
+    def _note_skew(self, peer: KnownPeer, skew: float) -> None:
+        """Note by how much a peer's clock differs; the first rank warns when that becomes much."""
+        known = peer.skew or 0.0
+        if peer.skew is None or abs(skew - known) >= SKEW_STEP_SECONDS:
+            peer.skew = round(skew, 1)
+            if self._asks_often and abs(known) < SKEW_SECONDS <= abs(skew):
+                words = "the clock of %s differs from ours by %+.0f s; certificates depend on it"
+                logger.warning(words, peer.engine_id, skew)
 
     def _gone(self, peer: KnownPeer, failure: Failure) -> None:
         logger.warning("peer %s is gone: %s", peer.engine_id, failure)

@@ -13,9 +13,11 @@ import errno
 import ipaddress
 import logging
 import socket
+import time
 from collections.abc import Sequence
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from pdcluster_connector import listening
 from pdcluster_connector.certificate_files import Tls
@@ -189,8 +191,8 @@ class SideChannelServer:
     # The answers.
 
     def health(self) -> web.Response:
-        """Say which incarnation listens here."""
-        body = messages.encode_health(self._health)
+        """Say which incarnation listens here, and what its clock shows."""
+        body = messages.encode_health(replace(self._health, time=time.time()))
         return web.Response(body=body, content_type="application/json")
 
     def handshake(self, body: bytes, names: Names) -> web.Response:

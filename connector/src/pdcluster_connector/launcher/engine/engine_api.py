@@ -83,7 +83,14 @@ DATA_RANK_HEADER: Final = "X-data-parallel-rank"
 
 
 class ApiError(Exception):
-    """The API answered with an error or with something else. The message quotes the answer."""
+    """The API answered with an error, of this HTTP status, or with something else (status 0).
+
+    The message quotes the answer.
+    """
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class ApiUnreachableError(Exception):
@@ -175,7 +182,7 @@ class EngineApi:
                 ) from None
             raise ApiUnreachableError(f"{address} does not answer: {_cause(error)}") from None
         if answer.status != 200:
-            raise ApiError(f"{address} answered {answer.status}: {_said(data)}")
+            raise ApiError(f"{address} answered {answer.status}: {_said(data)}", answer.status)
         return data
 
 

@@ -4,6 +4,9 @@ A link is verified only when the KV of a real request went through it. The launc
 API for one token. It then asks decode's API for the next token, with the parameters that prefill
 returned. Decode's answer says what its KV path did for this request. Each data-parallel rank of
 either engine gets one canary. :class:`CanarySchedule` says when each link gets one.
+
+A canary fails only if an answer shows that KV did not move. An engine that is busy answers too
+late, or with HTTP 429 or 503. That says nothing about KV: the result of the canary before stands.
 """
 
 import asyncio
@@ -18,11 +21,13 @@ from typing import Final
 import aiohttp
 from msgspec.structs import replace
 
+from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.launcher.engine.engine_api import ApiError, ApiUnreachableError, EngineApi
 from pdcluster_connector.launcher.links.link_table import LinkRow, LinkTable
 from pdcluster_connector.protocol.engine_id import id_of_rank
 from pdcluster_connector.protocol.kv_path import KEY_PARAMETER
 from pdcluster_connector.protocol.launcher_documents import CanaryReport, CanaryState, LinkState
+from pdcluster_connector.protocol.prompt_outcomes import was_due
 
 _FIRST_RETRY: Final = 2.0
 _LAST_RETRY: Final = 60.0
@@ -145,9 +150,9 @@ class Canaries:
             prefill = EngineApi(session, row.peer.api.rstrip("/"), self.api_key)
             engine_id, size = row.report.prefill_engine_id, row.peer.data_parallel_size
             result = await self.run(prefill, engine_id, size, links.peers.model)
-            links.set_canary(row, result)
-            interval = links.peers.canary_interval_seconds
-            schedule.ran(row, result, interval, time.monotonic())
+            now = time.monotonic()
+            links.set_canary(row, result, now)
+            schedule.ran(row, result, links.peers.canary_interval_seconds, now)
 
     async def run(self, prefill: EngineApi, engine_id: str, ranks: int, model: str) -> CanaryReport:
         """Send requests until each data-parallel rank of both engines has had one.
@@ -180,10 +185,11 @@ class Canaries:
     ) -> CanaryReport:
         """Send one request through a rank of prefill and one of decode, with these engine ids.
 
-        The result is Passed if KV moved between these two, Pending if an API does not answer
-        (nothing is known then), and Failed otherwise. Never raises.
+        The result is Passed if KV moved between these two, Failed if an answer shows that it did
+        not, and Pending if nothing is known. Never raises.
         """
         tokens, seconds = self.make_prompt(), self.seconds
+        given: object = None
         request = {"model": model, "prompt": tokens, "max_tokens": 1, "temperature": 0.0}
         try:
             async with asyncio.timeout(seconds):
@@ -197,12 +203,12 @@ class Canaries:
                     )
                 asked = {**request, "kv_transfer_params": {**given, KEY_PARAMETER: self.names_key}}
                 second = await self.decode.complete(asked, seconds, ranks[1])
-        except ApiUnreachableError as error:
-            return CanaryReport(CanaryState.PENDING, message=str(error))
         except ApiError as error:
-            return _failed(str(error))
-        except TimeoutError:
-            return _failed(f"no answer within {seconds:g} s")
+            # vLLM ends a request whose KV cannot be loaded with a bare 500.
+            failed = error.status == 500 or any(reason in str(error) for reason in Reason)
+            return _failed(str(error), shown=given is not None and failed)
+        except (ApiUnreachableError, TimeoutError) as error:
+            return _failed(str(error) or f"no answer within {seconds:g} s", shown=False)
         return judge(second.get("kv_transfer_params"), *ids)
 
 
@@ -214,7 +220,9 @@ def judge(answer: object, prefill_engine_id: str, decode_engine_id: str) -> Cana
     outcome, moved, reason = path.get("outcome"), path.get("bytes"), path.get("reason")
     why = f" ({reason})" if isinstance(reason, str) and reason else ""
     if outcome == "local":
-        return _failed(f"decode computed the prompt itself instead of receiving its KV{why}")
+        message = f"decode computed the prompt itself instead of receiving its KV{why}"
+        # There is no reason if the request was ended before that, as by an engine that drains.
+        return _failed(message, shown=bool(why) and was_due(outcome, str(reason)))
     if outcome != "transferred":
         return _failed(f"the KV transfer ended as {outcome!r}{why}")
     for name, wanted in (("prefill", prefill_engine_id), ("decode", decode_engine_id)):
@@ -227,5 +235,6 @@ def judge(answer: object, prefill_engine_id: str, decode_engine_id: str) -> Cana
     return CanaryReport(CanaryState.PASSED, moved)
 
 
-def _failed(message: str) -> CanaryReport:
-    return CanaryReport(CanaryState.FAILED, message=message)
+def _failed(message: str, *, shown: bool = True) -> CanaryReport:
+    """Return a result that is Pending if the answer does not show that KV did not move."""
+    return CanaryReport(CanaryState.FAILED if shown else CanaryState.PENDING, message=message)

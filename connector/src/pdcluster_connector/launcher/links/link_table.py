@@ -7,10 +7,12 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Final
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from pdcluster_connector.protocol.launcher_documents import (
     CanaryReport,
+    CanaryState,
     LinkReport,
     LinkState,
     PeerEntry,
@@ -23,6 +25,7 @@ REPORT_LIFETIME: Final = 15.0
 
 Place = tuple[int, int]  # (pipeline, tensor)
 Worker = tuple[int, int, int]  # (data, pipeline, tensor)
+_Establishment = tuple[str, tuple[int, ...]]  # of which incarnation, and its numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ class LinkTable:
     data: int = 1
     peers: PeersDocument = field(default_factory=lambda: PeersDocument(0, ()))
     _reports: dict[Worker, _Kept] = field(default_factory=dict)
-    _canaries: dict[str, tuple[str, tuple[int, ...], CanaryReport]] = field(default_factory=dict)
+    _canaries: dict[str, tuple[_Establishment, CanaryReport, float]] = field(default_factory=dict)
 
     def set_peers(self, document: PeersDocument) -> bool:
         """Take the operator's document; returns False if it changes nothing.
@@ -87,16 +90,23 @@ class LinkTable:
         self._reports[report.data_rank, *rank] = _Kept(now, links)
         return None
 
-    def set_canary(self, row: LinkRow, result: CanaryReport) -> None:
+    def set_canary(self, row: LinkRow, result: CanaryReport, now: float) -> None:
         """Keep the result of a canary that was sent while the link was as in ``row``.
 
         The result counts only for that incarnation and that establishment. A link that was lost in
-        the meantime, or that is lost later, needs another canary.
+        the meantime, or that is lost later, needs another canary. A canary without a result
+        changes nothing: the result before stands, and its age is reported.
         """
-        engine = row.peer.engine
-        if row.establishment and any(peer.engine == engine for peer in self.peers.peers):
-            key = row.report.prefill_engine_id, row.establishment
-            self._canaries[engine] = *key, result
+        engine, key = row.peer.engine, (row.report.prefill_engine_id, row.establishment)
+        if not row.establishment or all(peer.engine != engine for peer in self.peers.peers):
+            return
+        tried, last, at = self._canaries.get(engine, (None, result, now))
+        pending, passed = CanaryState.PENDING, CanaryState.PASSED
+        if tried == key and result.state is pending and last.state is not pending:
+            newer = f"no newer result: {result.message}"
+            message = newer if last.state is passed else last.message
+            result, now = replace(last, message=message, age_seconds=0), at
+        self._canaries[engine] = key, result, now
 
     def rows(self, now: float) -> list[LinkRow]:
         """One row for each peer, in the operator's order."""
@@ -134,7 +144,12 @@ class LinkTable:
         establishment: tuple[int, ...] = ()
         if state is LinkState.ESTABLISHED:
             establishment = tuple(fresh[pair].establishment for pair in pairs)
-        *tried, canary = self._canaries.get(peer.engine, ("", (), CanaryReport()))
+        tried, canary, at = self._canaries.get(peer.engine, (None, CanaryReport(), 0.0))
+        if tried != (engine_id, establishment):
+            canary = CanaryReport()
+        elif canary.age_seconds is not UNSET:
+            canary = replace(canary, age_seconds=int(now - at))
+        skews = [one for link in fresh.values() if (one := link.clock_skew_seconds) is not UNSET]
         report = LinkReport(
             peer.engine,
             engine_id,
@@ -142,7 +157,8 @@ class LinkTable:
             reason,
             f"{len(established)}/{len(pairs)}",
             min((link.bytes_per_second for link in established), default=0.0),
-            canary if tried == [engine_id, establishment] else CanaryReport(),
+            canary,
+            max(skews, key=abs, default=UNSET),
             message=message,
         )
         return LinkRow(peer, report, establishment)

@@ -18,7 +18,6 @@ from typing import Any, Final
 
 from vllm.v1.request import Request, RequestStatus
 
-from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.pairing import GroupBlocks
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
@@ -126,7 +125,6 @@ class DecodeRole:
         leases: LeaseClient,
         stats: StatsCollector,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
         *,
         keys: Callable[[], TicketKeys | None],
         key: str = "",
@@ -139,7 +137,6 @@ class DecodeRole:
         self._block = smallest_block(groups)  # a shorter rest of a prompt needs no prefill engine
         pace = PromptPace(options.local_tokens_per_step)
         self.local = LocalPrompts(pace, self._block, stats, clock)
-        self._wall_clock = wall_clock
         self._leaves_last_token = leaves_last_token(groups)
         self._is_data_rank = parse_engine_id(engine_id).data_rank is not None
         self._keys, self._audience = keys, options.ticket_audience
@@ -179,8 +176,6 @@ class DecodeRole:
         if self._tickets.is_spent(ticket):
             # Released by an earlier request of this engine: the blocks may be reused already.
             return LocalReason.TICKET_SPENT
-        if ticket.expires_at <= self._wall_clock():
-            return Reason.LEASE_EXPIRED
         if self._leaves_last_token and ticket.tokens >= request.num_tokens:
             return LocalReason.TICKET_TOO_LONG
         if digest_of_prompt(request, ticket.tokens) != ticket.prompt_digest:
@@ -219,13 +214,13 @@ class DecodeRole:
         return (count, True) if count > 0 else (0, False)
 
     def _waits_for_claim(self, request: Request, ticket: Ticket) -> bool:
-        """Whether other data-parallel ranks may use the ticket up before this one has claimed it.
+        """Whether the lease may have ended before this engine has claimed it.
 
-        vLLM spreads the choices of a request with ``n`` > 1 over them. A rank may come when the
-        others have read and released. It then computes the prompt; a receive would only fail.
+        It then computes the prompt; a receive would only fail. vLLM spreads the choices of a
+        request with ``n`` > 1 over data-parallel ranks, and the others may have read and released.
         """
         is_shared = self._is_data_rank and _CHOICE.match(request.request_id) is not None
-        return is_shared and not self._tickets.is_claimed(ticket)
+        return self._tickets.waits_for_claim(ticket, shared=is_shared)
 
     def reset(self) -> None:
         """Use none of the waiting tickets: their KV is of before the caches were cleared."""

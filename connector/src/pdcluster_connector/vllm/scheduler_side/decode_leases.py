@@ -30,6 +30,9 @@ _LOST: Final = {
     Standing.GONE: Failure(
         Reason.LEASE_LOST, "prefill holds no such lease: it was released, or it has expired"
     ),
+    Standing.EXPIRED: Failure(
+        Reason.LEASE_EXPIRED, "prefill's lease had ended before this engine asked for it"
+    ),
     Standing.CLAIMED: Failure(Reason.LEASE_CLAIMED, "another decode engine used this ticket first"),
 }
 _EXPIRED: Final = Failure(
@@ -47,6 +50,7 @@ class _Lease:
         renew_at: when it is renewed next.
         users: requests that came with the ticket and still need it.
         claimed: whether prefill has acknowledged it for this engine.
+        doubtful: whether it had ended by prefill's clock when the ticket came, as far as is known.
         lost: why it is not this engine's any more.
         parked: requests that wait for its KV.
     """
@@ -57,6 +61,7 @@ class _Lease:
     renew_at: float = 0.0
     users: set[str] = field(default_factory=set)
     claimed: bool = False
+    doubtful: bool = False
     lost: Failure | None = None
     parked: set[str] = field(default_factory=set)
 
@@ -74,6 +79,7 @@ class DecodeLeases:
         self._spent: OrderedDict[_Key, None] = OrderedDict()
         self._renewed: dict[str, float] = {}
         self._lost: dict[str, Failure] = {}
+        self._ahead: dict[str, float] = {}  # prefill's Unix clock of our monotonic one, at least
         self._renew_at = math.inf
 
     def is_spent(self, ticket: Ticket) -> bool:
@@ -87,7 +93,13 @@ class DecodeLeases:
         """
         key, now = _key(ticket), self._clock()
         length = min(self._lease_seconds, ticket.lease_seconds)
-        lease = self.held.setdefault(key, _Lease(ticket, length, now + length))
+        # A ticket was made before it came here. So prefill's clock is at least so far ahead.
+        least, ahead = ticket.expires_at - ticket.lease_seconds - now, self._ahead
+        doubtful = ticket.expires_at <= now + ahead.get(ticket.engine_id, -math.inf)
+        if len(ahead) >= MAX_SPENT:
+            ahead.clear()
+        ahead[ticket.engine_id] = max(least, ahead.get(ticket.engine_id, least))
+        lease = self.held.setdefault(key, _Lease(ticket, length, now + length, doubtful=doubtful))
         lease.users.add(request_id)
         self._renew_at = min(self._renew_at, lease.renew_at)
         self._renew(lease)
@@ -100,10 +112,13 @@ class DecodeLeases:
             return _LOST[Standing.GONE] if lease is None else lease.lost
         return _EXPIRED if self._clock() >= lease.until else None
 
-    def is_claimed(self, ticket: Ticket) -> bool:
-        """Whether prefill has acknowledged the lease of a ticket in use for this engine."""
-        lease = self.held.get(_key(ticket))
-        return lease is not None and lease.claimed
+    def waits_for_claim(self, ticket: Ticket, *, shared: bool) -> bool:
+        """Whether a ticket in use waits until prefill has acknowledged its lease.
+
+        ``shared``: another engine may use it up.
+        """
+        lease = self.held[_key(ticket)]
+        return not lease.claimed and (shared or lease.doubtful)
 
     def park(self, ticket: Ticket, request_id: str) -> tuple[float, bool]:
         """Note a request that waits for the ticket's KV.
@@ -142,6 +157,8 @@ class DecodeLeases:
             if lease is None or lease.lost is not None:
                 continue
             if answer.standing is Standing.HELD:
+                if lease.doubtful and not lease.claimed:  # prefill's clock was set back
+                    self._ahead.pop(answer.engine_id, None)
                 lease.until = max(lease.until, answer.until) if lease.claimed else answer.until
                 lease.claimed = True
                 self._renewed.update(dict.fromkeys(lease.parked, lease.until))

@@ -198,6 +198,7 @@ def _verdicts(
     prefill, decode = (engines[role] for role in Role)
     decides = who_decides(observed.cluster, observed.scaler)
     share = cluster.spec.verification.max_local_share
+    interval = cluster.spec.verification.canary.interval_seconds
     verdicts = {
         ConditionType.ACCEPTED: with_warnings(accepted(findings), findings),
         ConditionType.PREFILL_READY: with_scaler(role_ready(prefill, findings), decides),
@@ -205,7 +206,9 @@ def _verdicts(
         ConditionType.KV_LINKS_ESTABLISHED: links_established(
             pairs, old[ConditionType.KV_LINKS_ESTABLISHED]
         ),
-        ConditionType.KV_PATH_VERIFIED: path_verified(pairs, old[ConditionType.KV_PATH_VERIFIED]),
+        ConditionType.KV_PATH_VERIFIED: path_verified(
+            pairs, old[ConditionType.KV_PATH_VERIFIED], interval
+        ),
         ConditionType.TRANSPORT_HEALTHY: local_prefill(
             decode, observed.links, share, old[ConditionType.TRANSPORT_HEALTHY]
         )

@@ -112,6 +112,7 @@ def with_warnings(accepted: Verdict, findings: Findings) -> Verdict:
     return replace(accepted, message=" ".join(parts))
 
 
+CANARY_STANDS_SECONDS = 3600.0  # what a canary showed, after the next one was due
 MEGABYTE = 1_000_000
 # Slower than this over RDMA hardware means that another transport was taken.
 RDMA_LEAST_MBPS = 1000
@@ -133,8 +134,14 @@ def links_established(pairs: Sequence[PairView], before: Mapping[str, Any]) -> V
     )
 
 
-def path_verified(pairs: Sequence[PairView], before: Mapping[str, Any]) -> Verdict:
-    """Whether a canary's KV was counted on every link."""
+def path_verified(
+    pairs: Sequence[PairView], before: Mapping[str, Any], interval: float = 0.0
+) -> Verdict:
+    """Whether a canary's KV was counted on every link.
+
+    Args:
+        interval: seconds between two canaries of a link.
+    """
     if not pairs:
         return unknown(StatusReason.NO_PAIRS, "there is no pair of engines")
     failed = [pair for pair in pairs if pair.canary_failed]
@@ -152,9 +159,14 @@ def path_verified(pairs: Sequence[PairView], before: Mapping[str, Any]) -> Verdi
         detail = f": {waiting.canary.message}" if waiting.canary.message else ""
         message = f"{waiting.label}: no canary since the link was established{detail}"
         return _open(StatusReason.CANARY_PENDING, message, before)
-    return yes(
-        StatusReason.CANARY_PASSED, f"KV was seen to move over {counted(len(pairs), 'link')}"
-    )
+    old = [
+        f"{pair.label}: no canary had a result for more than an hour: {pair.canary.message}"
+        for pair in pairs
+        if (pair.canary.age_seconds or 0) > interval + CANARY_STANDS_SECONDS
+    ]
+    seen = f"KV was seen to move over {counted(len(pairs), 'link')}"
+    passed = yes(StatusReason.CANARY_PASSED, seen)
+    return unknown(StatusReason.CANARY_PENDING, old[0]) if old else passed
 
 
 def transport_healthy(pairs: Sequence[PairView], transfer: Transfer) -> Verdict:
