@@ -209,6 +209,35 @@ def test_a_layer_that_differs_is_described_as_each_engine_has_it() -> None:
     )
 
 
+def test_another_draft_model_is_refused_by_name() -> None:
+    pair = (replace(KNOWN, draft="eagle3 a"), replace(KNOWN, draft="eagle3 b"))
+    first = refused(check(*pair))
+    assert first is not None
+    assert (first.rule, first.reason, first.field) == (
+        "ModelMismatch", Reason.MODEL_MISMATCH, "draft",
+    )  # fmt: skip
+    assert first.message == "the draft model differs: prefill eagle3 a, decode eagle3 b"
+    assert "--speculative-config" in first.remedy
+    assert check(pair[0], pair[0]) == ()
+
+
+def test_a_draft_model_that_an_older_engine_does_not_state_is_no_mismatch() -> None:
+    """Its layers are compared as before, so a draft model of one side only is refused."""
+    stated = replace(KNOWN, draft="eagle3 a", layers=layers(3))
+    older = replace(stated, draft=None)
+    assert check(stated, older) == check(older, stated) == check(older, older) == ()
+    alone = refused(check(stated, KNOWN))
+    assert alone is not None
+    assert alone.rule == "LayerMismatch"
+
+
+def test_of_another_model_with_another_draft_the_model_is_named() -> None:
+    other = replace(KNOWN, model="mistral", draft="b")
+    first = refused(check(replace(KNOWN, draft="a"), other))
+    assert first is not None
+    assert first.field == "model"
+
+
 SIDES = {"prefill": "decode", "decode": "prefill"}
 NULLABLE = [name for name in EngineShape.__struct_fields__ if getattr(EngineShape(), name) is None]
 
@@ -323,7 +352,7 @@ def test_an_unknown_field_is_never_a_refusal(field: str, base: EngineShape, side
     pair = (unknown if side != "decode" else base, unknown if side != "prefill" else base)
     findings = check(*pair)
     assert refused(findings) is None
-    spare = {"prefix_caching", "groups", "layout", "hybrid"}
+    spare = {"prefix_caching", "groups", "layout", "hybrid", "draft"}
     if base is SLICEABLE:
         spare |= {"packing"}
     if base is not UNGROUPED:

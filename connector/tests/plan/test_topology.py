@@ -42,6 +42,22 @@ def test_head_intervals_are_vllms(heads: int, tensor: int) -> None:
     assert set(held.values()) == {max(1, tensor // heads)}, "every head is held equally often"
 
 
+@pytest.mark.parametrize(
+    ("heads", "tensor", "first"),
+    [
+        (2, 4, [0, 0, 1, 1]),
+        (2, 8, [0, 0, 0, 0, 1, 1, 1, 1]),
+        (3, 6, [0, 0, 1, 1, 2, 2]),
+        (8, 2, [0, 4]),
+    ],
+)
+def test_ranks_that_hold_the_same_head_are_neighbours(
+    heads: int, tensor: int, first: list[int]
+) -> None:
+    """As vLLM 0.32 has it: QKVParallelLinear loads shard ``rank // num_kv_head_replicas``."""
+    assert [head_interval(heads, tensor, rank)[0] for rank in range(tensor)] == first
+
+
 @pytest.mark.parametrize(("heads", "tensor", "rank"), [(0, 1, 0), (4, 0, 0), (4, 2, 2), (4, 2, -1)])
 def test_ranks_that_are_none(heads: int, tensor: int, rank: int) -> None:
     with pytest.raises(ValueError, match="KV heads"):

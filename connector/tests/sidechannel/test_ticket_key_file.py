@@ -108,6 +108,17 @@ def test_keys_are_replaced_while_the_engine_runs(tmp_path: Path) -> None:
     assert keys() == new
 
 
+@pytest.mark.parametrize("ahead", [1, ROTATION_SECONDS, 1e6])
+def test_a_file_from_the_future_is_young(tmp_path: Path, ahead: float) -> None:
+    """Another machine's clock wrote its time, so how long it has been there is not known."""
+    path, wall = tmp_path / "key", Clock()
+    write(path, NEW + b"\n" + OLD, written=wall.now + ahead)
+    keys = TicketKeyFile(str(path), Clock(), wall)
+    assert keys().signing == parse_keys(OLD).signing, "every engine has the old key"
+    wall.now += ahead + ROTATION_SECONDS
+    assert keys().signing == parse_keys(NEW).signing
+
+
 def test_what_cannot_be_used_leaves_the_keys_as_they_were(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -118,6 +118,15 @@ def test_one_ranks_word_is_enough_to_fail(rig: Rig) -> None:
     assert f"rank (0, {len(rig.prefill.caches) - 1})" in failure.message
 
 
+@pytest.mark.parametrize("bit", [0, 31, 32, 63])
+def test_each_bit_of_a_lease_word_counts(rig: Rig, bit: int) -> None:
+    rig.send()
+    eventually(lambda: rig.under_way == len(rig.prefill.caches))
+    rig.give_to_another(SEED ^ (1 << bit))
+    rig.fabric.land()
+    assert rig.decode.wait("r").failed["r"].reason is Reason.LEASE_LOST
+
+
 @pytest.mark.parametrize("slot", [-1, SLOTS, 2**31 - 1])
 def test_a_ticket_without_a_lease_word_is_not_read(rig: Rig, slot: int) -> None:
     ticket = rig.prefill.ticket(SEED, BLOCKS, TOKENS, fence_slot=slot)

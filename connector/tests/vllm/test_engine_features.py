@@ -356,8 +356,16 @@ def test_speculation_with_a_draft_model(
     answer = Pair(pair.prefill, decode).generate(tokens, TOKENS)
     assert (answer.path["outcome"], answer.path["reason"]) == ("failed", "LayerMismatch")
     assert answer.tokens == expected(tokens)
-    nothing_held(prefill, decode)
-    for engine in (prefill, decode):
+    other = engines(
+        "do", connector_config("kv_consumer", "recompute", secured=secured, by_role=True),
+        **{**llm, "speculative_config": {**DRAFT, "model": str(model_path("llama"))}},
+    ).wait_ready()  # fmt: skip
+    answer = Pair(prefill, other).generate(tokens, TOKENS)
+    assert (answer.path["outcome"], answer.path["reason"]) == ("failed", "ModelMismatch")
+    assert "the draft model differs: prefill draft_model " in answer.path["message"]
+    assert answer.tokens == expected(tokens)
+    nothing_held(prefill, decode, other)
+    for engine in (prefill, decode, other):
         assert engine.free_blocks() == 255
         engine.stop()
 

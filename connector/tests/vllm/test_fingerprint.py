@@ -6,12 +6,15 @@ import json
 import shutil
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pdcluster_connector.vllm.worker_side.fingerprint import (
     PIECE_BYTES,
     context_variant,
+    digest_of_draft,
+    digest_of_engine,
     model_digest,
 )
 
@@ -65,6 +68,40 @@ def test_config_shape_and_variant_count(tmp_path: Path) -> None:
     nested = {**CONFIG, "text_config": {"dtype": "float32", "hidden_size": 8}}
     other = {**CONFIG, "text_config": {"dtype": "bfloat16", "hidden_size": 8}}
     assert model_digest(nested, None) == model_digest(other, None)
+
+
+def engine(folder: Path) -> SimpleNamespace:
+    """vLLM's ModelConfig, as far as it is read."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return SimpleNamespace(
+        model=str(folder), revision=None, hf_config=None, hf_overrides={}, quantization=None,
+        max_model_len=512,
+    )  # fmt: skip
+
+
+def speculation(folder: Path, method: str = "eagle3", *, kv: bool = True, parallel: bool = False):
+    return SimpleNamespace(
+        method=method, parallel_drafting=parallel, draft_model_config=engine(folder),
+        uses_draft_kv_cache=lambda: kv,
+    )  # fmt: skip
+
+
+def test_a_draft_model_with_other_weights_is_another_one(tmp_path: Path) -> None:
+    write_weights(tmp_path / "a")
+    write_weights(tmp_path / "b")
+    write_weights(tmp_path / "other", fill=8)
+    first = digest_of_draft(speculation(tmp_path / "a"))
+    assert first == f"eagle3 {digest_of_engine(engine(tmp_path / 'a'))}"
+    assert digest_of_draft(speculation(tmp_path / "b")) == first, "under another path"
+    assert digest_of_draft(speculation(tmp_path / "other")) != first
+    assert digest_of_draft(speculation(tmp_path / "a", "eagle")) != first
+    assert digest_of_draft(speculation(tmp_path / "a", parallel=True)) != first
+
+
+def test_drafts_without_kv_are_no_part_of_the_shape(tmp_path: Path) -> None:
+    write_weights(tmp_path)
+    assert digest_of_draft(None) is None
+    assert digest_of_draft(speculation(tmp_path, "ngram", kv=False)) is None
 
 
 LONG_ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}

@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 import torch
 from registered_caches import BLOCK, BLOCKS, NAMES, copy, page_views, vllm_config
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from pdcluster_connector.compat.check import check, refused
@@ -224,3 +225,22 @@ def test_more_arrays_than_mamba2_has_are_moved_whole() -> None:
     assert [part.name for part in made.shape.layers[0].parts] == [
         "state0.DS", "state1.DS", "state2.DS"
     ]  # fmt: skip
+
+
+def test_speculation_on_decode_alone_gives_it_other_states() -> None:
+    """vLLM keeps the inputs of drafted tokens too: decode's conv states are larger."""
+    shapes = []
+    for drafted in (0, 3):
+        spec = MambaSpec(
+            block_size=BLOCK, dtypes=(torch.float32, torch.float32), page_size_padded=16384,
+            shapes=MambaStateShapeCalculator.mamba2_state_shape(
+                1, HEADS * HEAD_DIM, 1, HEADS, HEAD_DIM, STATE, ROWS + 1, num_spec=drafted
+            ),
+        )  # fmt: skip
+        views, placed = page_views(spec)
+        caches = KVCacheConfig(BLOCKS, [placed], [KVCacheGroupSpec(NAMES, spec)])
+        shapes.append(register(views, caches, vllm_config(), (0, 0), "digest").shape)
+    assert refused(check(shapes[0], shapes[0])) is None
+    found = refused(check(*shapes))
+    assert found is not None
+    assert found.rule == "LayerMismatch"

@@ -24,7 +24,7 @@ from pdcluster_connector.plan.pairing import GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.transfer.receiver import Received, ReceiveResults
-from pdcluster_connector.vllm.config import ConfigError, parse_options
+from pdcluster_connector.vllm.config import ConfigError, parse_options, refuse_unsupported
 from pdcluster_connector.vllm.connector import PDClusterConnector
 from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder, StepOrders, StepReport
 from pdcluster_connector.vllm.worker_side.worker import GONE_SECONDS, receiver_options
@@ -44,7 +44,13 @@ def vllm_config(backend: Any = "mp", engine_id: str = "e/1", **extra: Any) -> An
         parallel_config=SimpleNamespace(
             distributed_executor_backend=backend, data_parallel_index=0
         ),
-        model_config=SimpleNamespace(enable_sleep_mode=False, enable_cumem_allocator=False),
+        model_config=SimpleNamespace(
+            enable_sleep_mode=False,
+            enable_cumem_allocator=False,
+            multimodal_config=None,
+            is_encoder_decoder=False,
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=False),
     )
 
 
@@ -225,6 +231,42 @@ def test_what_admission_refuses_by_its_flag_is_refused_at_start_with_the_same_wo
     with pytest.raises(ConfigError) as caught:
         PDClusterConnector(config, KVConnectorRole.WORKER, SimpleNamespace())
     assert REFUSED_FLAGS[flag] in str(caught.value)
+
+
+def images(cache_gb: float, *, text_only: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(mm_processor_cache_gb=cache_gb, language_model_only=text_only)
+
+
+def test_images_without_a_hash_of_their_content_are_refused_with_a_remedy() -> None:
+    """vLLM's hash of an image is then a counter, in which two images of two engines are equal."""
+    config = vllm_config()
+    config.model_config.multimodal_config = images(0)
+    for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
+        with pytest.raises(
+            ConfigError,
+            match=r"mm_processor_cache_gb: 0: prefix caching is off too.* another image; "
+            r"remove --mm-processor-cache-gb, or use --enable-prefix-caching",
+        ):
+            PDClusterConnector(config, role, SimpleNamespace())
+
+
+@pytest.mark.parametrize(
+    ("given", "prefixes"),
+    [(images(0), True), (images(4), False), (images(0, text_only=True), False), (None, False)],
+)
+def test_images_that_have_a_hash_are_not_refused(given: Any, prefixes: bool) -> None:
+    config = vllm_config()
+    config.model_config.multimodal_config = given
+    config.cache_config.enable_prefix_caching = prefixes
+    refuse_unsupported(config, "cpu")
+
+
+def test_a_model_whose_cache_vllm_turns_off_itself_is_not_refused_for_it() -> None:
+    """The handshake refuses it: its layers that read the encoder have KV of another kind."""
+    config = vllm_config()
+    config.model_config.multimodal_config = images(0)
+    config.model_config.is_encoder_decoder = True
+    refuse_unsupported(config, "cpu")
 
 
 def test_a_buffer_device_is_not_ignored() -> None:

@@ -106,6 +106,13 @@ READS = {
     ("vllm.config.model", "ModelConfig"): (
         "model", "revision", "quantization", "hf_config", "hf_overrides", "enable_sleep_mode",
         "enable_cumem_allocator", "use_mla", "get_total_num_kv_heads", "dtype",
+        "multimodal_config", "is_encoder_decoder",
+    ),
+    ("vllm.config.multimodal", "MultiModalConfig"): (
+        "mm_processor_cache_gb", "language_model_only",
+    ),
+    ("vllm.config.speculative", "SpeculativeConfig"): (
+        "uses_draft_kv_cache", "method", "parallel_drafting", "draft_model_config",
     ),
     ("vllm.model_executor.layers.attention.attention", "Attention"): ("kv_cache_dtype", "dtype"),
     ("vllm.model_executor.layers.attention.mla_attention", "MLAAttention"): ("kv_cache_dtype",),

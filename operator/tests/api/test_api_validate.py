@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from said_findings import check_manifest
 
@@ -141,6 +143,53 @@ def test_another_model_on_one_role_is_refused_naming_both(prefill, decode, value
     for value in values:
         assert value in refused.value
     assert "extraArgs" in refused.path
+
+
+def spec(**said):
+    return args("--speculative-config", json.dumps({"num_speculative_tokens": 3, **said}))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "values"),
+    [
+        (spec(model="/e/a"), spec(model="/e/b"), ("prefill /e/a,", "decode /e/b")),
+        (spec(model="o/e", method="eagle3"), args("--spec-model", "o/f"), ("o/e", "o/f")),
+        (spec(model="o/e"), spec(model="o/e", revision="v2"), ("o/e --revision v2",)),
+        (args("-sc.model", "o/e", "--speculative-config.method", "eagle"),
+         args("--speculative_config.model=o/f"), ("o/e", "o/f")),
+        (args("-sc", '{"model": "o/g"}', "-sc.model", "o/e"), spec(model="o/g"), ("o/e", "o/g")),
+        (args("--spec-model=o/e", "--spec-method", "mtp"), spec(model="o/f"), ("o/e", "o/f")),
+    ],
+)  # fmt: skip
+def test_another_draft_model_on_one_role_is_refused_naming_both(prefill, decode, values):
+    (refused,) = findings(prefill=prefill, decode=decode).errors
+    assert refused.rule == "ModelMismatch"
+    assert "the draft model differs" in refused.message
+    for value in values:
+        assert value in refused.message
+    assert (refused.path, refused.related[0]) == (
+        "spec.decode.engine.extraArgs", "spec.prefill.engine.extraArgs",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (spec(model="o/e"), spec(model="o/e", num_speculative_tokens=5)),
+        (spec(model="o/e", method="medusa"), spec(model="o/f", method="medusa")),
+        (args(), spec(method="ngram", prompt_lookup_max=2)),
+        (spec(method="ngram"), spec(model="ngram")),
+        (args(), spec(model="o/e", method="eagle3")),  # the handshake compares the layers
+        (args(), args("--speculative-config", "{")),
+        (spec(model="o/e"), args("--speculative-config", "[" * 16_000)),
+        (spec(model="o/e"), spec(model="o/f", method=["eagle"])),
+        (spec(model="o/e"), args("--speculative-config", "7")),
+    ],
+)
+def test_draft_models_that_a_spec_does_not_contradict_are_accepted(prefill, decode):
+    found = findings(prefill=prefill, decode=decode)
+    assert found.ok, found.errors
+    assert "draft" not in found.unchecked
 
 
 @pytest.mark.parametrize("flag", ["--kv-cache-dtype=fp8_e5m2", "--dtype=float"])

@@ -152,6 +152,33 @@ def test_flags_that_the_connector_refuses_at_start_are_refused_before(flag):
     assert not errors(engine={"extraArgs": [f"--no-{flag[2:]}"]})
 
 
+NO_IMAGES = ["--mm-processor-cache-gb", "0"]
+
+
+@pytest.mark.parametrize("words", [NO_IMAGES, ["--mm_processor_cache_gb=0.0"]])
+@pytest.mark.parametrize("off", [{"prefixCaching": "Disabled"}, {}])
+def test_images_that_vllm_would_only_number_are_refused(words, off):
+    words = words if off else [*words, "--no-enable-prefix-caching"]
+    found = errors(decode={"engine": {"extraArgs": words, **off}})
+    (refused,) = found.values()
+    assert (refused.path, refused.rule) == ("spec.decode.engine.extraArgs", "FlagUnsupported")
+    assert "in the decode engines prefix caching is off too" in refused.message
+    assert "numbers images instead of hashing them" in refused.message
+    assert refused.remedy == (
+        "Remove --mm-processor-cache-gb, or set engine.prefixCaching: Enabled."
+    )
+    one = errors(prefill={"engine": {"extraArgs": NO_IMAGES}}, engine={"prefixCaching": "Disabled"})
+    assert list(one) == ["spec.prefill.engine.extraArgs"], "a role may have it from both places"
+
+
+def test_images_that_one_of_both_caches_hashes_are_not_refused():
+    assert not errors(engine={"extraArgs": NO_IMAGES})
+    for words in ([], ["--mm-processor-cache-gb", "0.5"], [*NO_IMAGES, "--enable-prefix-caching"]):
+        assert not errors(engine={"extraArgs": words, "prefixCaching": "Disabled"}), words
+    (abbreviated,) = errors(engine={"extraArgs": ["--mm-processor-cache-g", "0"]}).values()
+    assert abbreviated.rule == "UnreadableFlag"
+
+
 @pytest.mark.parametrize("word", ["--enable-prefix-caching", "--enable-chunked-prefill", "-ep"])
 def test_other_flags_that_enable_something_pass(word):
     assert not errors(engine={"extraArgs": [word]})

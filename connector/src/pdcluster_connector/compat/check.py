@@ -5,7 +5,7 @@ Admission, the command line and the handshake all ask here. Pure: no I/O.
 
 from collections.abc import Iterable
 
-from pdcluster_connector.compat.findings import Clash, Finding, Rule, Verdict, show
+from pdcluster_connector.compat.findings import Finding, Rule, Verdict, show
 from pdcluster_connector.compat.pair_rules import BLOCK_RULES, IDENTITY_RULES, PAIR_RULES
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.compat.shape_rules import SHAPE_RULES
@@ -46,22 +46,19 @@ def _findings(
         clash = rule.test(prefill, decode)
         if clash is None:
             continue
-        if clash.verdict is Verdict.REFUSED:
-            refusals.append(_finding(rule, clash, clash.message))
+        waits = f"{clash.field} is not known yet, so {rule.id} waits for the handshake"
+        finding = Finding(
+            reason=rule.reason,
+            verdict=clash.verdict,
+            field=clash.field,
+            prefill_value=show(clash.prefill),
+            decode_value=show(clash.decode),
+            message=waits if clash.verdict is Verdict.UNKNOWN else clash.message,
+            remedy=rule.remedy,
+            rule=rule.id,
+        )
+        if clash.verdict is Verdict.UNKNOWN:
+            unknown.setdefault(clash.field, finding)
         else:
-            message = f"{clash.field} is not known yet, so {rule.id} waits for the handshake"
-            unknown.setdefault(clash.field, _finding(rule, clash, message))
+            refusals.append(finding)
     return (*refusals, *unknown.values())
-
-
-def _finding(rule: Rule, clash: Clash, message: str) -> Finding:
-    return Finding(
-        reason=rule.reason,
-        verdict=clash.verdict,
-        field=clash.field,
-        prefill_value=show(clash.prefill),
-        decode_value=show(clash.decode),
-        message=message,
-        remedy=rule.remedy,
-        rule=rule.id,
-    )

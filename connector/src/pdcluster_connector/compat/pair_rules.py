@@ -26,6 +26,14 @@ def equal(field: str, noun: str) -> PairTest:
     return test
 
 
+def _models(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    clash = equal("model", "the model's digest")(prefill, decode)
+    # An engine of version 0.1.0 does not state its draft model, which is then not compared.
+    if clash is None and prefill.draft is not None and decode.draft is not None:
+        clash = equal("draft", "the draft model")(prefill, decode)
+    return clash
+
+
 def _layer_text(layer: LayerShape) -> str:
     window = "" if layer.window is None else f", window {layer.window}"
     parts = "".join(
@@ -171,15 +179,6 @@ def _cut_blocks(prefill: EngineShape, decode: EngineShape) -> Clash | None:
     return None if alike else clash
 
 
-def _may_cache_prefixes(prefill: EngineShape, decode: EngineShape) -> bool:
-    # Unknown counts as on: it is vLLM's default.
-    return prefill.prefix_caching is not False or decode.prefix_caching is not False
-
-
-def _known_opaque(prefill: EngineShape, decode: EngineShape) -> bool:
-    return prefill.token_sliceable is False or decode.token_sliceable is False
-
-
 def _hybrid(prefill: EngineShape, decode: EngineShape) -> bool | None:
     known = {prefill.has_mamba, decode.has_mamba}
     return True if True in known else None if None in known else False
@@ -197,7 +196,7 @@ def _unknown_grid(prefill: EngineShape, decode: EngineShape) -> Clash | None:
 
 def _opaque_size(prefill: EngineShape, decode: EngineShape) -> Clash | None:
     clash = _cut_blocks(prefill, decode)
-    if clash is None or not _known_opaque(prefill, decode):
+    if clash is None or False not in (prefill.token_sliceable, decode.token_sliceable):
         return None
     message = f"{clash.message} and the inside of a block cannot be cut by token"
     return Clash(clash.field, clash.prefill, clash.decode, message)
@@ -207,7 +206,8 @@ def _prefix_caching_heterogeneous(prefill: EngineShape, decode: EngineShape) -> 
     clash = _block_difference(prefill, decode)
     if clash is None:
         return _unknown_grid(prefill, decode)
-    if not _may_cache_prefixes(prefill, decode) or _opaque_size(prefill, decode):
+    # Unknown counts as on: it is vLLM's default.
+    if prefill.prefix_caching is decode.prefix_caching is False or _opaque_size(prefill, decode):
         return None
     hybrid = _hybrid(prefill, decode)
     sliceable = prefill.token_sliceable is True and decode.token_sliceable is True
@@ -245,13 +245,19 @@ def _packing(prefill: EngineShape, decode: EngineShape) -> Clash | None:
 IDENTITY_RULES: tuple[Rule, ...] = (
     Rule(
         id="ModelMismatch",
-        description="Both engines must serve the same model: KV of another model is noise.",
+        description=(
+            "Both engines must serve the same model: KV of another model is noise. The same holds "
+            "for a draft model with KV of its own (EAGLE, MTP, draft_model). With KV of another "
+            "one, tokens stay right, but nearly every draft is rejected. An engine of version "
+            "0.1.0 does not state its draft model, which is then not compared."
+        ),
         remedy=(
-            "Serve the same model, revision and weights on both engines. Models with LongRoPE and "
-            "Llama 4 also need the same engine.maxModelLen."
+            "Serve the same model, revision and weights on both engines, with the same draft model "
+            "in --speculative-config. Models with LongRoPE and Llama 4 also need the same "
+            "engine.maxModelLen."
         ),
         source="definition",
-        test=equal("model", "the model's digest"),
+        test=_models,
     ),
     Rule(
         id="KVDtypeMismatch",

@@ -147,6 +147,8 @@ class EngineShape(Struct, frozen=True):
         layout: vLLM's name of the physical order (``LBHNC``, ``LBNHC``, …), for messages only:
             plans use the regions' strides.
         hybrid: whether the model has Mamba layers, where ``layers`` is not known.
+        draft: digest of the draft model of speculative decoding, if it has KV; None also from an
+            engine of version 0.1.0, which does not state it.
     """
 
     model: Identifier | None = None
@@ -166,6 +168,7 @@ class EngineShape(Struct, frozen=True):
     groups: Annotated[tuple[GroupShape, ...], Meta(max_length=256)] | None = None
     layout: Identifier | None = None
     hybrid: bool | None = None
+    draft: Identifier | None = None
 
     @property
     def has_mamba(self) -> bool | None:

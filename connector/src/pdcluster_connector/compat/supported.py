@@ -41,6 +41,11 @@ REFUSED_FLAGS: Final[Mapping[str, str]] = {
     ),
 }
 
+# Why --mm-processor-cache-gb may then not be 0. Source: vLLM 0.32 renderers/base.py.
+IMAGES_NUMBERED: Final = (
+    "prefix caching is off too: vLLM then numbers images instead of hashing them, and a ticket "
+    "could bring the KV of another image"
+)
 
 PLAIN: Final = frozenset({"float32", "float16", "bfloat16"})
 # One byte for each element, and in each layer one constant scale for K and one for V.

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, Final
 
 from pdcluster_connector.certificate_files import TlsFiles, tls_files
+from pdcluster_connector.compat import supported
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.supported import MAX_THREADS, REFUSED_FLAGS, why_not, wrong_option
 from pdcluster_connector.protocol.lease import LEASE_SECONDS
 from pdcluster_connector.protocol.prompt_outcomes import MOST_TOKENS_PER_STEP, TOKENS_PER_STEP
 from pdcluster_connector.sidechannel.ticket_key_file import MAKE_A_KEY_FILE
@@ -132,7 +132,14 @@ def refuse_unsupported(vllm_config: Any, device: str) -> None:
     flag = next((flag for flag, on in given.items() if on), None)  # the first sets the second too
     if flag is not None:
         field = flag.removeprefix("--").replace("-", "_")
-        problems.append(f"{field}: True: it {REFUSED_FLAGS[flag]}; remove {flag}")
+        problems.append(f"{field}: True: it {supported.REFUSED_FLAGS[flag]}; remove {flag}")
+    images = model.multimodal_config
+    cached = vllm_config.cache_config.enable_prefix_caching or model.is_encoder_decoder
+    if images and not (cached or images.language_model_only or images.mm_processor_cache_gb):
+        problems.append(
+            f"mm_processor_cache_gb: 0: {supported.IMAGES_NUMBERED}; remove "
+            "--mm-processor-cache-gb, or use --enable-prefix-caching"
+        )
     buffer_device = vllm_config.kv_transfer_config.kv_buffer_device
     if buffer_device != device:
         problems.append(
@@ -190,7 +197,7 @@ def _backends(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
         raise ValueError('is not a list of NIXL backends, such as ["UCX"]')
     for name in value:
-        if why := why_not(name):
+        if why := supported.why_not(name):
             raise ValueError(f"names {name[:64]}, which {why}; use UCX")
     return tuple(value)
 
@@ -209,7 +216,7 @@ def _backend_options(value: Any) -> tuple[tuple[str, str, str], ...]:
     found = []
     for backend, given in value.items():
         for name, setting in given.items():
-            if why := wrong_option(backend, name, setting):
+            if why := supported.wrong_option(backend, name, setting):
                 raise ValueError(f"holds {backend[:64]}.{name[:64]}, which {why}")
             found.append((backend, name, str(setting)))
     return tuple(found)
@@ -223,7 +230,7 @@ _READERS: Final[dict[str, Callable[[Any], Any]]] = {
     "transfer_stall_seconds": _seconds,
     "allow_insecure": _flag,
     "backends": _backends,
-    "num_threads": partial(_whole, most=MAX_THREADS),
+    "num_threads": partial(_whole, most=supported.MAX_THREADS),
     "backend_options": _backend_options,
     "show_internal_names": _flag,
     "ticket_key_file": _path,

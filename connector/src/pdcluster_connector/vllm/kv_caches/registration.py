@@ -49,13 +49,14 @@ def register(
     vllm_config: Any,
     rank: tuple[int, int],
     model: str,
+    draft: str | None = None,
     *,
     slice_bytes: int = SLICE_BYTES,
 ) -> Registration:
     """Describe ``kv_caches`` (layer name -> tensor) of the worker at ``rank``.
 
     Layers without a spec of their own share another layer's cache and are left out.
-    ``model`` is the model's digest (:mod:`..worker_side.fingerprint`). Memory is registered
+    ``model`` and ``draft`` are digests (:mod:`..worker_side.fingerprint`). Memory is registered
     in slices of at most ``slice_bytes`` (``plan/slices.py``).
     """
     parallel = vllm_config.parallel_config
@@ -133,6 +134,7 @@ def register(
         layers=tuple(layers),
         groups=_groups(kv_cache_config, ratios),
         layout=kv_cache_config.kv_cache_layout,
+        draft=draft,
     )
     shard = Shard(rank=rank, regions=tuple(regions))
     return Registration(shape=shape, shard=shard, memory=_memory(storages, regions, slice_bytes))

@@ -47,6 +47,17 @@ def model_digest(config: Mapping[str, Any], folder: Path | None, variant: str = 
     return digest.hexdigest()
 
 
+def digest_of_draft(speculation: Any) -> str | None:
+    """Method and digest of the draft model of a ``SpeculativeConfig``; None if it has no KV.
+
+    Source: vLLM 0.32 kv_connector/v1/nixl/metadata.py, whose hash covers the same.
+    """
+    if speculation is None or not speculation.uses_draft_kv_cache():
+        return None
+    parallel = "parallel " if speculation.parallel_drafting else ""
+    return f"{parallel}{speculation.method} {digest_of_engine(speculation.draft_model_config)}"
+
+
 def digest_of_engine(model_config: Any) -> str:
     """:func:`model_digest` of vLLM's ``ModelConfig``."""
     folder = _model_folder(str(model_config.model), model_config.revision)

@@ -36,7 +36,7 @@ from pdcluster_connector.vllm.joined_shape import join_shapes
 from pdcluster_connector.vllm.kv_caches.registration import Registration, register
 from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.worker_side.device_memory import probe_memory_of
-from pdcluster_connector.vllm.worker_side.fingerprint import digest_of_engine
+from pdcluster_connector.vllm.worker_side.fingerprint import digest_of_draft, digest_of_engine
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +132,7 @@ class WorkerRole:
             self._vllm_config,
             self._rank,
             digest_of_engine(self._vllm_config.model_config),
+            digest_of_draft(self._vllm_config.speculative_config),
         )
         registration = replace(registration, shape=_of_all_stages(registration.shape))
         self._registration = registration

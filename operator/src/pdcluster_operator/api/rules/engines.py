@@ -11,10 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pdcluster_connector.compat.check import check, check_engine
 from pdcluster_connector.compat.findings import Finding, Verdict, counted
 from pdcluster_connector.compat.shape import EngineShape
+from pdcluster_connector.compat.supported import IMAGES_NUMBERED
 from pdcluster_operator.api.findings import FieldError, Findings, Rule, shown
+from pdcluster_operator.api.spec.arguments import parse_flags
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.fields import camel
-from pdcluster_operator.api.spec.resolve import engine_shape, flag_path, resolve_engine
+from pdcluster_operator.api.spec.resolve import DRAFT_FLAGS, engine_shape, flag_path, resolve_engine
 from pdcluster_operator.api.spec.types import Cluster
 
 LARGEST_ENGINE = 4096
@@ -73,6 +75,22 @@ def _workers(cluster: Cluster, role: Role) -> Iterator[FieldError]:
         )
 
 
+def numbered_image_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield a cache of images that is off where prefix caching is off too."""
+    for role in Role:
+        engine = resolve_engine(cluster, role)
+        cache, shape = engine.last("--mm-processor-cache-gb"), engine_shape(cluster, engine)
+        if cache and not cache.value.strip("0.") and not shape.prefix_caching:
+            yield FieldError(
+                flag_path(cluster, role, cache.name),
+                shown(" ".join(cache.words)),
+                Rule.FLAG_UNSUPPORTED,
+                f"in the {role} engines {IMAGES_NUMBERED}",
+                f"Remove {cache.head}, or set engine.prefixCaching: Enabled.",
+                (f"spec.{role}.engine.prefixCaching", "spec.engine.prefixCaching"),
+            )
+
+
 def idle_warnings(cluster: Cluster, role: Role) -> Iterator[FieldError]:
     """Yield a role without engines: the other role's engines then serve nothing."""
     if cluster.spec.role(role).replicas == 0:
@@ -90,6 +108,7 @@ SOURCES = {
     "model": ("", ("--model", "--revision", "--hf-overrides", "--quantization")),
     "kv_dtype": ("kv_cache_dtype", ("--kv-cache-dtype", "--dtype")),
     "block_size": ("block_size", ("--block-size",)),
+    "draft": ("", DRAFT_FLAGS),
     "prefix_caching": ("prefix_caching", ("--enable-prefix-caching",)),
     "context": ("", ("--decode-context-parallel-size", "--prefill-context-parallel-size")),
 }
@@ -126,7 +145,8 @@ def _paths(cluster: Cluster, finding: Finding, shapes: Mapping[Role, EngineShape
     """Return the fields that the value came from, the role's own first."""
     field = finding.field
     if field in PARALLEL_FIELDS:
-        at_fault = [role for role in Role if _breaks_alone(shapes[role], finding.rule)] or Role
+        alone = {role: [one.rule for one in check_engine(shapes[role])] for role in Role}
+        at_fault = [role for role in Role if finding.rule in alone[role]] or Role
         largest = max(at_fault, key=lambda role: getattr(shapes[role], field))
         return [f"spec.{largest}.parallelism.{field}", *(f"spec.{r}.parallelism" for r in Role)]
     if field not in SOURCES:
@@ -136,18 +156,12 @@ def _paths(cluster: Cluster, finding: Finding, shapes: Mapping[Role, EngineShape
     found = []
     for role in (Role.DECODE, Role.PREFILL):
         own = cluster.spec.role(role).engine
-        words = [word.partition("=")[0].replace("_", "-") for word in own.extra_args]
-        if any(flag in words or f"--no-{flag[2:]}" in words for flag in flags):
+        if {flag.head for flag in parse_flags(own.extra_args)[0]} & set(flags):
             found.append(f"spec.{role}.engine.extraArgs")
         elif name and getattr(own, attribute) is not None:
             found.append(f"spec.{role}.engine.{name}")
     shared = f"spec.engine.{name}" if name else "spec.engine.extraArgs"
     return [*found, shared]
-
-
-def _breaks_alone(shape: EngineShape, rule: str) -> bool:
-    """Whether engines of this shape break a rule already among themselves."""
-    return any(finding.rule == rule for finding in check_engine(shape))
 
 
 def one_sided_warnings(cluster: Cluster) -> Iterator[FieldError]:

@@ -93,6 +93,7 @@ def _errors(cluster: Cluster) -> Iterator[FieldError]:
     yield from images_and_weights.image_errors(cluster)
     yield from extra_args.argument_errors(cluster)
     yield from extra_args.flag_errors(cluster)
+    yield from engines.numbered_image_errors(cluster)
     yield from network.backend_errors(cluster)
     yield from extra_args.start_errors(cluster)
     yield from certificates.mount_errors(cluster)

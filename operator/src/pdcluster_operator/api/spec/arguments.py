@@ -88,14 +88,14 @@ def _is_flag(word: str) -> bool:
 
 def _flag(words: tuple[str, ...], place: int) -> Flag:
     written, equals, inline = words[0].partition("=")
+    head, dot, rest = written.partition(".")
     if written.startswith("--"):
-        head, dot, rest = written.partition(".")
         name = head.replace("_", "-") + dot + rest
     elif written not in SHORT_NAMES and written[:2] in SHORT_NAMES:
         # argparse takes -n2 for -n 2, but only where the short name is one letter.
         name, inline = SHORT_NAMES[written[:2]], words[0][2:].removeprefix("=")
     else:
-        name = SHORT_NAMES.get(_short(written), written)
+        name = SHORT_NAMES.get(_short(head), head) + dot + rest
     negated = name.startswith("--no-")
     values = ((inline,) if equals or inline else ()) + words[1:]
     return Flag("--" + name[5:] if negated else name, words, values, negated, place)

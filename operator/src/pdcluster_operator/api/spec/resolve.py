@@ -4,8 +4,10 @@ At admission ``compat`` compares the shapes of both roles, exactly as the handsh
 real ones. A value that the spec does not give is None.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 from pdcluster_connector.compat.shape import EngineShape, Memory
 from pdcluster_connector.compat.supported import PLAIN, dtype_name, token_sliceable
@@ -128,17 +130,20 @@ def flag_path(cluster: Cluster, role: Role, name: str) -> str:
     return f"{place}.extraArgs"
 
 
-# Flags that change the KV of a prompt. Speculation does not: n-grams have no KV, and the handshake
-# compares the layers of a draft model.
+# Flags that change the KV of a prompt. Those of speculation change the KV of a draft model only.
 MODEL_FLAGS = (
     "--model", "--revision", "--hf-overrides", "--quantization", "--rope-scaling", "--rope-theta",
     "--hf-config-path", "--lora-modules",
 )  # fmt: skip
 CONTEXT_FLAGS = ("--decode-context-parallel-size", "--prefill-context-parallel-size")
+DRAFT_FLAGS = ("--speculative-config", "--spec-model", "--spec-method")
+# Methods of speculative decoding whose draft model has KV (vLLM 0.32 config/speculative.py).
+DRAFTS_WITH_KV = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark")
 # Flags that rules look for, each by its whole name.
 READ_FLAGS = frozenset({
-    *MODEL_FLAGS, *CONTEXT_FLAGS, "--attention-backend", "--block-size", "--dtype",
+    *MODEL_FLAGS, *CONTEXT_FLAGS, *DRAFT_FLAGS, "--attention-backend", "--block-size", "--dtype",
     "--enable-prefix-caching", "--enforce-eager", "--kv-cache-dtype", "--max-model-len",
+    "--mm-processor-cache-gb",
 })  # fmt: skip
 # Flags that only a model with Mamba layers has a use for.
 HYBRID_FLAGS = ("--mamba-", "--enable-mamba-")
@@ -160,12 +165,9 @@ def engine_shape(cluster: Cluster, engine: Engine) -> EngineShape:
         nodes=parallel.nodes,
         memory=Memory.DRAM if on_cpu else Memory.VRAM,
         token_sliceable=token_sliceable(engine.attention_backend),
-        hybrid=True if _names_mamba(engine) else None,
+        hybrid=any(flag.name.startswith(HYBRID_FLAGS) for flag in engine.flags) or None,
+        draft=_draft(engine),
     )
-
-
-def _names_mamba(engine: Engine) -> bool:
-    return any(flag.name.startswith(HYBRID_FLAGS) for flag in engine.flags)
 
 
 def _named_model(engine: Engine) -> str:
@@ -181,6 +183,26 @@ def _named_model(engine: Engine) -> str:
         if flag.head in MODEL_FLAGS and flag.name not in ("--model", "--revision")
     ]
     return " ".join(words)
+
+
+def _draft(engine: Engine) -> str | None:
+    """Return the draft model with KV that flags name, and its revision."""
+    whole, *words = DRAFT_FLAGS
+    given = {flag.name.partition(".")[2]: flag.value for flag in engine.flags if flag.head == whole}
+    # vLLM obeys dotted keys, which are named here, rather than the JSON.
+    said = {key: value for key, value in given.items() if key} or _mapping(given.get("", ""))
+    said |= {word[7:]: flag.value for word in words if (flag := engine.last(word)) is not None}
+    model, revision = said.get("model"), said.get("revision")
+    if not model or said.get("method", "draft_model") not in DRAFTS_WITH_KV:
+        return None
+    return f"{model} --revision {revision}" if revision else str(model)
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        return {}  # vLLM does not start with it
 
 
 def _kv_dtype(engine: Engine) -> str | None:
@@ -200,9 +222,7 @@ def _block_size(engine: Engine) -> int | None:
 
 def _prefix_caching(engine: Engine) -> bool:
     flag = engine.last("--enable-prefix-caching")
-    if flag is not None:
-        return not flag.negated
-    return engine.prefix_caching is Switch.ENABLED
+    return engine.prefix_caching is Switch.ENABLED if flag is None else not flag.negated
 
 
 def _context(engine: Engine) -> int:

@@ -1,0 +1,120 @@
+"""What a prefill engine's scheduler side gives away, and when: tickets, and blocks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import RequestStatus
+
+from pdcluster_connector.protocol.messages import LeaseRequest
+from pdcluster_connector.protocol.ticket import Ticket, ticket_of
+from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
+from pdcluster_connector.testing.engines import KEYS
+from pdcluster_connector.vllm.config import parse_options
+from pdcluster_connector.vllm.kv_caches.groups import CacheGroup
+from pdcluster_connector.vllm.metrics import StatsCollector
+from pdcluster_connector.vllm.scheduler_side.prefill import PrefillRole
+from ticket_key import KEY_FILE
+
+BLOCK, TOKENS, SECONDS = 16, 40, 10.0
+BLOCKS = ([5, 6, 7],)
+
+
+class Prefill:
+    """A prefill role with one group of full attention; the test sets the time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.desk = LeaseDesk(SECONDS, lambda: self.now)
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        self.role = PrefillRole(
+            "p/1", parse_options({"ticket_key_file": KEY_FILE}), BLOCK, [CacheGroup(spec)], (1, 1),
+            StatsCollector(), self.desk, lambda: KEYS,
+        )  # fmt: skip
+
+    def release(self, request_id: str, token: int) -> None:
+        self.desk.answer(LeaseRequest("p/1", "d/1", releases=((request_id, token),)))
+
+    def token(self, request_id: str) -> int:
+        place = self.desk.place(request_id)
+        assert place is not None
+        return place[0]
+
+
+def request(computed: int = TOKENS, status: Any = RequestStatus.FINISHED_LENGTH_CAPPED) -> Any:
+    return SimpleNamespace(
+        request_id="r", kv_transfer_params={"do_remote_decode": True}, status=status,
+        num_computed_tokens=computed, num_prompt_tokens=TOKENS, mm_features=[], lora_request=None,
+        prompt_token_ids=list(range(TOKENS)), prompt_embeds=None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("computed", [0, 1, TOKENS - 1])
+def test_a_prompt_that_lacks_one_token_gets_no_ticket(computed: int) -> None:
+    prefill = Prefill()
+    prefill.role.scheduled(request())
+    assert prefill.role.finished(request(computed), BLOCKS) == (False, None)
+    assert prefill.desk.place("r") is None, "and no lease"
+
+
+@pytest.mark.parametrize("computed", [TOKENS, TOKENS + 1])
+def test_a_prompt_that_is_computed_gets_a_ticket_of_all_its_tokens(computed: int) -> None:
+    prefill = Prefill()
+    prefill.role.scheduled(request())
+    token = prefill.token("r")
+    kept, params = prefill.role.finished(request(computed), BLOCKS)
+    assert kept
+    ticket = ticket_of(params, KEYS)
+    assert isinstance(ticket, Ticket)
+    assert (ticket.tokens, ticket.token, list(ticket.blocks)) == (TOKENS, token, [(5, 6, 7)])
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
+def test_a_request_that_did_not_end_by_itself_gets_no_ticket(status: Any) -> None:
+    prefill = Prefill()
+    prefill.role.scheduled(request())
+    assert prefill.role.finished(request(status=status), BLOCKS) == (False, None)
+
+
+def test_a_request_whose_blocks_vllm_does_not_keep_is_not_reported_as_sent() -> None:
+    """A lease may end while its request runs: vLLM would free the blocks under it."""
+    prefill = Prefill()
+    prefill.role.scheduled(request())
+    prefill.release("r", prefill.token("r"))
+    sent, words = prefill.role.take()
+    assert sent == []
+    assert list(words.values()) == [0], "its word is cleared nevertheless"
+    assert prefill.role.finished(request(), BLOCKS) == (False, None)
+
+
+def test_a_request_that_is_forgotten_is_not_reported_as_sent() -> None:
+    prefill = Prefill()
+    prefill.role.scheduled(request())
+    assert prefill.role.finished(request(), BLOCKS)[0]
+    prefill.role.forget("r")
+    prefill.now += 2 * SECONDS
+    assert prefill.role.take()[0] == []
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_a_request_is_reported_as_sent_once(released: bool) -> None:
+    prefill = Prefill()
+    prefill.role.scheduled(request())
+    token = prefill.token("r")
+    assert prefill.role.finished(request(), BLOCKS)[0]
+    assert prefill.role.take()[0] == []
+    if released:
+        prefill.release("r", token)
+    else:
+        prefill.now += SECONDS
+    sent, words = prefill.role.take()
+    assert sent == ["r"]
+    assert list(words.values()) == [0]
+    assert prefill.role.take() == ([], {})
