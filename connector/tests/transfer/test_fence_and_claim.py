@@ -9,11 +9,12 @@ import pytest
 from transfer_rig import Decode, FakePeers, Prefill, eventually
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.nixl_io.serving_agent import WORD_BYTES
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.lease import CLEARED, SLOTS
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer import transfer_thread
-from pdcluster_connector.transfer.job import FENCE_WORDS, ReceiverOptions
+from pdcluster_connector.transfer.job import FENCE_WORDS, FenceWords, ReceiverOptions
 from pdcluster_connector.transfer.receive import State
 
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
@@ -116,6 +117,18 @@ def test_one_ranks_word_is_enough_to_fail(rig: Rig) -> None:
     failure = rig.decode.wait("r").failed["r"]
     assert failure.reason is Reason.LEASE_LOST
     assert f"rank (0, {len(rig.prefill.caches) - 1})" in failure.message
+
+
+def test_a_slot_that_is_taken_again_holds_no_word() -> None:
+    """A fence that was not read yet must not be taken for the one before it."""
+    words = FenceWords()
+    slot = words.take()
+    assert slot is not None
+    words.bytes_of(slot, WORD_BYTES)[:] = 255
+    assert words.read(slot) == 2**64 - 1
+    words.give_back(slot)
+    assert words.take() == slot
+    assert words.read(slot) == CLEARED
 
 
 @pytest.mark.parametrize("bit", [0, 31, 32, 63])

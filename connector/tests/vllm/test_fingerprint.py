@@ -59,6 +59,22 @@ def test_a_fine_tune_of_any_tensor_is_another_model(tmp_path: Path, tensor: int)
     assert model_digest(CONFIG, tmp_path / "a") != model_digest(CONFIG, tmp_path / "b")
 
 
+def test_the_same_tensors_under_other_names_are_another_model(tmp_path: Path) -> None:
+    write_weights(tmp_path / "a")
+    path = write_weights(tmp_path / "b")
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace(b"layers.0", b"layers.x").replace(b"layers.1", b"layers.0"))
+    assert model_digest(CONFIG, tmp_path / "a") != model_digest(CONFIG, tmp_path / "b")
+
+
+def test_the_names_of_files_are_no_part_of_the_model(tmp_path: Path) -> None:
+    for folder, names in (("a", ("1", "2")), ("b", ("2", "1"))):
+        for fill, name in enumerate(names):
+            path = write_weights(tmp_path / folder, fill=10 * fill)
+            path.rename(path.with_stem(f"part-{name}"))
+    assert model_digest(CONFIG, tmp_path / "a") == model_digest(CONFIG, tmp_path / "b")
+
+
 def test_config_shape_and_variant_count(tmp_path: Path) -> None:
     write_weights(tmp_path)
     base = model_digest(CONFIG, tmp_path)

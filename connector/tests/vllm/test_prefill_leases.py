@@ -20,7 +20,7 @@ from pdcluster_connector.testing.engines import KEYS
 from pdcluster_connector.vllm.config import parse_options
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup
 from pdcluster_connector.vllm.metrics import StatsCollector
-from pdcluster_connector.vllm.scheduler_side.prefill import PrefillRole
+from pdcluster_connector.vllm.scheduler_side.prefill import PrefillRole, digest_of_prompt
 from ticket_key import KEY_FILE
 
 BLOCK, TOKENS, SECONDS = 16, 40, 10.0
@@ -118,3 +118,38 @@ def test_a_request_is_reported_as_sent_once(released: bool) -> None:
     assert sent == ["r"]
     assert list(words.values()) == [0]
     assert prefill.role.take() == ([], {})
+
+
+def image(offset: int, mm_hash: str | None = "a", identifier: str = "lora:a") -> Any:
+    return SimpleNamespace(
+        mm_position=SimpleNamespace(offset=offset), mm_hash=mm_hash, identifier=identifier
+    )
+
+
+def digest(*images: Any, tokens: int = TOKENS, adapter: str | None = None) -> bytes | None:
+    """Of a prompt whose placeholders are the same tokens whatever the images are."""
+    asked = request()
+    asked.mm_features = list(images)
+    asked.lora_request = None if adapter is None else SimpleNamespace(lora_name=adapter)
+    return digest_of_prompt(asked, tokens)
+
+
+def test_another_image_or_another_place_of_it_is_another_prompt() -> None:
+    prompts = [
+        digest(),
+        digest(image(4)),
+        digest(image(4, "b")),
+        digest(image(5)),
+        digest(image(4), image(9)),
+        digest(image(4), image(9, "b")),
+        digest(image(4, "b"), image(9)),
+        digest(image(4), adapter="lora"),
+        digest(image(4, None, "x")),
+    ]
+    assert len(set(prompts)) == len(prompts)
+    assert digest(image(4)) == digest(image(4, identifier="another")), "the content's hash counts"
+
+
+def test_an_image_counts_if_its_first_token_is_among_those_of_the_ticket() -> None:
+    assert digest(image(9), tokens=9) == digest(tokens=9)
+    assert digest(image(8), tokens=9) != digest(tokens=9)
