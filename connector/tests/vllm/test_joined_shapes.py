@@ -61,6 +61,15 @@ def test_ranks_that_contradict_each_other_are_named_with_both_values() -> None:
         join_stages(rank("a"), replace(rank("b"), kv_dtype="float16"))
 
 
+@pytest.mark.parametrize("field", ["model", "draft"])
+@pytest.mark.parametrize("place", [(0, 1), (1, 0)])
+def test_ranks_with_other_weights_do_not_serve(field: str, place: tuple[int, int]) -> None:
+    ours, theirs = (replace(rank("a"), **{field: digest}) for digest in ("x", "y"))
+    assert getattr(join_shapes({(0, 0): ours, place: ours}), field) == "x"
+    with pytest.raises(HandshakeError, match=rf"has {field} y, rank \(0, 0\) has x; .* files"):
+        join_shapes({(0, 0): ours, place: theirs})
+
+
 def test_tensor_ranks_of_a_stage_agree_about_what_another_stage_may_have() -> None:
     amx = replace(rank("a"), packing="CPU_ATTN/amx")
     joined = join_shapes({(0, 0): amx, (0, 1): amx, (1, 0): rank("b"), (1, 1): rank("b")})
