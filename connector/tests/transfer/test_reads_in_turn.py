@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from msgspec.structs import replace
 from transfer_rig import Decode, FakePeers, Prefill
 from turn_by_turn import CACHE, LEASE, Bench
@@ -232,7 +233,10 @@ def test_a_read_whose_posting_breaks_may_have_been_posted() -> None:
     assert failure.message == "posting failed: RuntimeError: a broken library"
 
 
-def test_the_place_of_a_lease_word_that_nobody_can_observe_goes_to_no_other_read() -> None:
+@pytest.mark.parametrize(("where", "kept"), [("poll_error", 1), ("post_error", 0)])
+def test_the_place_of_a_lease_word_that_nobody_can_observe_goes_to_no_other_read(
+    where: str, kept: int
+) -> None:
     bench = Bench(ReceiverOptions(drain_deadline_seconds=1e6))
     prefill, slow = bench.prefill("p/1"), bench.prefill("slow/1")
     assert bench.send(prefill) in bench.take().received
@@ -241,11 +245,11 @@ def test_the_place_of_a_lease_word_that_nobody_can_observe_goes_to_no_other_read
     bench.send(slow)
     as_before, handles = bench.fabric.behave, bench.fabric.open_handles()
     bench.fabric.behave = lambda transfer: (
-        Behaviour(poll_error=NixlErrorKind.LOST) if transfer.nbytes == 8 else as_before(transfer)
+        Behaviour(**{where: NixlErrorKind.LOST}) if transfer.nbytes == 8 else as_before(transfer)
     )
     lost = bench.send(prefill)
     assert len(bench.connections.fence_words.free) == free - 1
-    assert bench.fabric.open_handles() == handles + 1
+    assert bench.fabric.open_handles() == handles + kept
     bench.fabric.behave = as_before
     bench.pass_time(5.0)
     assert len(bench.connections.fence_words.free) == free
