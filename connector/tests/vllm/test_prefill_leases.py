@@ -94,13 +94,17 @@ def test_a_request_whose_blocks_vllm_does_not_keep_is_not_reported_as_sent() -> 
     assert prefill.role.finished(request(), BLOCKS) == (False, None)
 
 
-def test_a_request_that_is_forgotten_is_not_reported_as_sent() -> None:
+def test_a_request_that_is_forgotten_has_no_lease_and_is_not_reported_as_sent() -> None:
+    """Its blocks are freed at once, so no decode engine may renew or read under its ticket."""
     prefill = Prefill()
     prefill.role.scheduled(request())
     assert prefill.role.finished(request(), BLOCKS)[0]
     prefill.role.forget("r")
+    assert (prefill.desk.place("r"), prefill.role.leases_held) == (None, 0)
+    sent, words = prefill.role.take()
+    assert (sent, list(words.values())) == ([], [0])
     prefill.now += 2 * SECONDS
-    assert prefill.role.take()[0] == []
+    assert prefill.role.take() == ([], {})
 
 
 @pytest.mark.parametrize("released", [True, False])
