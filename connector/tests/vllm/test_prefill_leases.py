@@ -21,6 +21,7 @@ from pdcluster_connector.vllm.config import parse_options
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup
 from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.scheduler_side.prefill import PrefillRole, digest_of_prompt
+from pdcluster_connector.vllm.step_messages import StepOrders
 from ticket_key import KEY_FILE
 
 BLOCK, TOKENS, SECONDS = 16, 40, 10.0
@@ -41,6 +42,12 @@ class Prefill:
 
     def release(self, request_id: str, token: int) -> None:
         self.desk.answer(LeaseRequest("p/1", "d/1", releases=((request_id, token),)))
+
+    def take(self) -> tuple[list[str], dict[int, int]]:
+        """(requests that are reported as sent, lease words to write) of one step."""
+        orders = StepOrders()
+        self.role.take(orders)
+        return orders.sent, orders.lease_words
 
     def token(self, request_id: str) -> int:
         place = self.desk.place(request_id)
@@ -88,7 +95,7 @@ def test_a_request_whose_blocks_vllm_does_not_keep_is_not_reported_as_sent() -> 
     prefill = Prefill()
     prefill.role.scheduled(request())
     prefill.release("r", prefill.token("r"))
-    sent, words = prefill.role.take()
+    sent, words = prefill.take()
     assert sent == []
     assert list(words.values()) == [0], "its word is cleared nevertheless"
     assert prefill.role.finished(request(), BLOCKS) == (False, None)
@@ -101,10 +108,10 @@ def test_a_request_that_is_forgotten_has_no_lease_and_is_not_reported_as_sent() 
     assert prefill.role.finished(request(), BLOCKS)[0]
     prefill.role.forget("r")
     assert (prefill.desk.place("r"), prefill.role.leases_held) == (None, 0)
-    sent, words = prefill.role.take()
+    sent, words = prefill.take()
     assert (sent, list(words.values())) == ([], [0])
     prefill.now += 2 * SECONDS
-    assert prefill.role.take() == ([], {})
+    assert prefill.take() == ([], {})
 
 
 @pytest.mark.parametrize("released", [True, False])
@@ -113,15 +120,15 @@ def test_a_request_is_reported_as_sent_once(released: bool) -> None:
     prefill.role.scheduled(request())
     token = prefill.token("r")
     assert prefill.role.finished(request(), BLOCKS)[0]
-    assert prefill.role.take()[0] == []
+    assert prefill.take()[0] == []
     if released:
         prefill.release("r", token)
     else:
         prefill.now += SECONDS
-    sent, words = prefill.role.take()
+    sent, words = prefill.take()
     assert sent == ["r"]
     assert list(words.values()) == [0]
-    assert prefill.role.take() == ([], {})
+    assert prefill.take() == ([], {})
 
 
 def image(offset: int, mm_hash: str | None = "a", identifier: str = "lora:a") -> Any:
