@@ -20,7 +20,7 @@ from manifests import tiny
 from pods import carrying
 
 from forked_python import Forked, ForkedPython
-from pdcluster_operator.cli import up
+from pdcluster_operator.cli import plan
 from pdcluster_operator.cli.main import main
 from pdcluster_operator.cli.up import with_names
 
@@ -124,7 +124,7 @@ def refuse(
     """Run it in this process, for what ends before the first engine: exit code and output."""
     sigint = signal.getsignal(signal.SIGINT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(up, "shipped_connector", fake_connector)
+    monkeypatch.setattr(plan, "shipped_connector", fake_connector)
 
     def make(*arguments: str, change: Callable[[dict], None] | None = None) -> tuple[int, str]:
         manifest = tiny(tmp_path)

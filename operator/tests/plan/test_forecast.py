@@ -141,7 +141,7 @@ def test_a_forecast_ends_as_soon_as_nobody_has_anything_to_do(
         plans.append(seen)
         return make_plan(*seen)
 
-    monkeypatch.setattr("pdcluster_operator.plan.forecast.course.make_plan", counted)
+    monkeypatch.setattr("pdcluster_operator.plan.planner.make_plan", counted)
     assert after(world).complete
     assert len(plans) < 5
 
@@ -493,7 +493,7 @@ def test_each_plan_of_a_forecast_sees_the_status_that_the_one_before_wrote(
         written.append(plan.status)
         return plan
 
-    monkeypatch.setattr("pdcluster_operator.plan.forecast.course.make_plan", counted)
+    monkeypatch.setattr("pdcluster_operator.plan.planner.make_plan", counted)
     assert after(world, decode=env("1")).complete
     assert seen_statuses == [world.cluster["status"], *written[:-1]]
     assert len(written) > 5

@@ -31,6 +31,7 @@ from pdcluster_connector.protocol.launcher_documents import (
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
 from pdcluster_operator.api.object_names import API_VERSION, engine_of
 from pdcluster_operator.local.controllers import Workloads
+from pdcluster_operator.plan import planner
 from pdcluster_operator.plan.forecast.world import running
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.runtime import reconcile
@@ -238,13 +239,13 @@ def test_what_each_of_many_new_clusters_costs(
     monkeypatch.setattr(f"{__name__}.CALL_SECONDS", call_seconds)
     monkeypatch.setattr(f"{__name__}.LIMIT_SECONDS", 4 * limit)
     counts: Counter[str] = Counter()
-    make_plan = reconcile.make_plan
+    make_plan = planner.make_plan
 
     def counted(*arguments: Any) -> Any:
         counts["reconciles"] += 1
         return make_plan(*arguments)
 
-    monkeypatch.setattr(reconcile, "make_plan", counted)
+    monkeypatch.setattr(planner, "make_plan", counted)
     took = virtual_time.run(create_many(counts))
     assert took < limit
     shared = WORKERS  # each may try to create the ConfigMap that all share

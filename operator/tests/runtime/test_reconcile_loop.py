@@ -33,7 +33,7 @@ from pdcluster_operator.api.object_names import (
     certificates_name,
 )
 from pdcluster_operator.local.api_server import LocalApi
-from pdcluster_operator.plan import launchers
+from pdcluster_operator.plan import launchers, planner
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.builders.protection import operator_namespace_in
 from pdcluster_operator.plan.launchers import Target, launchers_to_poll
@@ -43,6 +43,7 @@ from pdcluster_operator.plan.lifecycle import (
     LONGEST_WAIT_SECONDS,
 )
 from pdcluster_operator.plan.secrets import rotation_of
+from pdcluster_operator.plan.status import pace
 from pdcluster_operator.plan.status.pace import LONGEST_SECONDS
 from pdcluster_operator.plan.types import (
     ConnectorBundle,
@@ -287,7 +288,7 @@ async def test_the_crowd_is_whose_status_waits(monkeypatch: pytest.MonkeyPatch) 
         crowds.append(arguments[3])
         return pause
 
-    monkeypatch.setattr(reconcile, "wait_before_writing", waits)
+    monkeypatch.setattr(pace, "wait_before_writing", waits)
     world = World()
     world.start(world.events, queued=2)
     others = {Key("ns", str(number)) for number in range(5)}
@@ -308,10 +309,10 @@ async def test_the_crowd_is_whose_status_waits(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_a_status_that_is_right_again_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
-    monkeypatch.setattr(reconcile, "wait_before_writing", lambda *_: 0.0)
+    monkeypatch.setattr(pace, "wait_before_writing", lambda *_: 0.0)
     for _ in range(3):
         await world.reconcile()
-    monkeypatch.setattr(reconcile, "wait_before_writing", lambda *_: 4.0)
+    monkeypatch.setattr(pace, "wait_before_writing", lambda *_: 4.0)
     cluster = world.api.get("PDCluster", *KEY)
     assert cluster is not None
     right = cluster["status"]
@@ -579,17 +580,17 @@ async def test_events_come_with_the_status_that_they_are_about(
 ) -> None:
     world = World()
     told = Event("Normal", "Told", "Ready is True")
-    plan = reconcile.make_plan
+    plan = planner.make_plan
 
     def with_event(*arguments: Any) -> Any:
         return replace(plan(*arguments), events=(told,))
 
-    monkeypatch.setattr(reconcile, "make_plan", with_event)
-    monkeypatch.setattr(reconcile, "wait_before_writing", lambda *_: 4.0)
+    monkeypatch.setattr(planner, "make_plan", with_event)
+    monkeypatch.setattr(pace, "wait_before_writing", lambda *_: 4.0)
     await world.reconcile()
     await world.reconcile()
     assert told not in world.events.events, "the status waits, so each plan until then says it"
-    monkeypatch.setattr(reconcile, "wait_before_writing", lambda *_: 0.0)
+    monkeypatch.setattr(pace, "wait_before_writing", lambda *_: 0.0)
     await world.reconcile()
     assert world.events.events.count(told) == 1
 
@@ -599,11 +600,11 @@ async def test_a_cluster_is_looked_at_again_when_the_first_thing_is_due(
     monkeypatch: pytest.MonkeyPatch, plan_asks: float | None, expected: float
 ) -> None:
     """The plan asks for a time, and a status that was held back asks for 4 seconds."""
-    plan = reconcile.make_plan
+    plan = planner.make_plan
     monkeypatch.setattr(
-        reconcile, "make_plan", lambda *found: replace(plan(*found), requeue_after=plan_asks)
+        planner, "make_plan", lambda *found: replace(plan(*found), requeue_after=plan_asks)
     )
-    monkeypatch.setattr(reconcile, "wait_before_writing", lambda *_: 4.0)
+    monkeypatch.setattr(pace, "wait_before_writing", lambda *_: 4.0)
     world = World()
     assert await world.reconcile() == 0.5, "what was written is looked at"
     assert await world.reconcile() == expected
@@ -692,7 +693,7 @@ async def test_a_status_that_cannot_be_written_is_an_error_for_the_queue() -> No
 async def test_a_bug_in_the_planner_stands_in_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     with monkeypatch.context() as broken:
-        broken.setattr(f"{Reconciler.__module__}.make_plan", lambda *_: list[int]().pop())
+        broken.setattr(planner, "make_plan", lambda *_: list[int]().pop())
         with pytest.raises(ApiError, match="IndexError"):
             await world.reconcile()
         progressing = world.condition("Progressing")
@@ -879,7 +880,7 @@ async def test_a_status_that_nobody_waits_for_is_written_five_seconds_after_the_
 
 
 async def test_launchers_are_told_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, told, seen = reconcile.make_plan, [], []
+    plan, told, seen = planner.make_plan, [], []
     peers = {"ns.tiny.decode.aaaaa.0": {"peers": []}}
     links = {"ns.tiny.decode.aaaaa.0": LinksReport("ns.tiny.decode.aaaaa.0", "d/1", ())}
 
@@ -887,7 +888,7 @@ async def test_launchers_are_told_what_the_plan_says(monkeypatch: pytest.MonkeyP
         seen.append(observed)
         return replace(plan(observed, *more), peers=peers, routed=frozenset({"an engine"}))
 
-    monkeypatch.setattr(reconcile, "make_plan", made)
+    monkeypatch.setattr(planner, "make_plan", made)
     world = World()
     monkeypatch.setattr(world.monitor, "links", {KEY: links}.get)
     monkeypatch.setattr(world.monitor, "assign", lambda *said: told.append(said))

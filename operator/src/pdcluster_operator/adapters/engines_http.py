@@ -21,9 +21,8 @@ from urllib.parse import quote
 import aiohttp
 
 from pdcluster_connector.certificate_files import TlsError, TlsFiles, Watched, client_context
-from pdcluster_connector.protocol import launcher_documents
+from pdcluster_connector.protocol import launcher_documents, messages
 from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, engine_name, role_name
-from pdcluster_connector.protocol.messages import Malformed
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.plan.launchers import Target
@@ -86,7 +85,7 @@ class EnginesHttp:
         report = launcher_documents.decode_changes(
             await self._call("GET", target, path, (200,), timeout=timeout)
         )
-        if isinstance(report, Malformed):
+        if isinstance(report, messages.Malformed):
             raise LauncherError(
                 f"{target.url}{path} did not answer with the state of an engine: {report.message}"
             )

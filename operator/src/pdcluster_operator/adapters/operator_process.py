@@ -13,24 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdcluster_operator.adapters import engines_http
-from pdcluster_operator.adapters.api_server import kubeconfig
-from pdcluster_operator.adapters.api_server.children import KubeApi
+from pdcluster_operator.adapters import connector_bundle, engine_authority, engines_http
+from pdcluster_operator.adapters.api_server import children, kubeconfig
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.connector_collector import keep_collecting
 from pdcluster_operator.adapters.api_server.events import KubeEvents
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, PREFILL_SCALER
 from pdcluster_operator.adapters.api_server.namespace_leases import NamespaceLeases
 from pdcluster_operator.adapters.api_server.reflector import Reflectors
-from pdcluster_operator.adapters.connector_bundle import build_connector
-from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.metrics import Metrics, PageOptions, serve_pages
 from pdcluster_operator.adapters.own_secrets import WebhookPlace, find_authority, keep_certificate
-from pdcluster_operator.plan.connectors import KEEP_SECONDS
-from pdcluster_operator.plan.namespace_lease import lease_name
-from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.interfaces import LauncherError
-from pdcluster_operator.runtime.reconcile import Place
+from pdcluster_operator.plan import connectors, namespace_lease
+from pdcluster_operator.runtime import control_loop, interfaces, reconcile
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +53,7 @@ class OperatorOptions(PageOptions):
     launcher_poll_seconds: float = 1.0
     operator_class: str = ""
     engine_certificate: Path | None = None
-    keep_connector_seconds: float = KEEP_SECONDS
+    keep_connector_seconds: float = connectors.KEEP_SECONDS
 
 
 class OperatorProcess:
@@ -112,10 +106,10 @@ class OperatorProcess:
             # every write into a namespace must delay no watch there, and no renewal.
             for number in (0, 0, RENEWALS_AT_ONCE)
         ]
-        connector = await asyncio.to_thread(build_connector)
+        connector = await asyncio.to_thread(connector_bundle.build_connector)
         if options.authority is None:
             log.warning("no --authority-secret: a restart makes all certificates again")
-            authority = EngineAuthority.new(time.time())[0]
+            authority = engine_authority.EngineAuthority.new(time.time())[0]
         else:
             authority = await find_authority(client, options.authority)
         folder = options.engine_certificate
@@ -125,24 +119,24 @@ class OperatorProcess:
         if folder is not None:
             try:
                 engines.mounted_context()
-            except LauncherError as error:  # it may be put right later
+            except interfaces.LauncherError as error:  # it may be put right later
                 log.error("%s", error)
         # The loop needs these two, and they call it back: it is made after them.
-        api = KubeApi(client, authority, lambda answer: loop.remember(answer))  # noqa: PLW0108
+        api = children.KubeApi(client, authority, lambda answer: loop.remember(answer))  # noqa: PLW0108
         leases = NamespaceLeases(
             renewing,
-            lease_name(options.operator_class),
+            namespace_lease.lease_name(options.operator_class),
             own_identity(),
             needed=lambda namespace: loop.works_in(namespace),  # noqa: PLW0108
             acquired=lambda namespace: loop.wake(namespace),  # noqa: PLW0108
         )
-        loop = ControlLoop(
+        loop = control_loop.ControlLoop(
             api_server=api,
             launchers=engines,
             events=KubeEvents(client),
             connector=connector,
             poll_seconds=options.launcher_poll_seconds,
-            place=Place(
+            place=reconcile.Place(
                 kubeconfig.own_namespace(),
                 options.host_path_models,
                 mounted_certificates=folder is not None,

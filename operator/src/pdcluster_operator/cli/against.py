@@ -8,14 +8,12 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
-from pdcluster_operator.adapters.api_server import cluster_reader
-from pdcluster_operator.adapters.api_server.children import KubeApi
+from pdcluster_operator.adapters.api_server import children, cluster_reader
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, slim
 from pdcluster_operator.adapters.api_server.kubeconfig import namespace_of_context
-from pdcluster_operator.cli.connection import connected
+from pdcluster_operator.cli import connection, plan
 from pdcluster_operator.cli.exits import Exit
-from pdcluster_operator.cli.plan import read_accepted, shipped_connector, show_step
 from pdcluster_operator.plan.forecast.course import Course, forecast, with_rewrites
 from pdcluster_operator.plan.types import TryOut
 from pdcluster_operator.runtime.interfaces import ApiError, Key
@@ -24,10 +22,10 @@ from pdcluster_operator.runtime.interfaces import ApiError, Key
 def show_plan_against(options: argparse.Namespace) -> Exit:
     """Print the steps that would follow if a file were applied now; write nothing."""
     console = Console(highlight=False, soft_wrap=True)
-    manifest = read_accepted(console, options.file)
+    manifest = plan.read_accepted(console, options.file)
     if manifest is None:
         return Exit.MANIFEST
-    context, connector = options.against or None, shipped_connector()
+    context, connector = options.against or None, plan.shipped_connector()
     metadata = manifest["metadata"]
     namespace = options.namespace or metadata.get("namespace") or namespace_of_context(context)
     document = {**manifest, "metadata": {**metadata, "namespace": namespace}}
@@ -56,7 +54,7 @@ def show_plan_against(options: argparse.Namespace) -> Exit:
         _show_course(console, course)
         return await _ask(console, cluster_reader.reader(client), course)
 
-    return connected(context, show)
+    return connection.connected(context, show)
 
 
 def _show_course(console: Console, course: Course) -> None:
@@ -71,7 +69,7 @@ def _show_course(console: Console, course: Course) -> None:
         if turn.after:
             console.print(Text(f"when {turn.after}:", "dim"))
         for step in turn.steps:
-            show_step(console, next(numbers), step)
+            plan.show_step(console, next(numbers), step)
     if not course.rounds:
         console.print("  nothing is left to do")
     before, peak = course.engines
@@ -85,7 +83,7 @@ def _show_course(console: Console, course: Course) -> None:
     console.print(Text(f"the end: {course.end}", "" if course.complete else "yellow"))
 
 
-async def _ask(console: Console, api: KubeApi, course: Course) -> Exit:
+async def _ask(console: Console, api: children.KubeApi, course: Course) -> Exit:
     """Let the API server judge the new pods; return how the command ends."""
     trials = [step for one in course.rounds for step in one.steps if isinstance(step, TryOut)]
     for trial in trials:

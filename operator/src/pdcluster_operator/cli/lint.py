@@ -16,8 +16,7 @@ from rich.text import Text
 from pdcluster_connector.compat.findings import counted
 from pdcluster_operator.api.findings import FieldError, Findings
 from pdcluster_operator.api.object_names import KIND
-from pdcluster_operator.api.rules.engines import unchecked_message
-from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.rules import engines, validate
 from pdcluster_operator.cli.exits import Exit, UserError
 
 MAX_BYTES = 4 << 20
@@ -35,7 +34,7 @@ def lint(options: argparse.Namespace) -> Exit:
             wrong = True
             continue
         for number, document in enumerate(_clusters(documents) or documents[:1]):
-            _, findings = check_manifest(
+            _, findings = validate.check_manifest(
                 document, host_paths=None, mounted_certificates=None, pod_groups=None
             )
             if number:
@@ -54,7 +53,7 @@ def print_findings(console: Console, title: str, findings: Findings) -> None:
     for found, kind, style in kinds:
         for finding in found:
             _print(console, kind, style, finding)
-    if open_questions := unchecked_message(findings.unchecked):
+    if open_questions := engines.unchecked_message(findings.unchecked):
         console.print(Text(f"  {open_questions}", style="dim"), soft_wrap=True)
 
 

@@ -11,8 +11,7 @@ import aiohttp
 
 from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.protocol.api_key import headers
-from pdcluster_operator.cli.exits import Exit, UserError
-from pdcluster_operator.cli.view import short
+from pdcluster_operator.cli import exits, view
 
 TIMEOUT_SECONDS = 120.0
 MAX_ANSWER = 16 << 20
@@ -89,7 +88,7 @@ def describe_path(answer: Answer) -> str:
         return "no KV was transferred; decode computed the prompt itself"
     pair = "prefill -> decode"
     if path.get("prefill") or path.get("decode"):
-        pair = f"{short(_logical(path, 'prefill'))} -> {short(_logical(path, 'decode'))}"
+        pair = f"{view.short(_logical(path, 'prefill'))} -> {view.short(_logical(path, 'decode'))}"
     if path.get("outcome") != "transferred":
         reason = path.get("reason") or path.get("outcome")
         return f"{pair}: no KV was transferred ({reason}); decode computed the prompt itself"
@@ -126,7 +125,7 @@ async def _post(
         problem = f" did not answer within {TIMEOUT_SECONDS:.0f} s: see the engines' logs"
     except (aiohttp.ClientError, OSError, ValueError) as error:
         problem = f": {error}"
-    raise UserError(f"{url}{problem}", Exit.REQUEST_FAILED)
+    raise exits.UserError(f"{url}{problem}", exits.Exit.REQUEST_FAILED)
 
 
 async def _received(http: aiohttp.ClientSession, urls: Iterable[str]) -> float:

@@ -23,10 +23,8 @@ from pdcluster_operator.api.object_names import HTTP_PORT
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.enums import Visibility
 from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.cli import lint, once, plan
 from pdcluster_operator.cli.exits import Exit, UserError
-from pdcluster_operator.cli.lint import print_findings, read_cluster
-from pdcluster_operator.cli.once import ask, describe_path
-from pdcluster_operator.cli.plan import shipped_connector
 from pdcluster_operator.cli.view import (
     Snapshot,
     View,
@@ -67,24 +65,24 @@ def up(options: argparse.Namespace) -> Exit:
             Exit.MACHINE,
         )
     console = Console(highlight=False)
-    document = with_model(read_cluster(options.file), options.model_dir)
+    document = with_model(lint.read_cluster(options.file), options.model_dir)
     cluster, findings = check_manifest(document, one_node=True)
     if not findings.ok:
-        print_findings(console, options.file, findings)
+        lint.print_findings(console, options.file, findings)
         return Exit.MANIFEST
     for warning in findings.warnings:
         # --model-dir replaced the source, so a warning about the source is of no use.
         replaced = options.model_dir is not None and under(warning.path, "spec.model.source")
         if not replaced:
             console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
-    connector = shipped_connector()
+    connector = plan.shipped_connector()
     document = with_names(document)
     facts = gather(document, cluster, connector, container_environment(), POD_PORTS)
     lacks = judge(
         cluster, facts, once=options.once is not None, model_flag=options.model_dir is not None
     )
     if lacks:
-        print_findings(console, f"{options.file} on this machine", Findings(tuple(lacks)))
+        lint.print_findings(console, f"{options.file} on this machine", Findings(tuple(lacks)))
         on_line = all(lack.rule in COMMAND_LINE for lack in lacks)
         return Exit.USAGE if on_line else Exit.MACHINE
     folder = new_run_folder(cluster.name)
@@ -232,11 +230,11 @@ class UpRun:
         url = self._endpoint()
         model, tokens = self._cluster.served_name, self._options.max_tokens
         secret = os.environ.get(API_KEY_VARIABLE) if self._asks_for_key else None
-        answer = await ask(url, model, prompt, tokens, decode, secret)
+        answer = await once.ask(url, model, prompt, tokens, decode, secret)
         self._show(take_snapshot(self._local, self._key))
         self._print(
             f"prompt:  {prompt}\nanswer:  {answer.text!r} ({counted(answer.tokens, 'token')})\n"
-            f"KV path: {describe_path(answer)}"
+            f"KV path: {once.describe_path(answer)}"
         )
         if not answer.moved:
             self._print("error: the KV cache did not move for this request")

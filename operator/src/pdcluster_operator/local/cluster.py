@@ -10,20 +10,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
-from pdcluster_operator.adapters import engine_authority
-from pdcluster_operator.adapters.engines_http import EnginesHttp
+from pdcluster_operator.adapters import engine_authority, engines_http
 from pdcluster_operator.api import object_names as names
-from pdcluster_operator.local.addresses import AddressBook, resolve
+from pdcluster_operator.local import addresses, controllers, kubelet
 from pdcluster_operator.local.api_server import LocalApi, Manifest
-from pdcluster_operator.local.controllers import Workloads
-from pdcluster_operator.local.kubelet import Kubelet
-from pdcluster_operator.plan import types
-from pdcluster_operator.plan.secrets import rotation_of
-from pdcluster_operator.runtime.cluster_secrets import with_a_new_key
-from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.interfaces import Key
-from pdcluster_operator.runtime.queue import Backoff
-from pdcluster_operator.runtime.reconcile import Place
+from pdcluster_operator.plan import secrets, types
+from pdcluster_operator.runtime import cluster_secrets, control_loop, interfaces, queue, reconcile
 
 POD_PORTS = (
     names.HTTP_PORT,
@@ -78,21 +70,21 @@ class LocalCluster:
         first_address: str = "127.0.0.2",
     ) -> None:
         self.api = LocalApi()
-        self._addresses = AddressBook(POD_PORTS, say, first_address)
-        self.resolve = partial(resolve, self.api, self._addresses.address)
-        self.kubelet = Kubelet(
+        self._addresses = addresses.AddressBook(POD_PORTS, say, first_address)
+        self.resolve = partial(addresses.resolve, self.api, self._addresses.address)
+        self.kubelet = kubelet.Kubelet(
             self.api, self._addresses, folder, self.resolve, container_environment()
         )
-        self._workloads = Workloads(self.api)
+        self._workloads = controllers.Workloads(self.api)
         self.authority, _ = engine_authority.EngineAuthority.new(time.time())
-        self._engines = EnginesHttp(self.authority)
-        self.loop = ControlLoop(
+        self._engines = engines_http.EnginesHttp(self.authority)
+        self.loop = control_loop.ControlLoop(
             api_server=_ApiPort(self.api, self.authority),
             launchers=self._engines,
             events=_Events(),
             connector=connector,
-            backoff=Backoff(last=10.0),
-            place=Place(one_node=True),
+            backoff=queue.Backoff(last=10.0),
+            place=reconcile.Place(one_node=True),
         )
 
     async def __aenter__(self) -> Self:
@@ -115,13 +107,13 @@ class LocalCluster:
         await self.loop.stop()
         await self.kubelet.stop(grace)
 
-    def apply(self, cluster: Mapping[str, Any]) -> Key:
+    def apply(self, cluster: Mapping[str, Any]) -> interfaces.Key:
         """Apply a PDCluster, as ``kubectl apply`` would."""
         metadata = {"namespace": "default", **cluster["metadata"]}
         live = self.api.apply({**cluster, "metadata": metadata})
-        return Key(live["metadata"]["namespace"], live["metadata"]["name"])
+        return interfaces.Key(live["metadata"]["namespace"], live["metadata"]["name"])
 
-    def cluster(self, key: Key) -> Manifest:
+    def cluster(self, key: interfaces.Key) -> Manifest:
         """Return the live PDCluster."""
         return self.api.get(names.KIND, key.namespace, key.name) or {}
 
@@ -140,20 +132,20 @@ class _ApiPort:
         self._api = api
         self._authority = authority
 
-    async def read_uid(self, key: Key) -> str | None:
+    async def read_uid(self, key: interfaces.Key) -> str | None:
         live = self._api.get(names.KIND, key.namespace, key.name)
         return None if live is None else str(live["metadata"]["uid"])
 
-    async def read_ticket_key(self, key: Key, uid: str) -> str | None:
+    async def read_ticket_key(self, key: interfaces.Key, uid: str) -> str | None:
         live = self._api.get("Secret", key.namespace, names.ticket_key_name(key.name))
-        return None if live is None else rotation_of(live)
+        return None if live is None else secrets.rotation_of(live)
 
     async def write_ticket_key(self, step: types.WriteTicketKey) -> None:
         metadata = step.manifest["metadata"]
         live = self._api.get("Secret", metadata["namespace"], metadata["name"])
-        self._api.apply(with_a_new_key(step, live))
+        self._api.apply(cluster_secrets.with_a_new_key(step, live))
 
-    async def read_certificates(self, key: Key, uid: str) -> types.HeldCertificates:
+    async def read_certificates(self, key: interfaces.Key, uid: str) -> types.HeldCertificates:
         live = self._api.get("Secret", key.namespace, names.certificates_name(key.name))
         return engine_authority.held_certificates(live, self._authority)
 
@@ -172,11 +164,11 @@ class _ApiPort:
         self._api.delete(*where, uid=step.uid, resource_version=step.resource_version)
 
     async def write_status(
-        self, key: Key, uid: str, status: Mapping[str, Any], version: str = ""
+        self, key: interfaces.Key, uid: str, status: Mapping[str, Any], version: str = ""
     ) -> None:
         self._api.set_status(names.KIND, key.namespace, key.name, dict(status), uid)
 
-    async def write_scaler_status(self, key: Key, scaler: types.ScalerStatus) -> None:
+    async def write_scaler_status(self, key: interfaces.Key, scaler: types.ScalerStatus) -> None:
         self._api.set_status(
             names.SCALER_KIND, key.namespace, key.name, dict(scaler.status), scaler.uid
         )

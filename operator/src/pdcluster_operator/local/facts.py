@@ -15,8 +15,7 @@ from typing import Any
 import pdcluster_connector
 from pdcluster_connector.host_memory import available_bytes
 from pdcluster_connector.protocol import api_key
-from pdcluster_operator.api.findings import FieldError
-from pdcluster_operator.api.object_names import engine_of
+from pdcluster_operator.api import findings, object_names
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.resolve import engine_places
 from pdcluster_operator.api.spec.resources import parse_quantity
@@ -56,7 +55,7 @@ def gather(
         environment: variables that a container inherits.
         ports: that each pod binds.
     """
-    pods: list[FieldError] = []
+    pods: list[findings.FieldError] = []
     models: dict[Role, Folder] = {}
     asked = dict.fromkeys(Role, 0)
     for role, template, copies in _pods(document, cluster, connector):
@@ -92,13 +91,13 @@ def _pods(
         spec = child.manifest.get("spec") or {}
         if "template" not in spec:
             continue
-        engine = engine_of(child.manifest)
+        engine = object_names.engine_of(child.manifest)
         yield engine.role if engine else None, spec["template"], int(spec.get("replicas", 1))
 
 
 def _pod_findings(
     cluster: Cluster, owner: str, template: Manifest, environment: Mapping[str, str]
-) -> Iterator[FieldError]:
+) -> Iterator[findings.FieldError]:
     """Yield why a pod cannot start here. Memory is judged for all pods together.
 
     Args:
@@ -116,7 +115,7 @@ def _pod_findings(
             if any(variable.name == subject for variable in engine.env):
                 path = f"{place}.env"
                 break
-        yield FieldError(path, subject, rule, message, remedy)
+        yield findings.FieldError(path, subject, rule, message, remedy)
 
 
 def _node_problems(spec: Manifest) -> Iterator[tuple[Lack, str, str, str]]:

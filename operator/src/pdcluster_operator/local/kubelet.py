@@ -13,14 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
+from pdcluster_operator.local import container_process
 from pdcluster_operator.local.addresses import AddressBook, PortBusyError
 from pdcluster_operator.local.api_server import LocalApi, Manifest
-from pdcluster_operator.local.container_process import (
-    Container,
-    kubernetes_command,
-    kubernetes_environment,
-    substitute,
-)
 
 CONFIG = "CreateContainerConfigError"
 UNSCHEDULABLE = "Unschedulable"
@@ -88,7 +83,7 @@ class PodRun:
 
     def __init__(self, kubelet: Kubelet, pod: Manifest) -> None:
         self.pod, self.name, self._kubelet = pod, pod["metadata"]["name"], kubelet
-        self.containers: list[Container] = []
+        self.containers: list[container_process.Container] = []
         self.ending: asyncio.Future[None] | None = None
         self._address = ""
         self._task = asyncio.ensure_future(self._run())
@@ -122,7 +117,7 @@ class PodRun:
             return {"wrong": f"{what}: the pod starts as soon as this is corrected"}
         return {}
 
-    def _container(self, spec: Manifest, volumes: dict[str, Path]) -> Container:
+    def _container(self, spec: Manifest, volumes: dict[str, Path]) -> container_process.Container:
         folder = self._kubelet.folder / self.name / spec["name"]
         folders = {
             mount["mountPath"]: str(volumes[mount["name"]] / mount.get("subPath", "")).rstrip("/")
@@ -132,10 +127,10 @@ class PodRun:
         folders |= {last_words: str(folder / "termination-log"), SHARED_MEMORY: SHARED_MEMORY}
 
         def local(text: str) -> str:
-            return substitute(text, self._address, folders, self._kubelet.resolve)
+            return container_process.substitute(text, self._address, folders, self._kubelet.resolve)
 
-        environment = kubernetes_environment(self.pod, spec, self._address)
-        command = [local(word) for word in kubernetes_command(spec, environment)]
+        environment = container_process.kubernetes_environment(self.pod, spec, self._address)
+        command = [local(word) for word in container_process.kubernetes_command(spec, environment)]
         asked = {entry["name"] for entry in spec.get("env") or ()}
         inherited = {
             name: value
@@ -143,7 +138,7 @@ class PodRun:
             if name != API_KEY_VARIABLE or name in asked
         }
         merged = inherited | {name: local(value) for name, value in environment.items()}
-        return Container(
+        return container_process.Container(
             spec,
             command=command,
             environment=merged,

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set as Abstra
 from dataclasses import replace
 from typing import Any
 
-from pdcluster_operator.api import object_names
-from pdcluster_operator.api.conditions import seconds, timestamp
+from pdcluster_operator.api import conditions, object_names
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
@@ -214,7 +213,7 @@ def with_releases(
             continue
         latest = max(latest, moment)
         if now < moment + _pause(name, timeout):
-            found[name] = _without_pods(engine, timestamp(moment), because)
+            found[name] = _without_pods(engine, conditions.timestamp(moment), because)
     if now - latest <= timeout:
         return found
     pods = pods_by_engine(observed.pods)
@@ -226,7 +225,7 @@ def with_releases(
                 f"only some of its pods could be scheduled within {timeout:.0f} s, so they were "
                 f"deleted; they are created again later: {stuck[1]}"
             )
-            found[name] = _without_pods(engine, timestamp(now), because[:LONGEST_WORDS])
+            found[name] = _without_pods(engine, conditions.timestamp(now), because[:LONGEST_WORDS])
             break
     return found
 
@@ -259,7 +258,7 @@ def _scheduled(pod: Manifest) -> tuple[float | None, str]:
     """Return since when a pod's PodScheduled is as it is, and its message; None if unknown."""
     for condition in status_of(pod).get("conditions") or ():
         if condition.get("type") == "PodScheduled":
-            since = seconds(condition.get("lastTransitionTime"))
+            since = conditions.seconds(condition.get("lastTransitionTime"))
             return since, text_of(condition.get("message"))
     return None, ""
 

@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from pdcluster_operator.api import object_names
-from pdcluster_operator.api.conditions import seconds, timestamp
+from pdcluster_operator.api import conditions, object_names
 from pdcluster_operator.api.spec.pod_templates import as_list, as_mapping
-from pdcluster_operator.plan.objects.contents import MARK
-from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
+from pdcluster_operator.plan.objects import contents, ownership
 from pdcluster_operator.plan.types import ConnectorBundle, Delete, Manifest, Observed
 
 CONNECTOR_FILE = "connector.pyz"
@@ -42,7 +40,7 @@ def is_shared_connector(manifest: Manifest) -> bool:
         manifest.get("kind") == "ConfigMap"
         and object_names.is_connector_name(str(metadata["name"]))
         and metadata["name"] == object_names.connector_name(str(digest))
-        and not controller_uid(manifest)
+        and not ownership.controller_uid(manifest)
     )
 
 
@@ -114,11 +112,11 @@ def is_forged(config_map: Manifest) -> bool:
     if not object_names.is_connector_name(name):
         return False
     held = config_map.get("binaryData") or {}
-    if not all(str(content).startswith(MARK) for content in held.values()):
+    if not all(str(content).startswith(contents.MARK) for content in held.values()):
         return False
     only = set(held) == {CONNECTOR_FILE} and not config_map.get("data")
     digest = name.rpartition("-")[2]
-    right = only and str(held[CONNECTOR_FILE]).startswith(MARK + digest)
+    right = only and str(held[CONNECTOR_FILE]).startswith(contents.MARK + digest)
     return not (right and config_map.get("immutable") is True)
 
 
@@ -156,7 +154,7 @@ def step_for_connector(
         now: seconds since the epoch.
         keep: how old a mark has to be, in seconds.
     """
-    if is_being_deleted(live):
+    if ownership.is_being_deleted(live):
         return None
     metadata = live["metadata"]
     marked = marked_unused(live)
@@ -168,9 +166,9 @@ def step_for_connector(
     )
     if mounted:
         return MarkConnector(*seen, "", "something mounts it again") if marked else None
-    since = seconds(marked)
+    since = conditions.seconds(marked)
     if since is None or since > now + keep:
-        return MarkConnector(*seen, timestamp(now), "nothing mounts it")
+        return MarkConnector(*seen, conditions.timestamp(now), "nothing mounts it")
     if now - since < keep:
         return None
     return Delete("ConfigMap", *seen, "nothing has mounted it for a while")

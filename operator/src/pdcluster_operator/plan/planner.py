@@ -10,29 +10,19 @@ from collections.abc import Mapping, Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from pdcluster_connector.protocol.launcher_documents import PeersDocument
-from pdcluster_operator.api.conditions import (
-    ConditionType,
-    StatusReason,
-    Verdict,
-    find_condition,
-    seconds,
-)
+from pdcluster_operator.api import conditions
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan import name_conflicts, secrets
+from pdcluster_operator.plan import launchers, name_conflicts, prefill_scaler, secrets
 from pdcluster_operator.plan.builders.secrets import has_certificates
 from pdcluster_operator.plan.children import children_now, steps_to
-from pdcluster_operator.plan.launchers import assign_peers
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.ownership import engine_sets, is_being_deleted
-from pdcluster_operator.plan.observed.pods import lost_pods, seconds_to_loss
-from pdcluster_operator.plan.observed.routers import routed_engines
-from pdcluster_operator.plan.prefill_scaler import as_scaled, scaler_status
+from pdcluster_operator.plan.observed import pods, routers
 from pdcluster_operator.plan.rollout.desired import Desired, as_it_is, desire
-from pdcluster_operator.plan.status.build import Judgement, build_status, judge
-from pdcluster_operator.plan.status.events import transitions
+from pdcluster_operator.plan.status import build, events
 from pdcluster_operator.plan.status.progress import ChangeView, with_failure
 from pdcluster_operator.plan.types import Apply, Manifest, Observed, Plan, Step
 
@@ -51,8 +41,8 @@ class _Outcome:
     """
 
     steps: tuple[Step, ...]
-    refused: Verdict | None
-    judged: Judgement
+    refused: conditions.Verdict | None
+    judged: build.Judgement
     peers: Mapping[str, PeersDocument]
     routed: frozenset[str]
     certified: bool
@@ -67,7 +57,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         memo: of the last plans for this cluster. The plan is the same without it, only slower.
     """
     memo = memo or Memo()
-    seen = replace(observed, cluster=as_scaled(observed.cluster, observed.scaler))
+    seen = replace(observed, cluster=prefill_scaler.as_scaled(observed.cluster, observed.scaler))
     # If nothing has changed, this is the object of the plan before, so that comparing it is quick.
     observed = memo.get("observed", (seen,), lambda one: one)
     before = observed.cluster.get("status") or {}
@@ -77,7 +67,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     # Step 1: check the spec. One that is not accepted changes nothing.
     cluster, findings = _checked(observed, memo)
     # Step 2: compute what should exist.
-    lost = lost_pods(observed.pods, now)
+    lost = pods.lost_pods(observed.pods, now)
     desired = memo.get(
         "desired",
         (observed, cluster, lost, findings.ok),
@@ -89,7 +79,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     inputs = observed, cluster, findings, desired, children, lost, secrets.period_start(now)
     outcome = memo.get("outcome", inputs, _outcome)
     # Step 4: write the status, with the times of its changes, and say when to look again.
-    status = build_status(cluster, before, findings, outcome.judged, now)
+    status = build.build_status(cluster, before, findings, outcome.judged, now)
     if outcome.refused:
         refused = outcome.refused
         status = with_failure(status, observed.cluster, refused.reason, refused.message, now)
@@ -105,8 +95,8 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         peers=outcome.peers,
         routed=outcome.routed,
         requeue_after=min((wait for wait in waits if wait is not None), default=None),
-        events=transitions(before, status, secured=has_certificates(cluster)),
-        scaler=scaler_status(observed),
+        events=events.transitions(before, status, secured=has_certificates(cluster)),
+        scaler=prefill_scaler.scaler_status(observed),
     )
 
 
@@ -136,10 +126,10 @@ def _outcome(
     )
     if strange:
         steps = [step for step in steps if name_conflicts.may_be_taken(step, observed, strange)]
-    judged = judge(observed, cluster, findings, desired, steps, lost)
+    judged = build.judge(observed, cluster, findings, desired, steps, lost)
     peers: dict[str, PeersDocument] = {}
     for group in judged.groups if findings.ok else ():
-        peers |= assign_peers(cluster, *group, observed.links)
+        peers |= launchers.assign_peers(cluster, *group, observed.links)
     return _Outcome(
         steps=tuple(steps),
         refused=name_conflicts.why_strange(strange) if strange else None,
@@ -160,7 +150,7 @@ def _routed(observed: Observed, lost: AbstractSet[str]) -> frozenset[str]:
         return frozenset()
     live = engine_sets(observed.children)
     engines = Counter(name.role for name in live)
-    routed = routed_engines(observed, live, lost)
+    routed = routers.routed_engines(observed, live, lost)
     return frozenset(name.logical for name in routed if engines[name.role] > 1)
 
 
@@ -172,11 +162,11 @@ def _next_look(
     On the way to Ready that is at the deadline, or earlier to be sure. Otherwise it is when a pod
     that is being deleted counts as lost.
     """
-    progress = find_condition(status, ConditionType.PROGRESSING)
-    if progress.get("reason") == StatusReason.COMPLETE or not accepted:
-        loss = seconds_to_loss(observed.pods, now)
+    progress = conditions.find_condition(status, conditions.ConditionType.PROGRESSING)
+    if progress.get("reason") == conditions.StatusReason.COMPLETE or not accepted:
+        loss = pods.seconds_to_loss(observed.pods, now)
         return None if loss is None else loss + 1.0
-    began = max(seconds(status.get("progressingSince")) or now, change.started or 0.0)
+    began = max(conditions.seconds(status.get("progressingSince")) or now, change.started or 0.0)
     left = began + change.deadline - now
     return min(left + 1.0, BUSY_SECONDS) if left >= 0 else BUSY_SECONDS
 

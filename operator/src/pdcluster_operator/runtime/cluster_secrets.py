@@ -14,14 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from pdcluster_operator.plan import types
 from pdcluster_operator.plan.builders.secrets import TICKET_KEY_FILE
 from pdcluster_operator.plan.secrets import rotation_of
-from pdcluster_operator.plan.types import (
-    HeldCertificates,
-    Manifest,
-    WriteCertificates,
-    WriteTicketKey,
-)
 from pdcluster_operator.runtime.interfaces import ApiServer, Key
 
 SECRET_SECONDS = 240.0
@@ -46,7 +41,7 @@ class ClusterSecrets:
         self._api_server = api_server
         self._clock = clock
         self._known: dict[tuple[Key, str], _Remembered] = {}
-        self._no_certificates: HeldCertificates | None = None
+        self._no_certificates: types.HeldCertificates | None = None
 
     async def ticket_key(self, key: Key, uid: str, *, new: bool = False) -> str | None:
         """Return what the cluster's Secret says beside its keys; see ``ApiServer.read_ticket_key``.
@@ -63,7 +58,9 @@ class ClusterSecrets:
             self._remember(key, TICKET_KEY, uid, content)
         return content
 
-    async def certificates(self, key: Key, uid: str, *, new: bool = False) -> HeldCertificates:
+    async def certificates(
+        self, key: Key, uid: str, *, new: bool = False
+    ) -> types.HeldCertificates:
         """Return what the Secret with the certificates says; see ``ApiServer.read_certificates``.
 
         That there is no such Secret is also remembered, because most clusters never have one.
@@ -72,7 +69,7 @@ class ClusterSecrets:
             uid: of the PDCluster.
             new: the cluster has no children yet, so no engine has a certificate.
         """
-        held: HeldCertificates | None = self._recall(key, CERTIFICATES, uid)
+        held: types.HeldCertificates | None = self._recall(key, CERTIFICATES, uid)
         if held is None:
             held = self._no_certificates if new else None
             held = held or await self._api_server.read_certificates(key, uid)
@@ -81,14 +78,14 @@ class ClusterSecrets:
             self._no_certificates = held
         return held
 
-    async def write_ticket_key(self, key: Key, step: WriteTicketKey) -> None:
+    async def write_ticket_key(self, key: Key, step: types.WriteTicketKey) -> None:
         """Carry out a step; see ``ApiServer.write_ticket_key``."""
         self._known.pop((key, TICKET_KEY), None)  # if the write fails, nobody knows what is there
         await self._api_server.write_ticket_key(step)
         uid = str(step.manifest["metadata"]["ownerReferences"][0]["uid"])
         self._remember(key, TICKET_KEY, uid, rotation_of(step.manifest))
 
-    async def write_certificates(self, key: Key, step: WriteCertificates) -> None:
+    async def write_certificates(self, key: Key, step: types.WriteCertificates) -> None:
         """Carry out a step; see ``ApiServer.write_certificates``."""
         known = self._known.pop((key, CERTIFICATES), None)
         held = await self._api_server.write_certificates(step)
@@ -110,14 +107,14 @@ class ClusterSecrets:
         self._known[key, kind] = _Remembered(uid, content, self._clock())
 
 
-def with_a_new_key(step: WriteTicketKey, live: Manifest | None) -> dict[str, Any]:
+def with_a_new_key(step: types.WriteTicketKey, live: types.Manifest | None) -> dict[str, Any]:
     """Return the Secret with a new random key first, and the first key of ``live`` second."""
     lines = [secrets.token_hex(KEY_BYTES), *_keys_in(live)[:1]]
     text = "".join(f"{line}\n" for line in lines)
     return {**step.manifest, "data": {TICKET_KEY_FILE: base64.b64encode(text.encode()).decode()}}
 
 
-def _keys_in(live: Manifest | None) -> list[str]:
+def _keys_in(live: types.Manifest | None) -> list[str]:
     encoded = ((live or {}).get("data") or {}).get(TICKET_KEY_FILE) or ""
     try:
         return base64.b64decode(encoded, validate=True).decode("ascii").split()

@@ -9,17 +9,10 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition
-from pdcluster_operator.api.object_names import SCALER_KIND
-from pdcluster_operator.plan.connectors import is_shared_connector
-from pdcluster_operator.plan.lifecycle import is_changed, is_new
-from pdcluster_operator.plan.namespace_lease import belongs_to
+from pdcluster_operator.api import conditions, object_names
+from pdcluster_operator.plan import connectors, lifecycle, namespace_lease, types
 from pdcluster_operator.plan.status.conditions import local_share
-from pdcluster_operator.plan.types import ConnectorBundle
-from pdcluster_operator.runtime import interfaces
-from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
-from pdcluster_operator.runtime.queue import Backoff, KeyedQueue
-from pdcluster_operator.runtime.reconcile import Place, Reconciler
+from pdcluster_operator.runtime import interfaces, launcher_monitor, queue, reconcile
 from pdcluster_operator.runtime.store import CLUSTER_KIND, Manifest, Store, key_of
 
 RESYNC_SECONDS = 300.0
@@ -41,23 +34,25 @@ class ControlLoop:
         api_server: interfaces.ApiServer,
         launchers: interfaces.Launchers,
         events: interfaces.EventSink,
-        connector: ConnectorBundle,
+        connector: types.ConnectorBundle,
         clock: Callable[[], float] = time.time,
         poll_seconds: float = 1.0,
-        backoff: Backoff | None = None,
-        place: Place | None = None,
+        backoff: queue.Backoff | None = None,
+        place: reconcile.Place | None = None,
         worked: Callable[[float, bool], None] = lambda *_: None,
         holds: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        self._place = place = place or Place()
+        self._place = place = place or reconcile.Place()
         self._worked = worked
         self._holds = holds
         self.store = Store()
-        self.queue = KeyedQueue(
+        self.queue = queue.KeyedQueue(
             self._work, is_urgent=self._is_urgent, is_new=self._is_new, backoff=backoff
         )
-        self.monitor = LauncherMonitor(launchers, self.queue.add, period=poll_seconds)
-        self._reconciler = Reconciler(
+        self.monitor = launcher_monitor.LauncherMonitor(
+            launchers, self.queue.add, period=poll_seconds
+        )
+        self._reconciler = reconcile.Reconciler(
             store=self.store,
             api_server=api_server,
             monitor=self.monitor,
@@ -83,7 +78,7 @@ class ControlLoop:
             self._queue(key, manifest)
             if before is not None and (left := key_of(before)) not in (None, key):
                 self._queue(left, manifest)
-        elif event == "DELETED" and is_shared_connector(manifest):
+        elif event == "DELETED" and connectors.is_shared_connector(manifest):
             self.wake(str(manifest["metadata"]["namespace"]))
 
     def remember(self, manifest: Manifest) -> None:
@@ -94,7 +89,7 @@ class ControlLoop:
         """
         before = self.store.held(manifest)
         self.store.answered(manifest)
-        if manifest["kind"] in (CLUSTER_KIND, SCALER_KIND) and before is not None:
+        if manifest["kind"] in (CLUSTER_KIND, object_names.SCALER_KIND) and before is not None:
             metadata = manifest["metadata"]
             if metadata.get("generation") != before["metadata"].get("generation"):
                 self._queue(interfaces.Key(metadata["namespace"], metadata["name"]), manifest)
@@ -105,11 +100,11 @@ class ControlLoop:
 
     def _is_urgent(self, key: interfaces.Key) -> bool:
         cluster = self.store.cluster(key)
-        return cluster is not None and is_changed(cluster)
+        return cluster is not None and lifecycle.is_changed(cluster)
 
     def _is_new(self, key: interfaces.Key) -> bool:
         cluster = self.store.cluster(key)
-        return cluster is not None and is_new(cluster, has_children=bool(self.store.children(key)))
+        return cluster is not None and lifecycle.is_new(cluster, has_children=bool(self.store.children(key)))
 
     def set_unlisted(self, namespaces: Collection[str]) -> None:
         """Say in which namespaces nothing can be done: not all of their objects are known."""
@@ -138,11 +133,11 @@ class ControlLoop:
         """Return the reason of the condition Ready for each cluster of ours that is not Ready."""
         found: dict[tuple[str, str], str] = {}
         for key in filter(self._is_ours, self.store.keys()):
-            ready = find_condition(
-                (self.store.cluster(key) or {}).get("status"), ConditionType.READY
+            ready = conditions.find_condition(
+                (self.store.cluster(key) or {}).get("status"), conditions.ConditionType.READY
             )
             if ready.get("status") != "True":
-                found[key] = str(ready.get("reason") or StatusReason.NOT_SEEN_YET)
+                found[key] = str(ready.get("reason") or conditions.StatusReason.NOT_SEEN_YET)
         return found
 
     def start(self) -> None:
@@ -172,7 +167,7 @@ class ControlLoop:
         cluster = self.store.cluster(key)
         if cluster is None or key.namespace in self.unlisted:
             return False
-        return belongs_to(cluster, self._place.operator_class)
+        return namespace_lease.belongs_to(cluster, self._place.operator_class)
 
     async def _work(self, key: interfaces.Key) -> float | None:
         ours = self._is_ours(key) and self._holds(key.namespace)

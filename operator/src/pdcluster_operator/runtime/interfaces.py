@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from pdcluster_connector.protocol.launcher_documents import ChangesReport, PeersDocument
-from pdcluster_operator.plan import types
-from pdcluster_operator.plan.launchers import Target
+from pdcluster_operator.plan import launchers, types
 from pdcluster_operator.plan.types import Manifest
 
 
@@ -121,7 +120,7 @@ class Launchers(Protocol):
     If the target's URL is HTTPS, the launcher has to show the certificate of the target's engine.
     """
 
-    async def changes(self, target: Target, seen: str, *, wait: bool) -> ChangesReport:
+    async def changes(self, target: launchers.Target, seen: str, *, wait: bool) -> ChangesReport:
         """``GET /v1/changes``: the state of a launcher if its revision is not ``seen``.
 
         Raises :class:`LauncherError`.
@@ -131,10 +130,10 @@ class Launchers(Protocol):
                 that is returned is ``seen``.
         """
 
-    async def put_peers(self, target: Target, document: PeersDocument) -> None:
+    async def put_peers(self, target: launchers.Target, document: PeersDocument) -> None:
         """``PUT /v1/peers`` of a decode engine. Raises :class:`LauncherError`."""
 
-    async def tell_routed(self, target: Target, *, routed: bool) -> None:
+    async def tell_routed(self, target: launchers.Target, *, routed: bool) -> None:
         """``PUT`` or ``DELETE /v1/routed``: whether routers may send the engine requests.
 
         Raises :class:`LauncherError`.

@@ -13,17 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdcluster_operator.api.conditions import own_status
+from pdcluster_operator.plan import launchers, lifecycle, planner
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
-from pdcluster_operator.plan.launchers import launchers_to_poll
-from pdcluster_operator.plan.lifecycle import is_new, needs_live_check, wait_before_judging
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.ownership import is_being_deleted
-from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.status.pace import wait_before_writing
-from pdcluster_operator.plan.status.progress import with_failure
+from pdcluster_operator.plan.status import pace, progress
 from pdcluster_operator.plan.types import ConnectorBundle, Manifest, Observed, Plan, creates
-from pdcluster_operator.runtime.cluster_secrets import ClusterSecrets
-from pdcluster_operator.runtime.executor import Executor
+from pdcluster_operator.runtime import cluster_secrets, executor, launcher_monitor
 from pdcluster_operator.runtime.interfaces import (
     ApiError,
     ApiServer,
@@ -31,7 +27,6 @@ from pdcluster_operator.runtime.interfaces import (
     Key,
     NamespaceTerminating,
 )
-from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.store import Store
 
 log = logging.getLogger(__name__)
@@ -82,7 +77,7 @@ class Reconciler:
         *,
         store: Store,
         api_server: ApiServer,
-        monitor: LauncherMonitor,
+        monitor: launcher_monitor.LauncherMonitor,
         events: EventSink,
         connector: ConnectorBundle,
         clock: Callable[[], float],
@@ -99,8 +94,8 @@ class Reconciler:
         self._place = place or Place()
         self._may_write = may_write
         self._queued = queued  # how many clusters wait to be reconciled
-        self._secrets = ClusterSecrets(api_server)
-        self._executor = Executor(api_server, self._secrets, may_write)
+        self._secrets = cluster_secrets.ClusterSecrets(api_server)
+        self._executor = executor.Executor(api_server, self._secrets, may_write)
         self._ending: dict[tuple[Key, str], float] = {}  # see _goes_with_namespace
         self._memos: OrderedDict[Key, Memo] = OrderedDict()
         self._began: dict[Key, str] = {}  # UIDs of the clusters that got first children from us
@@ -155,8 +150,8 @@ class Reconciler:
 
     async def _look(self, key: Key, cluster: Manifest) -> float | None:
         children, pods = self._store.children(key), self._store.pods(key)
-        self._monitor.follow(key, launchers_to_poll(pods, children))
-        wait = wait_before_judging(
+        self._monitor.follow(key, launchers.launchers_to_poll(pods, children))
+        wait = lifecycle.wait_before_judging(
             cluster,
             followed_seconds=self._monitor.followed_seconds(key),
             all_heard=self._monitor.all_heard(key),
@@ -164,17 +159,17 @@ class Reconciler:
         if wait > 0:
             return wait
         now = self._clock()
-        new = is_new(cluster, has_children=bool(children))
+        new = lifecycle.is_new(cluster, has_children=bool(children))
         try:
             observed = await self._observe(key, cluster, children, pods, new=new)
-            plan = make_plan(observed, now, self._memo(key))
+            plan = planner.make_plan(observed, now, self._memo(key))
         except Exception as error:
             # Anything but an ApiError is a bug of the operator. Users see it in the status, and
             # other clusters go on.
             bug = f"{type(error).__name__}: {error}"
             failure = error if isinstance(error, ApiError) else ApiError("PlanFailed", bug)
             before = cluster.get("status") or {}
-            status = with_failure(before, cluster, failure.reason, str(failure), now)
+            status = progress.with_failure(before, cluster, failure.reason, str(failure), now)
             await self._write_status(key, cluster, status)
             if failure is error:
                 raise
@@ -215,7 +210,7 @@ class Reconciler:
             failure = error
         status = plan.status
         if failure is not None and not failure.passing:
-            status = with_failure(status, cluster, failure.reason, str(failure), now)
+            status = progress.with_failure(status, cluster, failure.reason, str(failure), now)
         self._monitor.assign(key, plan.peers)
         self._monitor.route(key, plan.routed)
         wait = await self._write_status(key, cluster, status)
@@ -239,7 +234,7 @@ class Reconciler:
         uid = str(cluster["metadata"]["uid"])
         first = new and self._began.get(key) != uid
         self._began[key] = uid
-        if not needs_live_check(self._store.reported_seconds(key, uid), first=first):
+        if not lifecycle.needs_live_check(self._store.reported_seconds(key, uid), first=first):
             return True
         return await self._api_server.read_uid(key) == uid
 
@@ -253,7 +248,7 @@ class Reconciler:
             self._wrote.setdefault(key, moment)
         since_last = moment - self._wrote.get(key, -math.inf)
         waiting = len(self._waiting) + self._queued()
-        if (wait := wait_before_writing(before, status, since_last, waiting)) > 0:
+        if (wait := pace.wait_before_writing(before, status, since_last, waiting)) > 0:
             self._waiting.add(key)
             return wait
         metadata = cluster["metadata"]

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 from pdcluster_operator.api.object_names import CLUSTER_LABEL, SCALER_KIND
 from pdcluster_operator.plan.connectors import is_shared_connector, shared_connectors_of
-from pdcluster_operator.plan.objects.ownership import controller_uid, own_pods
-from pdcluster_operator.plan.objects.shared_parts import with_shared_parts
+from pdcluster_operator.plan.objects import ownership, shared_parts
 from pdcluster_operator.runtime.interfaces import Key
 
 log = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ class Store:
         self._report(identity)
         if held is not None and is_same_version(manifest, held):
             return None
-        kept = with_shared_parts(manifest, _to_take_from(held, manifest))
+        kept = shared_parts.with_shared_parts(manifest, _to_take_from(held, manifest))
         self._set(identity, kept)
         return None if says_the_same(kept, held) else key_of(manifest)
 
@@ -186,7 +185,7 @@ class Store:
         cluster = self.cluster(key)
         if cluster is None:
             return ()
-        return tuple(own_pods(cluster, self._at(POD_LABEL, *key), self.children(key)))
+        return tuple(ownership.own_pods(cluster, self._at(POD_LABEL, *key), self.children(key)))
 
     def connectors(self, namespace: str) -> tuple[Manifest, ...]:
         """Return the ConfigMaps with a connector that the namespace's PDClusters share."""
@@ -269,7 +268,7 @@ def _read_places(manifest: Mapping[str, Any]) -> Iterator[Place]:
     if manifest["kind"] == "Pod":
         if (key := _labelled(manifest)) is not None:
             yield (POD_LABEL, *key)
-    elif uid := controller_uid(manifest):
+    elif uid := ownership.controller_uid(manifest):
         yield OWNER, namespace, uid
     elif is_shared_connector(manifest):
         yield CONNECTOR, namespace

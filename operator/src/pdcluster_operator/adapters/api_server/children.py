@@ -12,27 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from pdcluster_operator.adapters import engine_authority
+from pdcluster_operator.adapters.api_server import kinds
 from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient, NotFound
-from pdcluster_operator.adapters.api_server.kinds import (
-    BY_NAME,
-    PDCLUSTER,
-    POD,
-    PREFILL_SCALER,
-    SECRET,
-    WATCHED,
-    Kind,
-    slim,
-)
-from pdcluster_operator.api import object_names
-from pdcluster_operator.api.conditions import StatusReason
-from pdcluster_operator.plan import types
+from pdcluster_operator.api import conditions, object_names
+from pdcluster_operator.plan import secrets, types
 from pdcluster_operator.plan.connectors import MOUNTING_KINDS, MarkConnector
 from pdcluster_operator.plan.name_conflicts import name_conflict, why_not_applied
-from pdcluster_operator.plan.objects.drift import repair, without_manager
-from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
-from pdcluster_operator.plan.objects.shared_parts import with_shared_parts
+from pdcluster_operator.plan.objects import drift, ownership, shared_parts
 from pdcluster_operator.plan.rollout.wanted_children import REFUSALS, refusal
-from pdcluster_operator.plan.secrets import rotation_of
 from pdcluster_operator.runtime.cluster_secrets import with_a_new_key
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict, Invalid, Key
 
@@ -41,7 +28,7 @@ NO_OBJECT = "1"
 """A resourceVersion that no object has: the one of an empty etcd. An apply with it only creates."""
 ABSENT = {"resourceVersion": NO_OBJECT}
 REPAIR_MANAGER = f"{object_names.FIELD_MANAGER}-repair"
-CONFIG_MAP = BY_NAME["ConfigMap"]
+CONFIG_MAP = kinds.BY_NAME["ConfigMap"]
 MARKER = f"{object_names.FIELD_MANAGER}-collector"
 """A field manager that owns the mark alone, so that its applies leave out the content."""
 
@@ -67,15 +54,15 @@ class KubeApi:
 
     async def read_uid(self, key: Key) -> str | None:
         """Return the live cluster's UID; None if it is gone or is being deleted."""
-        live = await self._read(PDCLUSTER, key.namespace, key.name)
-        if live is None or is_being_deleted(live):
+        live = await self._read(kinds.PDCLUSTER, key.namespace, key.name)
+        if live is None or ownership.is_being_deleted(live):
             return None
         return str(live["metadata"]["uid"])
 
     async def read_ticket_key(self, key: Key, uid: str) -> str | None:
         """Return what the cluster's Secret says beside its keys; None when there is none."""
         live = await self._own_secret(key.namespace, object_names.ticket_key_name(key.name), uid)
-        return None if live is None else rotation_of(live)
+        return None if live is None else secrets.rotation_of(live)
 
     async def read_certificates(self, key: Key, uid: str) -> types.HeldCertificates:
         """Return what the Secret with the engines' certificates says beside their keys."""
@@ -91,9 +78,9 @@ class KubeApi:
 
     async def _own_secret(self, namespace: str, name: str, uid: str) -> dict[str, Any] | None:
         """Return a Secret of the cluster ``uid``; None if there is none."""
-        live = await self._read(SECRET, namespace, name)
-        if live is not None and controller_uid(live) != uid:
-            refusal = name_conflict(SECRET.name, name)
+        live = await self._read(kinds.SECRET, namespace, name)
+        if live is not None and ownership.controller_uid(live) != uid:
+            refusal = name_conflict(kinds.SECRET.name, name)
             raise ApiError(refusal.reason, refusal.message)
         return live
 
@@ -101,12 +88,12 @@ class KubeApi:
         """Mint a key and write it. A Secret that came or changed meanwhile is a Conflict."""
         metadata = step.manifest["metadata"]
         if not step.rotate:
-            path = SECRET.path(metadata["namespace"])
+            path = kinds.SECRET.path(metadata["namespace"])
             query = {"fieldManager": object_names.FIELD_MANAGER}
             await self._client.call("POST", path, query=query, body=with_a_new_key(step, None))
             return
-        path = SECRET.path(metadata["namespace"], metadata["name"])
-        uid = controller_uid(step.manifest)
+        path = kinds.SECRET.path(metadata["namespace"], metadata["name"])
+        uid = ownership.controller_uid(step.manifest)
         live = await self._own_secret(metadata["namespace"], metadata["name"], uid)
         if live is None:
             raise Conflict(f"Secret {metadata['name']} was deleted before its key was rotated")
@@ -122,14 +109,14 @@ class KubeApi:
         The request carries what was seen: the live object's UID, or that there is none. If the
         API server has it otherwise, it answers with a conflict, and only then we look.
         """
-        kind, metadata = BY_NAME[manifest["kind"]], manifest["metadata"]
+        kind, metadata = kinds.BY_NAME[manifest["kind"]], manifest["metadata"]
         seen = {"uid": uid} if uid else ABSENT
         path = kind.path(metadata["namespace"], metadata["name"])
         try:
             answer = await self._patch(path, {**manifest, "metadata": {**metadata, **seen}})
         except (Conflict, Invalid):
             answer = await self._apply_to_live(path, manifest)
-        if without_manager(answer, REPAIR_MANAGER) is not None:  # a repair that was cut off
+        if drift.without_manager(answer, REPAIR_MANAGER) is not None:  # a repair that was cut off
             answer = await self._apply_to_live(path, manifest)
         self._keep(kind, answer)
         return answer
@@ -137,9 +124,9 @@ class KubeApi:
     async def try_out(self, step: types.TryOut) -> None:
         """Ask the API server whether it would take the objects; it writes nothing."""
         for manifest in step.manifests:
-            kind, metadata = BY_NAME[manifest["kind"]], manifest["metadata"]
+            kind, metadata = kinds.BY_NAME[manifest["kind"]], manifest["metadata"]
             try:
-                if kind is POD:  # no right to patch pods is needed, and the name is generated
+                if kind is kinds.POD:  # no right to patch pods is needed, and the name is generated
                     query = {"dryRun": "All", "fieldManager": object_names.FIELD_MANAGER}
                     path = kind.path(metadata["namespace"])
                     await self._client.call("POST", path, query=query, body=manifest)
@@ -148,13 +135,13 @@ class KubeApi:
                     await self._patch(path, manifest, dry_run=True)
             except ApiError as error:
                 if (found := refusal(step, kind.name, error.reason, str(error))) is not None:
-                    raise ApiError(StatusReason.TEMPLATE_REFUSED, found) from error
+                    raise ApiError(conditions.StatusReason.TEMPLATE_REFUSED, found) from error
                 if error.reason not in REFUSALS:
                     raise
 
     async def delete(self, step: types.Delete) -> None:
         """Delete the very object that was seen. An object that is gone already is no error."""
-        kind = BY_NAME[step.kind]
+        kind = kinds.BY_NAME[step.kind]
         body = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
@@ -178,22 +165,24 @@ class KubeApi:
         """
         if version:
             try:
-                return await self._apply_status(PDCLUSTER, key, status, version)
+                return await self._apply_status(kinds.PDCLUSTER, key, status, version)
             except Conflict:
                 pass
-        await self._status_of_live(PDCLUSTER, key, uid, status)
+        await self._status_of_live(kinds.PDCLUSTER, key, uid, status)
         return None
 
     async def write_scaler_status(self, key: Key, scaler: types.ScalerStatus) -> None:
         """Apply the status of a PrefillScaler, if it is still the one that was seen."""
-        await self._status_of_live(PREFILL_SCALER, key, scaler.uid, scaler.status)
+        await self._status_of_live(kinds.PREFILL_SCALER, key, scaler.uid, scaler.status)
 
-    async def _status_of_live(self, kind: Kind, key: Key, uid: str, status: Manifest) -> None:
+    async def _status_of_live(self, kind: kinds.Kind, key: Key, uid: str, status: Manifest) -> None:
         live = await self._read(kind, key.namespace, key.name)
         if live is not None and live["metadata"]["uid"] == uid:
             await self._apply_status(kind, key, status, live["metadata"]["resourceVersion"])
 
-    async def _apply_status(self, kind: Kind, key: Key, status: Manifest, version: str) -> None:
+    async def _apply_status(
+        self, kind: kinds.Kind, key: Key, status: Manifest, version: str
+    ) -> None:
         body = {
             "apiVersion": kind.api_version,
             "kind": kind.name,
@@ -211,19 +200,21 @@ class KubeApi:
             return
         self._keep(kind, answer)
 
-    async def list(self, kind: Kind, namespace: str) -> list[dict[str, Any]]:
+    async def list(self, kind: kinds.Kind, namespace: str) -> list[dict[str, Any]]:
         """Return all objects of a kind and namespace that concern us."""
         # Parts are shared now, because a list of all objects is large.
         return [
-            with_shared_parts(slim(item, kind))
+            shared_parts.with_shared_parts(kinds.slim(item, kind))
             async for page in self._client.pages(kind.path(namespace), kind.selection, kind.page)
             for item in page.get("items") or ()
         ]
 
     async def list_mounting(self, namespace: str) -> Iterable[Manifest]:
         """Return all workloads, stored revisions and pods of a namespace, whoever made them."""
-        kinds = [replace(kind, selector="") for kind in WATCHED if kind.name in MOUNTING_KINDS]
-        return [one for kind in kinds for one in await self.list(kind, namespace)]
+        mounting = [
+            replace(kind, selector="") for kind in kinds.WATCHED if kind.name in MOUNTING_KINDS
+        ]
+        return [one for kind in mounting for one in await self.list(kind, namespace)]
 
     async def mark_connector(self, step: MarkConnector) -> None:
         """Mark a ConfigMap with a connector, if it is still the version that was seen."""
@@ -241,13 +232,13 @@ class KubeApi:
         path = CONFIG_MAP.path(step.namespace, step.name)
         await self._patch(path, body, manager=MARKER)
 
-    async def _read(self, kind: Kind, namespace: str, name: str) -> dict[str, Any] | None:
+    async def _read(self, kind: kinds.Kind, namespace: str, name: str) -> dict[str, Any] | None:
         return await self._client.read(kind.path(namespace, name))
 
-    def _keep(self, kind: Kind, live: Manifest) -> None:
-        if kind is SECRET:  # whose content is not for the store
+    def _keep(self, kind: kinds.Kind, live: Manifest) -> None:
+        if kind is kinds.SECRET:  # whose content is not for the store
             return
-        self._remember(slim(live, kind))
+        self._remember(kinds.slim(live, kind))
 
     async def _apply_to_live(self, path: str, manifest: Manifest) -> dict[str, Any]:
         metadata = manifest["metadata"]
@@ -261,7 +252,7 @@ class KubeApi:
         try:
             return await self._patch(path, body)
         except Invalid:
-            if (patch := repair(live, body)) is None:
+            if (patch := drift.repair(live, body)) is None:
                 raise
             await self._repair(path, patch)
             return await self._disown(path, await self._patch(path, body))
@@ -282,7 +273,7 @@ class KubeApi:
 
     async def _disown(self, path: str, live: dict[str, Any]) -> dict[str, Any]:
         """Give up what the repair's manager owns; return the object as it is then."""
-        patch = without_manager(live, REPAIR_MANAGER)
+        patch = drift.without_manager(live, REPAIR_MANAGER)
         return live if patch is None else await self._repair(path, patch)
 
     async def _repair(self, path: str, patch: Manifest) -> dict[str, Any]:

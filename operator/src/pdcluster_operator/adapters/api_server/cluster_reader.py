@@ -12,16 +12,10 @@ from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED, slim
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
+from pdcluster_operator.plan import secrets, types
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.builders.protection import operator_namespace_in
 from pdcluster_operator.plan.forecast.world import merge_patch, reports_in, server_side_manager
-from pdcluster_operator.plan.secrets import certificates_as_due, rotation_of
-from pdcluster_operator.plan.types import (
-    ConnectorBundle,
-    HeldCertificates,
-    Manifest,
-    Observed,
-)
 from pdcluster_operator.runtime.interfaces import ApiError, Key
 from pdcluster_operator.runtime.store import Store
 
@@ -40,8 +34,8 @@ async def read_cluster(client: KubeClient, key: Key) -> dict[str, Any] | None:
 
 
 async def observe(
-    client: KubeClient, key: Key, cluster: Manifest, connector: ConnectorBundle
-) -> Observed:
+    client: KubeClient, key: Key, cluster: types.Manifest, connector: types.ConnectorBundle
+) -> types.Observed:
     """Return what the operator observes of a cluster, as far as somebody else can tell.
 
     What launchers say is taken from the status.
@@ -65,7 +59,7 @@ async def observe(
     children = store.children(key)
     engines, links = reports_in(cluster, children)
     policies = (one for one in children if one["kind"] == "NetworkPolicy")
-    return Observed(
+    return types.Observed(
         cluster=slim(cluster, PDCLUSTER),
         children=children,
         pods=store.pods(key),
@@ -81,7 +75,9 @@ async def observe(
     )
 
 
-async def dry_apply(client: KubeClient, document: Manifest, live: Manifest | None) -> Manifest:
+async def dry_apply(
+    client: KubeClient, document: types.Manifest, live: types.Manifest | None
+) -> types.Manifest:
     """Return the PDCluster as it would be after ``kubectl apply``; nothing is written.
 
     Args:
@@ -105,7 +101,7 @@ async def dry_apply(client: KubeClient, document: Manifest, live: Manifest | Non
 
 
 async def change_spec(
-    client: KubeClient, live: Manifest, spec: Manifest, *, dry_run: bool = False
+    client: KubeClient, live: types.Manifest, spec: types.Manifest, *, dry_run: bool = False
 ) -> None:
     """Replace the spec of the very PDCluster that was read; one that changed is a Conflict."""
     metadata = live["metadata"]
@@ -119,24 +115,24 @@ def lacks_a_right(error: ApiError) -> bool:
     return "User " in str(error) and " cannot " in str(error)
 
 
-async def _ticket_key(api: KubeApi, key: Key, cluster: Manifest) -> str | None:
+async def _ticket_key(api: KubeApi, key: Key, cluster: types.Manifest) -> str | None:
     try:
         return await api.read_ticket_key(key, str(cluster["metadata"]["uid"]))
     except ApiError as error:
         if error.reason != FORBIDDEN:
             raise
     # Few people may read Secrets. The operator has made this one, and replaced it when asked.
-    return rotation_of(cluster)
+    return secrets.rotation_of(cluster)
 
 
 async def _certificates(
-    api: KubeApi, key: Key, cluster: Manifest, children: Iterable[Manifest]
-) -> HeldCertificates:
+    api: KubeApi, key: Key, cluster: types.Manifest, children: Iterable[types.Manifest]
+) -> types.HeldCertificates:
     """Return what is held of the engines' certificates, and by which authority."""
     try:
         held = await api.read_certificates(key, str(cluster["metadata"]["uid"]))
     except ApiError as error:
         if error.reason != FORBIDDEN:
             raise
-        return certificates_as_due(children, time.time())
+        return secrets.certificates_as_due(children, time.time())
     return replace(held, authority=(held.issue or "").rpartition(".")[0])

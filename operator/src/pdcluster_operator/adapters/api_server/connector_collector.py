@@ -11,8 +11,7 @@ import time
 from functools import partial
 
 from pdcluster_operator.adapters.api_server.children import KubeApi
-from pdcluster_operator.plan import connectors
-from pdcluster_operator.plan.types import Delete, Manifest
+from pdcluster_operator.plan import connectors, types
 from pdcluster_operator.runtime.interfaces import ApiError
 from pdcluster_operator.runtime.store import Store
 
@@ -43,14 +42,14 @@ async def collect(store: Store, api: KubeApi, now: float, keep: float) -> None:
             log.exception("ConfigMap %s is left as it is", live["metadata"]["name"])
 
 
-async def _one(store: Store, api: KubeApi, live: Manifest, now: float, keep: float) -> None:
+async def _one(store: Store, api: KubeApi, live: types.Manifest, now: float, keep: float) -> None:
     namespace, name = str(live["metadata"]["namespace"]), str(live["metadata"]["name"])
     step_if = partial(connectors.step_for_connector, live, now=now, keep=keep)
     step = step_if(mounted=store.is_mounted(namespace, name))
-    if isinstance(step, Delete):  # the store may be stale, and holds only our objects
+    if isinstance(step, types.Delete):  # the store may be stale, and holds only our objects
         there = await api.list_mounting(namespace)
         step = step_if(mounted=any(name in connectors.shared_connectors_of(one) for one in there))
     if step is None:
         return
-    await (api.delete(step) if isinstance(step, Delete) else api.mark_connector(step))
+    await (api.delete(step) if isinstance(step, types.Delete) else api.mark_connector(step))
     log.info("%s/%s: %s: %s", namespace, name, type(step).__name__, step.why)

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.supported import ANY_VERSION, SUPPORTED, supported, text_of
 from pdcluster_operator.api.findings import FieldError, Rule, shown
+from pdcluster_operator.api.spec import pod_templates, resolve, router_types, types
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.api.spec.pod_templates import engine_container
-from pdcluster_operator.api.spec.resolve import resolve_engine
-from pdcluster_operator.api.spec.router_types import Router
-from pdcluster_operator.api.spec.types import Cluster
 
 # Tags that name another image tomorrow.
 MOVING_TAGS = frozenset({"latest", "nightly", "main", "master", "edge", "dev", "stable"})
@@ -58,14 +55,14 @@ def parse_image(reference: str) -> Image:
     return Image(folder + slash + base, tag or ("" if digest else "latest"), digest)
 
 
-def image_errors(cluster: Cluster) -> Iterator[FieldError]:
+def image_errors(cluster: types.Cluster) -> Iterator[FieldError]:
     """Yield images of the vLLM project with a release that this connector does not support."""
     for place in dict.fromkeys(_place(cluster, role) for role in Role):
         if place.strict and RELEASED.fullmatch(parse_image(place.reference).repository):
             yield from _version(place)
 
 
-def image_warnings(cluster: Cluster) -> Iterator[FieldError]:
+def image_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
     """Yield images that may hold another vLLM than is meant, or differ between the roles."""
     places = {role: _place(cluster, role) for role in Role}
     for place in dict.fromkeys(places.values()):
@@ -77,7 +74,7 @@ def image_warnings(cluster: Cluster) -> Iterator[FieldError]:
     router = cluster.spec.router
     # The default tag moves too, because no release of the router is published (docs/images.md). A
     # warning about our own default would appear for every manifest.
-    if router.replicas and router.image != Router().image:
+    if router.replicas and router.image != router_types.Router().image:
         yield from _moving("spec.router.image", router.image)
     prefill, decode = places[Role.PREFILL], places[Role.DECODE]
     if prefill.reference != decode.reference:
@@ -92,11 +89,11 @@ def image_warnings(cluster: Cluster) -> Iterator[FieldError]:
         )
 
 
-def _place(cluster: Cluster, role: Role) -> _Place:
+def _place(cluster: types.Cluster, role: Role) -> _Place:
     """Return where a role's image is named. A pod template wins."""
-    engine = resolve_engine(cluster, role)
+    engine = resolve.resolve_engine(cluster, role)
     strict = all(var.name != ANY_VERSION or var.value != "1" for var in engine.env)
-    path, overlay = engine_container(cluster, role)
+    path, overlay = pod_templates.engine_container(cluster, role)
     image = overlay.get("image")
     if isinstance(image, str) and image:
         return _Place(f"{path}.image", image, strict)
@@ -138,7 +135,7 @@ def _moving(path: str, reference: str) -> Iterator[FieldError]:
 BRANCHES = frozenset({"main", "master"})
 
 
-def weight_warnings(cluster: Cluster) -> Iterator[FieldError]:
+def weight_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
     """Yield weights that may change between two starts, and a cache that is not used."""
     model = cluster.spec.model
     if model.source.hugging_face is not None:
@@ -154,9 +151,9 @@ def weight_warnings(cluster: Cluster) -> Iterator[FieldError]:
         )
 
 
-def _not_pinned(cluster: Cluster, revision: str | None) -> Iterator[FieldError]:
+def _not_pinned(cluster: types.Cluster, revision: str | None) -> Iterator[FieldError]:
     for role in Role:
-        flag = resolve_engine(cluster, role).last("--revision")
+        flag = resolve.resolve_engine(cluster, role).last("--revision")
         named = flag.value if flag is not None else revision
         if named is None or named in BRANCHES:
             yield FieldError(

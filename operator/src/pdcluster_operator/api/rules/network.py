@@ -5,22 +5,19 @@ from collections.abc import Iterator, Sequence
 
 from pdcluster_connector.compat.supported import why_not
 from pdcluster_operator.api.findings import FieldError, Rule, shown
+from pdcluster_operator.api.spec import pod_templates, resources, router_types, types
 from pdcluster_operator.api.spec.enums import Device, Role, SelectorOperator
-from pdcluster_operator.api.spec.pod_templates import amounts, engine_container
-from pdcluster_operator.api.spec.resources import is_accelerator
-from pdcluster_operator.api.spec.router_types import IpBlock, LabelSelector, NetworkPeer
-from pdcluster_operator.api.spec.types import Cluster
 
 WITH_VALUES = (SelectorOperator.IN, SelectorOperator.NOT_IN)
 
 
-def network_errors(cluster: Cluster) -> Iterator[FieldError]:
+def network_errors(cluster: types.Cluster) -> Iterator[FieldError]:
     """Yield errors in the peers that may reach the router and the metrics."""
     yield from peer_errors("spec.monitoring.scrapeFrom", cluster.spec.monitoring.scrape_from)
     yield from peer_errors("spec.router.allowFrom", cluster.spec.router.allow_from or ())
 
 
-def peer_errors(path: str, peers: Sequence[NetworkPeer]) -> Iterator[FieldError]:
+def peer_errors(path: str, peers: Sequence[router_types.NetworkPeer]) -> Iterator[FieldError]:
     """Yield errors in a list of peers at ``path``."""
     for number, peer in enumerate(peers):
         here = f"{path}[{number}]"
@@ -41,7 +38,7 @@ def peer_errors(path: str, peers: Sequence[NetworkPeer]) -> Iterator[FieldError]
             yield from _block(f"{here}.ipBlock", peer.ip_block)
 
 
-def _selector(path: str, selector: LabelSelector) -> Iterator[FieldError]:
+def _selector(path: str, selector: router_types.LabelSelector) -> Iterator[FieldError]:
     for number, wanted in enumerate(selector.match_expressions):
         if (wanted.operator in WITH_VALUES) != bool(wanted.values):
             needs = "needs values" if wanted.operator in WITH_VALUES else "takes no values"
@@ -54,7 +51,7 @@ def _selector(path: str, selector: LabelSelector) -> Iterator[FieldError]:
             )
 
 
-def _block(path: str, block: IpBlock) -> Iterator[FieldError]:
+def _block(path: str, block: router_types.IpBlock) -> Iterator[FieldError]:
     whole = _network(block.cidr)
     if whole is None:
         yield _no_cidr(f"{path}.cidr", block.cidr)
@@ -93,7 +90,7 @@ def _no_cidr(path: str, value: str) -> FieldError:
     )
 
 
-def backend_errors(cluster: Cluster) -> Iterator[FieldError]:
+def backend_errors(cluster: types.Cluster) -> Iterator[FieldError]:
     """Yield transport backends of NIXL that cannot carry KV."""
     for place, backend in enumerate(cluster.spec.transfer.backends):
         if why := why_not(backend):
@@ -106,17 +103,17 @@ def backend_errors(cluster: Cluster) -> Iterator[FieldError]:
             )
 
 
-def rdma_warnings(cluster: Cluster) -> Iterator[FieldError]:
+def rdma_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
     """Yield a warning if engines span machines without RDMA: their KV goes over TCP."""
     transfer = cluster.spec.transfer
     if transfer.device is not Device.CUDA or transfer.rdma is not None:
         return
     for role in Role:
         spec = cluster.spec.role(role)
-        _, overlay = engine_container(cluster, role)
-        devices = {*spec.resources.limits, *amounts(overlay, "limits")}
+        _, overlay = pod_templates.engine_container(cluster, role)
+        devices = {*spec.resources.limits, *pod_templates.amounts(overlay, "limits")}
         if spec.parallelism.nodes > 1 and all(
-            is_accelerator(name) for name in devices if "/" in name
+            resources.is_accelerator(name) for name in devices if "/" in name
         ):
             yield FieldError(
                 "spec.transfer.rdma",

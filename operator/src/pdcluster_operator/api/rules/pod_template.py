@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Rule, nearest, quoted, shown
-from pdcluster_operator.api.spec import pod_templates
+from pdcluster_operator.api.spec import pod_templates, resources
 from pdcluster_operator.api.spec.resolve import grace_period, router_grace_period
-from pdcluster_operator.api.spec.resources import why_no_amount
 from pdcluster_operator.api.spec.types import Cluster
 
 MOST_ERRORS = 16
@@ -145,7 +144,7 @@ def _value(path: str, kind: str, value: object) -> Iterator[FieldError]:
 
 def _amount(path: str, value: object) -> Iterator[FieldError]:
     # Unlike our own resources, Kubernetes takes a fraction without quotes.
-    if why := why_no_amount(str(value)):
+    if why := resources.why_no_amount(str(value)):
         remedy = "Write for example 4, 500m or 16Gi."
         yield FieldError(path, shown(value), Rule.BAD_FORMAT, why, remedy)
 

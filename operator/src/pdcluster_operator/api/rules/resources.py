@@ -11,8 +11,7 @@ from decimal import Decimal
 
 from pdcluster_connector.compat.findings import counted
 from pdcluster_operator.api.findings import FieldError, Rule, shown
-from pdcluster_operator.api.spec import pod_templates, resources
-from pdcluster_operator.api.spec.engine_types import Resources
+from pdcluster_operator.api.spec import engine_types, pod_templates, resources
 from pdcluster_operator.api.spec.enums import Device, Role, Switch
 from pdcluster_operator.api.spec.resolve import Engine, resolve_engine, workers_per_pod
 from pdcluster_operator.api.spec.router_types import RouterResources
@@ -91,7 +90,7 @@ def _written(container: Mapping[str, object], path: str, kind: str) -> dict[str,
     }
 
 
-def _names(path: str, given: Resources | RouterResources) -> Iterator[FieldError]:
+def _names(path: str, given: engine_types.Resources | RouterResources) -> Iterator[FieldError]:
     for kind, amounts_of in (("requests", given.requests), ("limits", given.limits)):
         for name, text in amounts_of.items():
             if name in resources.STANDARD or resources.is_countable(name):

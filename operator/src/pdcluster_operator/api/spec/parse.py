@@ -24,12 +24,10 @@ from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Rule, nearest, quoted, shown
 from pdcluster_operator.api.object_names import API_VERSION, KIND, name_errors
-from pdcluster_operator.api.spec import fields as spec_fields
+from pdcluster_operator.api.spec import fields as spec_fields, pod_templates, resources
 from pdcluster_operator.api.spec.engine_types import EngineOverride, Model, ModelSource, RoleSpec
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.fields import FieldInfo, describe
-from pdcluster_operator.api.spec.pod_templates import FIELDS
-from pdcluster_operator.api.spec.resources import why_no_amount
 from pdcluster_operator.api.spec.router_types import Router
 from pdcluster_operator.api.spec.types import Cluster, Spec
 
@@ -257,7 +255,7 @@ class Reader:
     def _quantities(self, _field: FieldInfo, value: object, path: str) -> spec_fields.Quantities:
         read = spec_fields.Quantities()
         for name, amount in (self._mapping(value, path) or {}).items():
-            if why := why_no_amount(amount):
+            if why := resources.why_no_amount(amount):
                 remedy = "Write for example 4, 500m or 16Gi."
                 self.error(f"{path}.{name}", amount, Rule.BAD_FORMAT, why, remedy)
             else:
@@ -326,9 +324,9 @@ def _pod_template(path: str, key: str, cls: type[Any]) -> str:
     container = "router" if cls is Router else "engine"
     if key in METADATA_FIELDS:
         place = f"podTemplate.metadata.{key}"
-    elif key in FIELDS["V1PodSpec"]:
+    elif key in pod_templates.FIELDS["V1PodSpec"]:
         place = f"podTemplate.spec.{key}"
-    elif key in FIELDS["V1Container"]:
+    elif key in pod_templates.FIELDS["V1Container"]:
         place = f"podTemplate.spec.containers, as {key} of the container {container}"
     else:
         return ""

@@ -11,8 +11,7 @@ from typing import Any
 
 from pdcluster_connector.compat.shape import EngineShape, Memory
 from pdcluster_connector.compat.supported import PLAIN, dtype_name, token_sliceable
-from pdcluster_operator.api.spec import engine_types
-from pdcluster_operator.api.spec.arguments import Flag, merge_flags, parse_flags
+from pdcluster_operator.api.spec import arguments, engine_types
 from pdcluster_operator.api.spec.enums import Device, Role, Switch
 from pdcluster_operator.api.spec.types import Cluster
 
@@ -36,11 +35,11 @@ class Engine(engine_types.SharedEngine):
     startup_timeout_seconds: int
 
     @property
-    def flags(self) -> tuple[Flag, ...]:
+    def flags(self) -> tuple[arguments.Flag, ...]:
         """The flags of ``extra_args``."""
-        return parse_flags(self.extra_args)[0]
+        return arguments.parse_flags(self.extra_args)[0]
 
-    def last(self, name: str) -> Flag | None:
+    def last(self, name: str) -> arguments.Flag | None:
         """Return the last flag of a name: the one that vLLM obeys."""
         return next((flag for flag in reversed(self.flags) if flag.name == name), None)
 
@@ -51,7 +50,7 @@ def resolve_engine(cluster: Cluster, role: Role) -> Engine:
     own = spec.engine
     names = [field.name for field in fields(engine_types.SharedEngine)]
     merged = {name: getattr(own, name) or getattr(shared, name) for name in names}
-    merged["extra_args"] = merge_flags(shared.extra_args, own.extra_args)
+    merged["extra_args"] = arguments.merge_flags(shared.extra_args, own.extra_args)
     merged["env"] = _merge_env(shared, own)
     model, revision = _model(cluster)
     return Engine(
@@ -125,7 +124,7 @@ def engine_places(cluster: Cluster) -> Iterator[tuple[str, engine_types.EngineOv
 
 def flag_path(cluster: Cluster, role: Role, name: str) -> str:
     """Return the path of the extraArgs that give a role's engines the flag ``name``."""
-    own = parse_flags(cluster.spec.role(role).engine.extra_args)[0]
+    own = arguments.parse_flags(cluster.spec.role(role).engine.extra_args)[0]
     place = f"spec.{role}.engine" if name in {flag.name for flag in own} else "spec.engine"
     return f"{place}.extraArgs"
 

@@ -3,10 +3,9 @@
 import re
 from decimal import Decimal
 
+from pdcluster_operator.api.spec import resolve, types
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.pod_templates import amounts, engine_container
-from pdcluster_operator.api.spec.resolve import Engine, gpus_per_pod
-from pdcluster_operator.api.spec.types import Cluster
 
 _SUFFIXES = {
     "": Decimal(1), "n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3"),
@@ -60,7 +59,7 @@ def is_countable(name: str) -> bool:
     return "/" in name or name.startswith("hugepages-")
 
 
-def takes_no_gpus(cluster: Cluster, role: Role) -> bool:
+def takes_no_gpus(cluster: types.Cluster, role: Role) -> bool:
     """Whether a role's pod template sets 0 GPUs, because pods get them by a claim.
 
     ``null`` would mean the same, but ``kubectl apply`` drops every null of an object.
@@ -70,12 +69,12 @@ def takes_no_gpus(cluster: Cluster, role: Role) -> bool:
     return bool(named) and all(parse_quantity(str(amount)) == 0 for amount in named)
 
 
-def added_limits(cluster: Cluster, engine: Engine) -> dict[str, str]:
+def added_limits(cluster: types.Cluster, engine: resolve.Engine) -> dict[str, str]:
     """Return the limits that the operator adds to the user's: GPUs and RDMA devices."""
     _, overlay = engine_container(cluster, engine.role)
     given = {*cluster.spec.role(engine.role).resources.limits, *amounts(overlay, "limits")}
     added = {}
-    gpus = gpus_per_pod(cluster, engine)
+    gpus = resolve.gpus_per_pod(cluster, engine)
     if gpus and not any(map(is_accelerator, given)):
         added[GPU_RESOURCE] = str(gpus)
     rdma = cluster.spec.transfer.rdma

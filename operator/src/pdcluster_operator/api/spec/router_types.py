@@ -7,41 +7,27 @@ the API server would drop a misspelt field from it, and a selector without field
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Final
 
-from pdcluster_operator.api.spec.engine_types import SecretKeyRef
+from pdcluster_operator.api.spec import engine_types, fields
 from pdcluster_operator.api.spec.enums import RouterPolicy, SelectorOperator
-from pdcluster_operator.api.spec.fields import (
-    CIDR,
-    IMAGE,
-    LABEL_KEY,
-    LABEL_VALUE,
-    Cel,
-    Example,
-    Free,
-    Items,
-    JsonName,
-    Labels,
-    Quantities,
-    Whole,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelRequirement:
     """One expression over a label."""
 
-    RULES: ClassVar[tuple[Cel, ...]] = (
-        Cel(
+    RULES: ClassVar[tuple[fields.Cel, ...]] = (
+        fields.Cel(
             "(self.operator in ['In', 'NotIn']) == (has(self.values) && size(self.values) > 0)",
             "In and NotIn need values; Exists and DoesNotExist take none (rule PeerUnusable)",
         ),
     )
 
-    key: Annotated[str, "is the key of the label.", LABEL_KEY]
+    key: Annotated[str, "is the key of the label.", fields.LABEL_KEY]
     operator: Annotated[SelectorOperator, "is how the label is compared with values."]
     values: Annotated[
-        tuple[Annotated[str, LABEL_VALUE], ...],
+        tuple[Annotated[str, fields.LABEL_VALUE], ...],
         "are the values for In and NotIn.",
-        Items(32),
+        fields.Items(32),
     ] = ()
 
 
@@ -49,11 +35,11 @@ class LabelRequirement:
 class LabelSelector:
     """Objects with certain labels. Without fields it selects all objects."""
 
-    match_labels: Annotated[Labels, "are labels that an object must have."] = field(
-        default_factory=Labels
+    match_labels: Annotated[fields.Labels, "are labels that an object must have."] = field(
+        default_factory=fields.Labels
     )
     match_expressions: Annotated[
-        tuple[LabelRequirement, ...], "are expressions that must all hold.", Items(32)
+        tuple[LabelRequirement, ...], "are expressions that must all hold.", fields.Items(32)
     ] = ()
 
 
@@ -61,12 +47,12 @@ class LabelSelector:
 class IpBlock:
     """A range of addresses."""
 
-    cidr: Annotated[str, "is the range of addresses, e.g. 10.0.0.0/8.", CIDR]
+    cidr: Annotated[str, "is the range of addresses, e.g. 10.0.0.0/8.", fields.CIDR]
     excluded: Annotated[
-        tuple[Annotated[str, CIDR], ...],
-        JsonName("except"),
+        tuple[Annotated[str, fields.CIDR], ...],
+        fields.JsonName("except"),
         "are ranges within cidr that are left out.",
-        Items(32),
+        fields.Items(32),
     ] = ()
 
 
@@ -74,8 +60,8 @@ class IpBlock:
 class NetworkPeer:
     """Pods, or a range of addresses: a NetworkPolicyPeer of Kubernetes."""
 
-    RULES: ClassVar[tuple[Cel, ...]] = (
-        Cel(
+    RULES: ClassVar[tuple[fields.Cel, ...]] = (
+        fields.Cel(
             "has(self.ipBlock) != (has(self.podSelector) || has(self.namespaceSelector))",
             "needs podSelector, namespaceSelector or both, or ipBlock alone (rule PeerUnusable)",
         ),
@@ -117,15 +103,15 @@ class RouterResources:
     """
 
     requests: Annotated[
-        Quantities,
-        Example({"cpu": "1", "memory": "512Mi"}),
+        fields.Quantities,
+        fields.Example({"cpu": "1", "memory": "512Mi"}),
         "are the resources that Kubernetes reserves for a pod.",
-    ] = field(default_factory=lambda: Quantities(cpu="250m", memory="256Mi"))
+    ] = field(default_factory=lambda: fields.Quantities(cpu="250m", memory="256Mi"))
     limits: Annotated[
-        Quantities,
-        Example({"memory": "4Gi"}),
+        fields.Quantities,
+        fields.Example({"memory": "4Gi"}),
         "are the resources that a pod may use at most.",
-    ] = field(default_factory=lambda: Quantities(memory="2Gi"))
+    ] = field(default_factory=lambda: fields.Quantities(memory="2Gi"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,37 +119,40 @@ class Router:
     """The router before the engines: vLLM's own vllm-router."""
 
     replicas: Annotated[
-        int, Example(2), "is the number of router pods. 0 means no router.", Whole(0, 64)
+        int,
+        fields.Example(2),
+        "is the number of router pods. 0 means no router.",
+        fields.Whole(0, 64),
     ] = 1
-    policy: Annotated[RouterPolicy, Example("CacheAware"), "is how the router picks engines."] = (
-        RouterPolicy.ROUND_ROBIN
-    )
+    policy: Annotated[
+        RouterPolicy, fields.Example("CacheAware"), "is how the router picks engines."
+    ] = RouterPolicy.ROUND_ROBIN
     image: Annotated[
         str,
-        Example("registry.example/team/vllm-router:0.1.17"),
+        fields.Example("registry.example/team/vllm-router:0.1.17"),
         "is the router's container image, which must hold vllm-router. The default is a tag "
         "that moves every day, because tags with a date are deleted after two weeks. If the "
         "image must not change, name one of your own (docs/images.md).",
-        IMAGE,
+        fields.IMAGE,
     ] = "docker.io/vllm/vllm-router:nightly"
     resources: Annotated[RouterResources, "are the compute resources of each router pod."] = field(
         default_factory=RouterResources
     )
     api_key_secret_ref: Annotated[
-        SecretKeyRef | None,
+        engine_types.SecretKeyRef | None,
         "is the Secret with the API key. Clients send the key as Authorization: Bearer KEY, "
         "and the router and the engines ask for it. Without this field they ask for no key.",
     ] = None
     allow_from: Annotated[
         tuple[NetworkPeer, ...] | None,
-        Example(PEERS),
+        fields.Example(PEERS),
         "are the peers that may reach the router, or the engines' API if replicas is 0. "
         "Without this field everybody may.",
-        Items(64, 1),
+        fields.Items(64, 1),
     ] = None
     pod_template: Annotated[
-        Free | None,
-        Example({"spec": {"priorityClassName": "high"}}),
+        fields.Free | None,
+        fields.Example({"spec": {"priorityClassName": "high"}}),
         "is a Kubernetes pod template. It is merged over the operator's own, containers by "
         "name. The router's container is called router.",
     ] = None

@@ -10,19 +10,8 @@ value. The types of engines are in :mod:`.engine_types`, those of the router in
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pdcluster_connector.protocol.lease import LEASE_SECONDS
-from pdcluster_connector.protocol.prompt_outcomes import MOST_TOKENS_PER_STEP
-from pdcluster_operator.api.spec import engine_types, enums
-from pdcluster_operator.api.spec.fields import (
-    CLASS,
-    EXTENDED_RESOURCE,
-    QUEUE,
-    Example,
-    Items,
-    JsonName,
-    Text,
-    Whole,
-)
+from pdcluster_connector.protocol import lease, prompt_outcomes
+from pdcluster_operator.api.spec import engine_types, enums, fields
 from pdcluster_operator.api.spec.router_types import PEERS, NetworkPeer, Router
 
 
@@ -32,22 +21,22 @@ class Rdma:
 
     resource: Annotated[
         str,
-        Example("rdma/ib"),
+        fields.Example("rdma/ib"),
         "is the extended resource that a device plugin offers, e.g. rdma/ib.",
-        EXTENDED_RESOURCE,
+        fields.EXTENDED_RESOURCE,
     ]
     per_gpu: Annotated[
         int,
-        JsonName("perGPU"),
-        Example(1),
+        fields.JsonName("perGPU"),
+        fields.Example(1),
         "is how many of them a pod asks for each GPU.",
-        Whole(1, 16),
+        fields.Whole(1, 16),
     ] = 1
     networks: Annotated[
-        tuple[Annotated[str, Text(253)], ...],
-        Example(["roce-a", "roce-b"]),
+        tuple[Annotated[str, fields.Text(253)], ...],
+        fields.Example(["roce-a", "roce-b"]),
         "are Multus networks that the pods join, in order.",
-        Items(32),
+        fields.Items(32),
     ] = ()
 
 
@@ -57,47 +46,47 @@ class Transfer:
 
     device: Annotated[
         enums.Device,
-        Example("CUDA"),
+        fields.Example("CUDA"),
         "is where KV lives: CUDA for GPU memory, CPU for host memory.",
     ] = enums.Device.CUDA
     backends: Annotated[
         tuple[enums.Backend, ...],
-        Example(["UCX"]),
+        fields.Example(["UCX"]),
         "are NIXL's transport backends, best first. GDS is refused: it reads and writes files.",
-        Items(4, 1),
+        fields.Items(4, 1),
     ] = (enums.Backend.UCX,)
     load_failure_policy: Annotated[
         enums.LoadFailurePolicy,
-        Example("Recompute"),
+        fields.Example("Recompute"),
         "says what happens to a request whose KV did not arrive.",
     ] = enums.LoadFailurePolicy.FAIL
     local_tokens_per_step: Annotated[
         int | None,
-        Example(256),
+        fields.Example(256),
         "is how many prompt tokens a decode engine computes by itself in a mean engine step "
         "while other requests generate on it. Further prompts wait, and none of them fails. A "
         "prompt whose KV comes from prefill does not wait. The connector's default is 512: "
         "prompts and requests that generate then share the engine about equally. 0 turns the "
         "limit off: prompts then take all that vLLM gives them.",
-        Whole(0, MOST_TOKENS_PER_STEP),
+        fields.Whole(0, prompt_outcomes.MOST_TOKENS_PER_STEP),
     ] = None
     lease_seconds: Annotated[
         int,
-        Example(120),
+        fields.Example(120),
         "is how long prefill holds KV for a decode engine, in seconds.",
-        Whole(5, 3600),
-    ] = int(LEASE_SECONDS)
+        fields.Whole(5, 3600),
+    ] = int(lease.LEASE_SECONDS)
     min_bandwidth_mbps: Annotated[
         int | None,
-        JsonName("minBandwidthMBps"),
-        Example(20000),
+        fields.JsonName("minBandwidthMBps"),
+        fields.Example(20000),
         "is the least bandwidth of a healthy link, in megabytes a second.",
-        Whole(1, 1_000_000),
+        fields.Whole(1, 1_000_000),
     ] = None
     rdma: Annotated[Rdma | None, "asks for RDMA devices."] = None
     tls: Annotated[
         enums.TlsMode,
-        Example("Disabled"),
+        fields.Example("Disabled"),
         "says whether engines speak TLS with each other and with the operator. With Enabled, "
         "the operator gives each engine a certificate, and each side shows its own. With "
         "Mounted, engines use the files ca.crt, tls.crt and tls.key that podTemplate of both "
@@ -106,16 +95,16 @@ class Transfer:
     ] = enums.TlsMode.ENABLED
     internal_names: Annotated[
         enums.Visibility,
-        Example("Hidden"),
+        fields.Example("Hidden"),
         "says whether answers to clients name the engines that KV moved between: their "
         "addresses in the answer's id, and their ids in kv_path. It does not change the "
         "router's own errors and its page /workers, which always name engines.",
     ] = enums.Visibility.HIDDEN
     nixl_threads: Annotated[
         int | None,
-        Example(4),
+        fields.Example(4),
         "is the number of NIXL's threads in each decode worker. The connector has a default.",
-        Whole(0, 64),
+        fields.Whole(0, 64),
     ] = None
 
 
@@ -125,7 +114,7 @@ class Scheduling:
 
     gang: Annotated[
         enums.Switch,
-        Example("Enabled"),
+        fields.Example("Enabled"),
         "says whether pods that need each other get their nodes together or not at all. With "
         "Enabled, these are the pods of the first prefill engine and of the first decode "
         "engine, and the pods of each engine that has several. The API server has to serve "
@@ -133,10 +122,10 @@ class Scheduling:
     ] = enums.Switch.DISABLED
     queue_name: Annotated[
         str | None,
-        Example("team-a"),
+        fields.Example("team-a"),
         "is the LocalQueue of Kueue that admits engines, one by one. New engines get the label "
         "kueue.x-k8s.io/queue-name. Engines that exist stay in their queue.",
-        QUEUE,
+        fields.QUEUE,
     ] = None
 
 
@@ -146,7 +135,7 @@ class Rollout:
 
     type: Annotated[
         enums.RolloutType,
-        Example("Replace"),
+        fields.Example("Replace"),
         "is how engines are replaced when their revision changes. Surge starts new engines "
         "first and needs spare GPUs. Replace needs none: an engine of each role leaves before "
         "the next new one starts, and the others serve. Recreate stops all old engines first, "
@@ -154,40 +143,40 @@ class Rollout:
     ] = enums.RolloutType.SURGE
     max_surge: Annotated[
         int,
-        Example(2),
+        fields.Example(2),
         "is how many engines of each role Surge may run beside the replicas of that role.",
-        Whole(1, 64),
+        fields.Whole(1, 64),
     ] = 1
-    paused: Annotated[bool, Example(True), "keeps engines as they are when the spec changes."] = (
-        False
-    )
+    paused: Annotated[
+        bool, fields.Example(True), "keeps engines as they are when the spec changes."
+    ] = False
     progress_deadline_seconds: Annotated[
         int,
-        Example(7200),
+        fields.Example(7200),
         "is how long a change may take before Progressing turns False, in seconds.",
-        Whole(10, 86_400),
+        fields.Whole(10, 86_400),
     ] = 3600
     schedule_timeout_seconds: Annotated[
         int,
-        Example(900),
+        fields.Example(900),
         "is how long an engine of several pods may hold nodes while other pods of it fit "
         "nowhere, in seconds. Then the operator deletes its pods, and tries again later.",
-        Whole(30, 86_400),
+        fields.Whole(30, 86_400),
     ] = 600
     renew: Annotated[
         str | None,
-        Example("2026-11-22"),
+        fields.Example("2026-11-22"),
         "asks for new engines with the operator's own connector and its newest pod template, "
         "although nothing else changed. Each new value asks once. An operator that is "
         "upgraded replaces no engine by itself.",
-        Text(64, pattern=r"^[A-Za-z0-9][-A-Za-z0-9._:]*$", says="a word such as a date"),
+        fields.Text(64, pattern=r"^[A-Za-z0-9][-A-Za-z0-9._:]*$", says="a word such as a date"),
     ] = None
     revision_history_limit: Annotated[
         int,
-        Example(3),
+        fields.Example(3),
         "is how many revisions of a role are kept beside those that have engines. "
         "The spec of any of them brings back its engines.",
-        Whole(0, 100),
+        fields.Whole(0, 100),
     ] = 10
 
 
@@ -197,11 +186,11 @@ class Canary:
 
     interval_seconds: Annotated[
         int,
-        Example(60),
+        fields.Example(60),
         "is how often a request proves each link again, in seconds. With very many links it "
         "is less often: all links of a PDCluster together get at most four such requests a "
         "second.",
-        Whole(5, 86_400),
+        fields.Whole(5, 86_400),
     ] = 300
 
 
@@ -212,11 +201,11 @@ class Verification:
     canary: Annotated[Canary, "is the request that proves that KV moves."] = Canary()
     max_local_share: Annotated[
         int,
-        Example(10),
+        fields.Example(10),
         "is the largest share of its prompts that a decode engine may compute by itself "
         "although prefill should have, in percent. Above it, TransportHealthy turns False. "
         "100 turns this off.",
-        Whole(0, 100),
+        fields.Whole(0, 100),
     ] = 5
 
 
@@ -226,10 +215,10 @@ class Monitoring:
 
     scrape_from: Annotated[
         tuple[NetworkPeer, ...],
-        Example(PEERS),
+        fields.Example(PEERS),
         "are the peers that may read the metrics of engines and routers, such as Prometheus' "
         "pods. If the list is empty, nobody may. It opens no other port.",
-        Items(32),
+        fields.Items(32),
     ] = ()
 
 
@@ -256,17 +245,17 @@ class Spec:
     monitoring: Annotated[Monitoring, "is who watches the cluster."] = Monitoring()
     request_timeout_seconds: Annotated[
         int,
-        Example(600),
+        fields.Example(600),
         "is how long a request may take. The router ends a request that takes longer. A pod "
         "that is told to end waits this long at most for the requests that it serves.",
-        Whole(10, 43_200),
+        fields.Whole(10, 43_200),
     ] = 1800
     operator_class: Annotated[
         str | None,
-        Example("blue"),
+        fields.Example("blue"),
         "names the operators that work on this cluster: those that were installed with this "
         "`operator.class`. Without it, operators without a class do.",
-        CLASS,
+        fields.CLASS,
     ] = None
 
     def role(self, role: enums.Role) -> engine_types.RoleSpec:

@@ -9,10 +9,9 @@ from typing import Any
 
 from pdcluster_operator.api import object_names
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec import enums, resolve
+from pdcluster_operator.api.spec import enums, resolve, resources
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, merge
 from pdcluster_operator.api.spec.resolve import Engine
-from pdcluster_operator.api.spec.resources import added_limits
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan import connectors
 from pdcluster_operator.plan.builders import secrets
@@ -235,7 +234,7 @@ def _ports(engine: Engine) -> list[dict[str, Any]]:
 
 def _resources(cluster: Cluster, engine: Engine) -> dict[str, Any]:
     given = cluster.spec.role(engine.role).resources
-    limits = {**given.limits, **added_limits(cluster, engine)}
+    limits = {**given.limits, **resources.added_limits(cluster, engine)}
     parts = {"requests": dict(given.requests), "limits": limits}
     return {name: part for name, part in parts.items() if part}
 

@@ -4,9 +4,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pdcluster_operator.api import object_names
+from pdcluster_operator.api.spec import pod_templates, resolve
 from pdcluster_operator.api.spec.enums import Role, RouterPolicy
-from pdcluster_operator.api.spec.pod_templates import ROUTER_CONTAINER, merge
-from pdcluster_operator.api.spec.resolve import ROUTER_LINGER_SECONDS, router_grace_period
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan import connectors
 from pdcluster_operator.plan.builders.secrets import api_key_env
@@ -59,14 +58,14 @@ def build_router_template(cluster: Cluster, pairing_key: str, connector: str) ->
             # vllm-router sets up no signal handler while it waits for engines, and the kernel
             # drops a SIGTERM that process 1 does not handle: here the pause process is process 1.
             "shareProcessNamespace": True,
-            "terminationGracePeriodSeconds": router_grace_period(cluster),
+            "terminationGracePeriodSeconds": resolve.router_grace_period(cluster),
             "containers": [_container(cluster)],
         },
     }
     if router.api_key_secret_ref is not None:
         template["spec"]["volumes"] = [connectors.connector_volume(connector)]
-    merged: dict[str, Any] = merge(
-        merge(template, router.pod_template or {}), {"metadata": {"labels": labels}}
+    merged: dict[str, Any] = pod_templates.merge(
+        pod_templates.merge(template, router.pod_template or {}), {"metadata": {"labels": labels}}
     )
     return merged
 
@@ -83,7 +82,7 @@ def bound(
     }
     containers = [
         {**one, "args": [said for word in one["args"] for said in words.get(word, (word,))]}
-        if one.get("name") == ROUTER_CONTAINER and one.get("args")
+        if one.get("name") == pod_templates.ROUTER_CONTAINER and one.get("args")
         else one
         for one in template["spec"]["containers"]
     ]
@@ -145,7 +144,7 @@ def _container(cluster: Cluster) -> dict[str, Any]:
         "--prometheus-port", str(object_names.ROUTER_METRICS_PORT),
     ]  # fmt: skip
     container = {
-        "name": ROUTER_CONTAINER,
+        "name": pod_templates.ROUTER_CONTAINER,
         "image": cluster.spec.router.image,
         "command": ["vllm-router"],
         "args": args,
@@ -165,7 +164,7 @@ def _container(cluster: Cluster) -> dict[str, Any]:
             "failureThreshold": PROBE_FAILURES,
         },
         # Every image can do this: the kubelet waits, and no program of the image runs.
-        "lifecycle": {"preStop": {"sleep": {"seconds": ROUTER_LINGER_SECONDS}}},
+        "lifecycle": {"preStop": {"sleep": {"seconds": resolve.ROUTER_LINGER_SECONDS}}},
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},

@@ -7,18 +7,15 @@ do one thing. So the steps are those that the operator would take if everything 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pdcluster_operator.api import conditions
+from pdcluster_operator.api import conditions, object_names
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason
-from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
+from pdcluster_operator.plan import planner, prefill_scaler
 from pdcluster_operator.plan.forecast.world import World
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.objects.drift import applied_hash, rewrite_of
-from pdcluster_operator.plan.objects.ownership import identity
+from pdcluster_operator.plan.objects import drift, ownership
 from pdcluster_operator.plan.observed.engines import live_by_role
-from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.prefill_scaler import as_scaled
 from pdcluster_operator.plan.rollout.revisions import spec_of_engines
 from pdcluster_operator.plan.rollout.targets import find_targets
 from pdcluster_operator.plan.types import Apply, Observed, Rewrite, Step, stages
@@ -48,7 +45,7 @@ class Replaced:
     """
 
     role: Role
-    engines: tuple[EngineName, ...]
+    engines: tuple[object_names.EngineName, ...]
     fields: tuple[str, ...]
 
 
@@ -89,7 +86,7 @@ def forecast(observed: Observed, now: float) -> Course:
     before = peak = world.engines()
     available: list[bool] = []
     for _ in range(MOST_ROUNDS):
-        plan = make_plan(world.observed(), now, memo)
+        plan = planner.make_plan(world.observed(), now, memo)
         world.write_status(plan.status)
         available.append(_is_true(plan.status, ConditionType.AVAILABLE))
         now += 1.0
@@ -133,21 +130,21 @@ def with_rewrites(observed: Observed, now: float) -> tuple[Observed, tuple[Step,
 
     Returns also the steps that the operator still has to take for the spec as it is.
     """
-    live = {identity(child): child for child in observed.children}
+    live = {ownership.identity(child): child for child in observed.children}
     noted: dict[tuple[str, str], Rewrite] = {}
-    for step in make_plan(observed, now).steps:
-        child = live.get(identity(step.manifest)) if isinstance(step, Apply) else None
+    for step in planner.make_plan(observed, now).steps:
+        child = live.get(ownership.identity(step.manifest)) if isinstance(step, Apply) else None
         if child is None or not isinstance(step, Apply):
             continue
-        found = rewrite_of(child, step.manifest)
-        if found is not None and applied_hash(child) == applied_hash(step.manifest):
-            noted[identity(step.manifest)] = found
+        found = drift.rewrite_of(child, step.manifest)
+        if found is not None and drift.applied_hash(child) == drift.applied_hash(step.manifest):
+            noted[ownership.identity(step.manifest)] = found
     noticed = replace(observed, rewrites=noted)
-    return noticed, make_plan(noticed, now).steps
+    return noticed, planner.make_plan(noticed, now).steps
 
 
 def _replaced(observed: Observed) -> Iterator[Replaced]:
-    cluster = as_scaled(observed.cluster, observed.scaler)
+    cluster = prefill_scaler.as_scaled(observed.cluster, observed.scaler)
     parsed = parse_cluster(cluster)
     if parsed.errors:
         return

@@ -37,15 +37,13 @@ from pdcluster_operator.api.object_names import (
     engine_of,
 )
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.plan import types
+from pdcluster_operator.plan import connectors, secrets, types
 from pdcluster_operator.plan.children import POD_REVISION_LABEL
-from pdcluster_operator.plan.connectors import is_shared_connector
 from pdcluster_operator.plan.objects.drift import covers
 from pdcluster_operator.plan.objects.ownership import engine_sets, engines_of, identity
 from pdcluster_operator.plan.observed.engines import known_ids
 from pdcluster_operator.plan.observed.pods import accelerators, is_pod_ready
 from pdcluster_operator.plan.rollout.revisions import short_hash
-from pdcluster_operator.plan.secrets import rotation_of
 
 GONE = "the pods that were told to end are gone"
 VERIFIED = "the new engines have loaded their weights, and KV was seen to move"
@@ -101,7 +99,7 @@ class World:
     def perform(self, step: types.Step, now: float) -> None:
         """Carry out one step."""
         if isinstance(step, types.WriteTicketKey):
-            self._ticket_key = rotation_of(step.manifest)
+            self._ticket_key = secrets.rotation_of(step.manifest)
         elif isinstance(step, types.WriteCertificates):
             issue = str(step.manifest["metadata"]["annotations"][CERTIFICATES_ANNOTATION])
             engines = frozenset(step.engines)
@@ -134,7 +132,7 @@ class World:
     def _apply(self, wanted: types.Manifest, now: float) -> None:
         self._made += 1
         key = identity(wanted)
-        if is_shared_connector(wanted):
+        if connectors.is_shared_connector(wanted):
             self._connectors[key] = wanted
             return
         old = self._children.get(key)

@@ -23,16 +23,7 @@ from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.objects.ownership import engine_sets
-from pdcluster_operator.plan.observed.pods import (
-    is_pod_ready,
-    joined,
-    metadata_of,
-    pod_trouble,
-    pods_by_engine,
-    started_again,
-    status_of,
-    text_of,
-)
+from pdcluster_operator.plan.observed import pods
 from pdcluster_operator.plan.types import Manifest, Observed
 
 REPORTED_STATES = {
@@ -95,12 +86,12 @@ def observe_engines(
     Args:
         held: engines that are not created before the first pair has its nodes.
     """
-    pods = pods_by_engine(observed.pods)
+    by_engine = pods.pods_by_engine(observed.pods)
     known = known_ids(observed.cluster)
     sizes, without_pods = _sizes(observed.children)
 
     def view(name: EngineName) -> EngineView:
-        own = sorted(pods.get(name.stateful_set, ()), key=_name)
+        own = sorted(by_engine.get(name.stateful_set, ()), key=_name)
         report = observed.engines.get(name.logical)
         asked = cluster.spec.role(name.role).parallelism
         nodes = sizes.get(name.stateful_set, asked.nodes)
@@ -110,7 +101,7 @@ def observe_engines(
             if kept_back
             else _judge(name, nodes, own, report)
         )
-        addresses = {_name(pod): text_of(status_of(pod).get("podIP")) for pod in own}
+        addresses = {_name(pod): pods.text_of(pods.status_of(pod).get("podIP")) for pod in own}
         return EngineView(
             name,
             READY[found.status],
@@ -140,21 +131,21 @@ def _sizes(children: Iterable[Manifest]) -> tuple[dict[str, int], dict[str, str]
 
 
 def _judge(
-    name: EngineName, nodes: int, pods: Sequence[Manifest], report: EngineReport | None
+    name: EngineName, nodes: int, own: Sequence[Manifest], report: EngineReport | None
 ) -> Verdict:
-    if len(pods) < nodes or _name(pods[0]) != name.pod():
-        return no(StatusReason.PODS_MISSING, f"{len(pods)} of {counted(nodes, 'pod')} so far")
-    for pod in pods:
-        trouble = pod_trouble(pod)
+    if len(own) < nodes or _name(own[0]) != name.pod():
+        return no(StatusReason.PODS_MISSING, f"{len(own)} of {counted(nodes, 'pod')} so far")
+    for pod in own:
+        trouble = pods.pod_trouble(pod)
         if trouble is not None:
-            return no(trouble.reason, joined(_name(pod), trouble.message))
-    waiting = [pod for pod in pods if not is_pod_ready(pod)]
+            return no(trouble.reason, pods.joined(_name(pod), trouble.message))
+    waiting = [pod for pod in own if not pods.is_pod_ready(pod)]
     if report is None:
         return _silent(name, waiting)
     if not report.ready:
         reason = REPORTED_STATES.get(report.state, StatusReason.STARTING)
         starts = reason in STARTS
-        message = started_again(pods[0], report.message) if starts else report.message
+        message = pods.started_again(own[0], report.message) if starts else report.message
         return no(reason, message)
     followers = [pod for pod in waiting if _name(pod) != name.pod()]
     if followers:
@@ -165,7 +156,7 @@ def _judge(
 def _silent(name: EngineName, waiting: Sequence[Manifest]) -> Verdict:
     """Judge an engine whose launcher does not answer: by its pods, or as unknown."""
     if waiting:
-        words = started_again(waiting[0], "the launcher does not answer yet")
+        words = pods.started_again(waiting[0], "the launcher does not answer yet")
         return no(StatusReason.STARTING, words)
     message = (
         f"{name.pod()} is ready, but its launcher does not answer the operator, whose log says why"
@@ -175,22 +166,22 @@ def _silent(name: EngineName, waiting: Sequence[Manifest]) -> Verdict:
 
 def known_ids(cluster: Manifest) -> dict[str, str]:
     """Return the engine ids in the status, by engine; empty if an engine has never answered."""
-    entries = status_of(cluster).get("engines")
+    entries = pods.status_of(cluster).get("engines")
     return {
-        str(entry.get("name")): text_of(entry.get("engineId"))
+        str(entry.get("name")): pods.text_of(entry.get("engineId"))
         for entry in (entries if isinstance(entries, list) else ())
         if isinstance(entry, Mapping)
     }
 
 
 def _name(pod: Manifest) -> str:
-    return text_of(metadata_of(pod).get("name"))
+    return pods.text_of(pods.metadata_of(pod).get("name"))
 
 
 def released(engine: Manifest | None) -> tuple[float | None, str]:
     """Return when and why a live StatefulSet was released; None and empty if it was not."""
-    annotations = metadata_of(engine or {}).get("annotations") or {}
+    annotations = pods.metadata_of(engine or {}).get("annotations") or {}
     moment = seconds(annotations.get(object_names.RELEASED_ANNOTATION))
-    return moment, text_of(
+    return moment, pods.text_of(
         annotations.get(object_names.RELEASED_BECAUSE_ANNOTATION)
     ) if moment else ""

@@ -10,10 +10,9 @@ from pdcluster_operator.api.schema.status_schema import MAX_ENGINES
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.objects.ownership import engines_of, is_being_deleted
-from pdcluster_operator.plan.observed import links
+from pdcluster_operator.plan.observed import links, pods
 from pdcluster_operator.plan.observed.engines import EngineView, Live, known_ids, observe_engines
 from pdcluster_operator.plan.observed.links import PairView
-from pdcluster_operator.plan.observed.pods import gpus
 from pdcluster_operator.plan.observed.routers import listed_engines, routed_engines, served_key
 from pdcluster_operator.plan.rollout.revisions import Revision
 from pdcluster_operator.plan.types import Manifest, Observed
@@ -261,15 +260,15 @@ def _side(
     seen: AbstractSet[EngineName],
 ) -> RoleFleet:
     sets = {
-        name: int(engine["spec"].get("replicas", 1)) * gpus(engine["spec"]["template"])
+        name: int(engine["spec"].get("replicas", 1)) * pods.gpus(engine["spec"]["template"])
         for name, engine in live.items()
     }
     going: dict[EngineName, int] = {}
     for pod in observed.pods:
         name = engine_of(pod)
         if name in seen and name is not None and name.role is revision.role and name not in sets:
-            going[name] = going.get(name, 0) + gpus(pod)
-    cost = revision.nodes * gpus(revision.template)
+            going[name] = going.get(name, 0) + pods.gpus(pod)
+    cost = revision.nodes * pods.gpus(revision.template)
     return RoleFleet(wanted, cost, sets | going, frozenset(going))
 
 

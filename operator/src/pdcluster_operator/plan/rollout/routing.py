@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pdcluster_operator.api.object_names import API_VERSION, KIND, RENDERED_ANNOTATION, EngineName
+from pdcluster_operator.api.spec import parse, types
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.api.spec.parse import parse_cluster
-from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders import router
 from pdcluster_operator.plan.connectors import mounted_connector
 from pdcluster_operator.plan.observed.routers import routed_keys, routers_run
@@ -137,7 +136,7 @@ def stored_templates(observed: Observed) -> dict[str, str]:
 
 
 def router_template(
-    cluster: Cluster, given: Manifest, key: str, connector: str, stored: str
+    cluster: types.Cluster, given: Manifest, key: str, connector: str, stored: str
 ) -> RouterTemplate:
     """Return the stored template if it still means what the spec means, else a new one.
 
@@ -161,7 +160,7 @@ def router_template(
     others = {name: value for name, value in given.items() if name not in PARTS}
     named = {"name": cluster.name, "namespace": cluster.namespace, "uid": cluster.uid}
     document = {"apiVersion": API_VERSION, "kind": KIND, "metadata": named}
-    parsed = parse_cluster({**document, "spec": {**others, **then.spec}})
+    parsed = parse.parse_cluster({**document, "spec": {**others, **then.spec}})
     if parsed.errors:
         return today
     meant = router.build_router_template(parsed.cluster, key, connector)

@@ -24,9 +24,8 @@ from pdcluster_operator.api.object_names import (
     connector_name,
     revision_name,
 )
+from pdcluster_operator.api.spec import parse, resolve
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.api.spec.parse import parse_cluster
-from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.engine_objects import build_engine_pod
 from pdcluster_operator.plan.connectors import config_maps_seen, mounted_connector
@@ -123,7 +122,7 @@ def what_targets_depend_on(observed: Observed, cluster: Cluster, live: Live) -> 
 def render(cluster: Cluster, role: Role, key: str, digest: str) -> dict[str, Any]:
     """Return today's pod template of a role, for an engine without a name."""
     nobody = revisions.nameless(cluster.namespace, cluster.name, role)
-    return build_engine_pod(cluster, resolve_engine(cluster, role), nobody, key, digest)
+    return build_engine_pod(cluster, resolve.resolve_engine(cluster, role), nobody, key, digest)
 
 
 def _fresh(
@@ -135,7 +134,7 @@ def _fresh(
     known: Iterable[Revision],
 ) -> Revision:
     """Render a revision; return the known one if it is the same."""
-    engine = resolve_engine(cluster, role)
+    engine = resolve.resolve_engine(cluster, role)
     template = render(cluster, role, key, digest)
     renew = cluster.spec.rollout.renew or ""
     content: Any = {"template": template, "renew": renew} if renew else template
@@ -167,7 +166,7 @@ def _fitting(
             continue
         if today is None:
             today = _meaning(cluster, role)
-        parsed = parse_cluster({**observed.cluster, "spec": dict(one.spec)})
+        parsed = parse.parse_cluster({**observed.cluster, "spec": dict(one.spec)})
         if not parsed.errors and revisions.is_same_json(_meaning(parsed.cluster, role), today):
             yield one
 

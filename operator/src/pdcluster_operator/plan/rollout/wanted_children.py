@@ -20,9 +20,8 @@ from pdcluster_operator.plan.builders import engine_objects, protection, router
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.drift import stamped
 from pdcluster_operator.plan.objects.ownership import identity
-from pdcluster_operator.plan.rollout import revisions
+from pdcluster_operator.plan.rollout import moves, revisions
 from pdcluster_operator.plan.rollout.gangs import Gangs
-from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
 from pdcluster_operator.plan.rollout.revisions import Revision
 from pdcluster_operator.plan.rollout.routing import Members, Routing, router_template
 from pdcluster_operator.plan.types import Apply, ConnectorBundle, Manifest, TryOut
@@ -225,7 +224,7 @@ def refusal(step: TryOut, kind: str, reason: str, message: str) -> str | None:
         return None
     if USED_UP in message and not step.beside:
         return None
-    remedy = f"; {MAKE_ROOM}" if USED_UP in message else ""
+    remedy = f"; {moves.MAKE_ROOM}" if USED_UP in message else ""
     return f"the API server refuses the new {kind}, so the old engines serve on: {message}{remedy}"
 
 

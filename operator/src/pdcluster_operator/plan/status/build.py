@@ -17,46 +17,22 @@ from typing import Any
 from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.launcher_documents import LinkState
-from pdcluster_operator.api.conditions import (
-    ConditionType,
-    Status,
-    StatusReason,
-    Verdict,
-    find_condition,
-    readable_reason,
-    seconds,
-    set_conditions,
-    timestamp,
-)
+from pdcluster_operator.api import conditions as api_conditions, object_names
+from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, Verdict
 from pdcluster_operator.api.findings import Findings
-from pdcluster_operator.api.object_names import EngineName, role_selector
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES, MAX_FAILED_LINKS
 from pdcluster_operator.api.spec.enums import Certificates, Role, RolloutType
 from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan import children, prefill_scaler, secrets
 from pdcluster_operator.plan.builders.router import endpoint
 from pdcluster_operator.plan.builders.secrets import has_certificates
-from pdcluster_operator.plan.children import existing_engines
 from pdcluster_operator.plan.objects.ownership import engine_sets
-from pdcluster_operator.plan.observed import links
+from pdcluster_operator.plan.observed import links, routers
 from pdcluster_operator.plan.observed.engines import EngineView, observe_engines
 from pdcluster_operator.plan.observed.links import PairView
 from pdcluster_operator.plan.observed.pods import is_lost
-from pdcluster_operator.plan.observed.routers import router_available, router_behind, router_trouble
-from pdcluster_operator.plan.prefill_scaler import who_decides
 from pdcluster_operator.plan.rollout.desired import Desired
-from pdcluster_operator.plan.secrets import certificates_by_engine
-from pdcluster_operator.plan.status.conditions import (
-    accepted,
-    available,
-    links_established,
-    local_prefill,
-    path_verified,
-    role_ready,
-    summary,
-    transport_healthy,
-    with_scaler,
-    with_warnings,
-)
+from pdcluster_operator.plan.status import conditions
 from pdcluster_operator.plan.status.progress import ChangeView, progressing, progressing_since
 from pdcluster_operator.plan.types import Observed, Step
 
@@ -89,7 +65,7 @@ def _change(
 ) -> ChangeView:
     wanted = {name for names in desired.names.values() for name in names}
     created = [
-        seconds(one["metadata"].get("creationTimestamp"))
+        api_conditions.seconds(one["metadata"].get("creationTimestamp"))
         for name, one in engine_sets(observed.children).items()
         if name in wanted
     ]
@@ -98,13 +74,13 @@ def _change(
         replacing=desired.stale,
         paused=cluster.spec.rollout.paused,
         surging=cluster.spec.rollout.type is RolloutType.SURGE,
-        router_available=router_available(observed, cluster),
+        router_available=routers.router_available(observed, cluster),
         started=max((moment for moment in created if moment is not None), default=None),
         deadline=cluster.spec.rollout.progress_deadline_seconds,
-        router_trouble=router_trouble(observed),
+        router_trouble=routers.router_trouble(observed),
         changed=desired.changed,
         stuck=desired.stuck,
-        router_behind=router_behind(observed, steps),
+        router_behind=routers.router_behind(observed, steps),
         scaled_to_zero=empty[0] if accepted and empty else "",
     )
 
@@ -140,8 +116,8 @@ def judge(
         "decode": _count(decode),
         "links": f"{established}/{len(pairs)}",
         "endpoint": endpoint(cluster) if findings.ok else str(before.get("endpoint") or ""),
-        "selector": role_selector(cluster.name, Role.DECODE),
-        "replicas": existing_engines(observed.children, Role.DECODE),
+        "selector": object_names.role_selector(cluster.name, Role.DECODE),
+        "replicas": children.existing_engines(observed.children, Role.DECODE),
         "engines": [_engine(engine) for engine in (*prefill, *decode)][:MAX_ENGINES],
     }
     return Judgement(
@@ -166,17 +142,17 @@ def build_status(
     ready = judged.verdicts[ConditionType.READY]
     progress = progressing(ready, judged.change, findings, since, now)
     verdicts = {**judged.verdicts, ConditionType.PROGRESSING: progress}
-    conditions = [(kind, verdicts[kind]) for kind in ConditionType]
+    ordered = [(kind, verdicts[kind]) for kind in ConditionType]
     status: dict[str, Any] = {
         "observedGeneration": cluster.generation,
-        "conditions": set_conditions(before, conditions, cluster.generation, now),
+        "conditions": api_conditions.set_conditions(before, ordered, cluster.generation, now),
         **judged.fields,
         "failedLinks": _failed_links(before, judged.failed, now),
     }
     if judged.transfer:
         status["transfer"] = judged.transfer
     if _on_its_way(progress):
-        status["progressingSince"] = timestamp(since)
+        status["progressingSince"] = api_conditions.timestamp(since)
     return status
 
 
@@ -194,28 +170,30 @@ def _verdicts(
     change: ChangeView,
 ) -> dict[ConditionType, Verdict]:
     before = observed.cluster.get("status") or {}
-    old = {kind: find_condition(before, kind) for kind in ConditionType}
+    old = {kind: api_conditions.find_condition(before, kind) for kind in ConditionType}
     prefill, decode = (engines[role] for role in Role)
-    decides = who_decides(observed.cluster, observed.scaler)
+    decides = prefill_scaler.who_decides(observed.cluster, observed.scaler)
     share = cluster.spec.verification.max_local_share
     interval = cluster.spec.verification.canary.interval_seconds
     verdicts = {
-        ConditionType.ACCEPTED: with_warnings(accepted(findings), findings),
-        ConditionType.PREFILL_READY: with_scaler(role_ready(prefill, findings), decides),
-        ConditionType.DECODE_READY: role_ready(decode, findings),
-        ConditionType.KV_LINKS_ESTABLISHED: links_established(
+        ConditionType.ACCEPTED: conditions.with_warnings(conditions.accepted(findings), findings),
+        ConditionType.PREFILL_READY: conditions.with_scaler(
+            conditions.role_ready(prefill, findings), decides
+        ),
+        ConditionType.DECODE_READY: conditions.role_ready(decode, findings),
+        ConditionType.KV_LINKS_ESTABLISHED: conditions.links_established(
             pairs, old[ConditionType.KV_LINKS_ESTABLISHED]
         ),
-        ConditionType.KV_PATH_VERIFIED: path_verified(
+        ConditionType.KV_PATH_VERIFIED: conditions.path_verified(
             pairs, old[ConditionType.KV_PATH_VERIFIED], interval
         ),
-        ConditionType.TRANSPORT_HEALTHY: local_prefill(
+        ConditionType.TRANSPORT_HEALTHY: conditions.local_prefill(
             decode, observed.links, share, old[ConditionType.TRANSPORT_HEALTHY]
         )
-        or transport_healthy(pairs, cluster.spec.transfer),
-        ConditionType.AVAILABLE: available(pairs, change),
+        or conditions.transport_healthy(pairs, cluster.spec.transfer),
+        ConditionType.AVAILABLE: conditions.available(pairs, change),
     }
-    verdicts[ConditionType.READY] = summary(verdicts, change)
+    verdicts[ConditionType.READY] = conditions.summary(verdicts, change)
     return verdicts
 
 
@@ -244,7 +222,7 @@ def _failed_links(
     written = []
     for pair in pairs:
         if pair.state is LinkState.FAILED:
-            reason, message = readable_reason(pair.reason or "Unknown"), pair.message
+            reason, message = api_conditions.readable_reason(pair.reason or "Unknown"), pair.message
         else:
             reason, message = Reason.CANARY_FAILED.value, pair.canary.message
         prefill, decode = pair.prefill.name.stateful_set, pair.decode.name.stateful_set
@@ -255,7 +233,8 @@ def _failed_links(
                 "decode": decode,
                 "reason": reason,
                 "message": message[:LONGEST_DETAIL],
-                "lastTransitionTime": known.get("lastTransitionTime") or timestamp(now),
+                "lastTransitionTime": known.get("lastTransitionTime")
+                or api_conditions.timestamp(now),
             }
         )
     return written
@@ -275,7 +254,7 @@ def transfer_status(
         lost: names of the pods that are lost.
     """
     pods = [pod for pod in observed.pods if not is_lost(pod, lost)]
-    found = certificates_by_engine(pods, observed.children)
+    found = secrets.certificates_by_engine(pods, observed.children)
     if not found:
         return {}
     sources = set(found.values())
@@ -302,7 +281,7 @@ def tls_warning(status: object) -> str:
     return message if isinstance(message, str) else ""
 
 
-def _not_after(observed: Observed, engines: Iterable[EngineName]) -> str:
+def _not_after(observed: Observed, engines: Iterable[object_names.EngineName]) -> str:
     """Return when the first certificate expires.
 
     An engine whose certificate has expired no longer answers. So while an engine does not answer,
@@ -310,7 +289,7 @@ def _not_after(observed: Observed, engines: Iterable[EngineName]) -> str:
     """
     reports = [observed.engines.get(engine.logical) for engine in engines]
     moments = [report.certificate_expires for report in reports if report is not None]
-    known = [timestamp(moment) for moment in moments if moment is not None]
+    known = [api_conditions.timestamp(moment) for moment in moments if moment is not None]
     before = (observed.cluster.get("status") or {}).get("transfer") or {}
     if None in reports or not known:
         known.append(str(before.get("notAfter") or ""))

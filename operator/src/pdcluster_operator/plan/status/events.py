@@ -6,8 +6,7 @@ from typing import Any
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, find_condition
 from pdcluster_operator.api.findings import Rule
 from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
-from pdcluster_operator.plan.status.build import tls_warning
-from pdcluster_operator.plan.status.conditions import NEED_HELP
+from pdcluster_operator.plan.status import build, conditions
 from pdcluster_operator.plan.types import Event
 
 LONGEST_EVENT = 1024
@@ -39,7 +38,7 @@ def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> t
             continue
         asked = kind == ConditionType.READY and _is_of_another_spec(before, after)
         bad = _is_bad(kind, status, condition["reason"])
-        bad = bad and (not asked or condition["reason"] in NEED_HELP)
+        bad = bad and (not asked or condition["reason"] in conditions.NEED_HELP)
         text = f"{kind} is {status}: {condition['message']}"[:LONGEST_EVENT]
         events.append(Event("Warning" if bad else "Normal", condition["reason"], text))
     conflict = find_condition(after, ConditionType.PROGRESSING)
@@ -49,7 +48,7 @@ def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> t
         events.append(Event("Warning", NAME_CONFLICT, message))
     if not secured and _is_newly_accepted(before, after):
         events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, INSECURE))
-    if (message := tls_warning(after)) and not tls_warning(before):
+    if (message := build.tls_warning(after)) and not build.tls_warning(before):
         events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, message))
     return tuple(events)
 
