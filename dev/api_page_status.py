@@ -9,7 +9,7 @@ from pdcluster_operator.api.conditions import ConditionType
 from pdcluster_operator.api.object_names import role_selector
 from pdcluster_operator.api.schema.crd import to_yaml
 from pdcluster_operator.api.schema.status_schema import status_schema
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 
 MEANINGS: Mapping[ConditionType, str] = {
     ConditionType.ACCEPTED: "The spec obeys every rule that can be checked before engines run.",

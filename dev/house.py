@@ -33,7 +33,7 @@ from pdcluster_connector.protocol.launcher_documents import (
 )
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, set_conditions
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.links import observe_pairs
 from pdcluster_operator.plan.planner import make_plan

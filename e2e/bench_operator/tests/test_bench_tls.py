@@ -15,7 +15,7 @@ from bench_operator.launchers import Launcher, server
 from pdcluster_connector.protocol.launcher_documents import PeersDocument
 from pdcluster_operator.adapters.engine_authority import EngineAuthority, with_certificates
 from pdcluster_operator.adapters.engines_http import EnginesHttp
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.types import WriteCertificates
 from pdcluster_operator.runtime.interfaces import LauncherError

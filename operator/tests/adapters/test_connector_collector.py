@@ -13,8 +13,8 @@ import virtual_time
 from pdcluster_operator.adapters.api_server import connector_collector
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.object_names import UNUSED_ANNOTATION
-from pdcluster_operator.plan.connectors import KEEP_SECONDS, MarkConnector
-from pdcluster_operator.plan.types import Delete
+from pdcluster_operator.plan.connectors import KEEP_SECONDS
+from pdcluster_operator.plan.types import Apply, Delete
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict
 from pdcluster_operator.runtime.store import Store
 
@@ -34,9 +34,11 @@ class Server:
         self.told.append(("look", namespace))
         return self.mounting
 
-    async def mark_connector(self, step: MarkConnector) -> None:
-        self.refuse(step.namespace)
-        self.told.append(("mark", step.namespace, step.since, step.resource_version))
+    async def mark_connector(self, step: Apply) -> None:
+        metadata = step.manifest["metadata"]
+        self.refuse(metadata["namespace"])
+        since = metadata["annotations"][UNUSED_ANNOTATION]
+        self.told.append(("mark", metadata["namespace"], since, metadata["resourceVersion"]))
 
     async def delete(self, step: Delete) -> None:
         self.refuse(step.namespace)

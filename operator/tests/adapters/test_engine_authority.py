@@ -28,7 +28,7 @@ from pdcluster_operator.adapters.engine_authority import (
 )
 from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api.object_names import CERTIFICATES_HASH_ANNOTATION
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.types import HeldCertificates, WriteCertificates
 from pdcluster_operator.runtime.interfaces import LauncherError

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 from operator_runs import CHILDREN, GROUP, cluster as pdcluster, create, events, get
 
-from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.events import KubeEvents
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, PDCLUSTER, WATCHED
+from pdcluster_operator.adapters.api_server.kube_api import KubeApi
 from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.api.conditions import ConditionType, set_conditions, yes

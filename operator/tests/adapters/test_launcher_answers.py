@@ -29,7 +29,7 @@ from pdcluster_connector.protocol.launcher_documents import (
 from pdcluster_operator.adapters import engines_http
 from pdcluster_operator.adapters.engine_authority import EngineAuthority, Signed
 from pdcluster_operator.adapters.engines_http import EnginesHttp
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.runtime.interfaces import LauncherError
 

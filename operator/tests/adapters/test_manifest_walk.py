@@ -21,9 +21,9 @@ from reached import reaching
 from design_walk import Call, Calls, happened
 from loopback import free_network
 from pdcluster_operator import handlers
-from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED
+from pdcluster_operator.adapters.api_server.kube_api import KubeApi
 from pdcluster_operator.adapters.api_server.reflector import Reflectors
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.engines_http import EnginesHttp

@@ -19,7 +19,7 @@ from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, EngineId, role
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinksReport
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.engines_http import EnginesHttp
-from pdcluster_operator.api.spec.enums import Certificates, Role
+from pdcluster_operator.api.spec.types import Certificates, Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.runtime.interfaces import LauncherError
 

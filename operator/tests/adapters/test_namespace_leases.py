@@ -23,9 +23,9 @@ from pdcluster_operator.plan.namespace_lease import (
     renew_seconds,
     term_of,
 )
+from pdcluster_operator.plan.types import Place
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict
-from pdcluster_operator.runtime.reconcile import Place
 
 
 class Server(LeaseClient):

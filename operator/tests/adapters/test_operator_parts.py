@@ -591,7 +591,7 @@ async def test_leases_and_watches_do_not_wait_behind_other_calls(monkeypatch):
     async def configuration():
         return kubernetes.Configuration()
 
-    monkeypatch.setattr(operator_process, "KubeApi", api)
+    monkeypatch.setattr("pdcluster_operator.adapters.api_server.kube_api.KubeApi", api)
     monkeypatch.setattr(operator_process, "NamespaceLeases", leases)
     monkeypatch.setattr(operator_process, "Reflectors", reflectors)
     monkeypatch.setattr(kubeconfig, "find_configuration", configuration)

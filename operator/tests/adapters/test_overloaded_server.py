@@ -106,9 +106,9 @@ class Webhook(KubeClient):
         self._overload = Overload(asyncio.get_running_loop().time)
         self.asked, self.refused = asked, 0
 
-    async def _once(self, method: str, path: str, *_: Any) -> tuple[int, bytes, str]:
+    async def _once(self, request: Any) -> tuple[int, bytes, str]:
         await asyncio.sleep(0.02)
-        if "/statefulsets/" not in path:
+        if "/statefulsets/" not in request.path:
             return 200, b"{}", ""
         self.refused += 1
         return 429, b'{"message": "try later"}', self.asked

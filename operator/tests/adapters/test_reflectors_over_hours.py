@@ -115,7 +115,7 @@ def test_the_operator_starts_although_pod_groups_cannot_be_listed() -> None:
         run = Running()
         run.server.fail = {"PodGroup"}
         run.start()
-        await run.reflectors.ready()
+        await run.reflectors.ready.wait()
         assert now() == 0.0, "at once"
         assert run.loop.store.keys() == [Key("ns", "a")]
         run.stop()
@@ -132,12 +132,12 @@ def test_the_operator_does_not_start_without_objects_that_are_there(kind: str) -
         run.server.fail = {kind}
         run.start()
         await asyncio.sleep(60.0)
-        assert not run.reflectors.is_ready
+        assert not run.reflectors.ready.is_set()
         tries = [later - sooner for sooner, later in pairwise(run.lists(kind))]
         assert max(tries) <= LONGEST
         run.server.fail = set()
         await asyncio.sleep(LONGEST)
-        assert run.reflectors.is_ready
+        assert run.reflectors.ready.is_set()
         run.stop()
 
     virtual_time.run(story())
@@ -149,12 +149,12 @@ def test_the_operator_waits_for_the_crd(caplog: pytest.LogCaptureFixture) -> Non
         run.server.absent = {"PDCluster"}
         run.start()
         await asyncio.sleep(600.0)
-        assert not run.reflectors.is_ready
+        assert not run.reflectors.ready.is_set()
         [line] = caplog.messages
         assert "the CRD of PDCluster is not installed" in line
         run.server.absent = set()
         await asyncio.sleep(LONGEST)
-        assert run.reflectors.is_ready
+        assert run.reflectors.ready.is_set()
         run.stop()
 
     virtual_time.run(story())
@@ -168,7 +168,7 @@ def test_what_is_listed_is_known_and_queued(
         run = Running(*namespaces)
         run.server.absent = {"PrefillScaler"}
         run.start()
-        await run.reflectors.ready()
+        await run.reflectors.ready.wait()
         assert set(run.server.asked) == {(kind.name, one) for one in asked for kind in WATCHED}
         assert all(len(times) == 1 for times in run.server.asked.values())
         assert run.loop.store.keys() == [Key("ns", "a")]
@@ -189,7 +189,7 @@ def test_a_namespace_without_rights_keeps_no_other_from_being_served() -> None:
         run = Running("a", "b")
         run.server.clusters = {"a/x", "a/y", "b/z"}
         run.start()
-        await run.reflectors.ready()
+        await run.reflectors.ready.wait()
         run.server.refused, run.server.clusters, run.server.version = {"b"}, {"a/x"}, 6
         await asyncio.sleep(1.2 * AGE)
         assert run.loop.store.keys() == [Key("a", "x"), Key("b", "z")]
@@ -205,7 +205,7 @@ def test_nothing_is_done_in_a_namespace_that_was_never_listed_whole() -> None:
         assert run.loop.unlisted == {"a", "b"}
         run.server.clusters, run.server.refused = {"a/x"}, {"b"}
         run.start()
-        await run.reflectors.ready()
+        await run.reflectors.ready.wait()
         assert now() == 0.0
         run.loop.see("ADDED", cluster("b", "z"))  # the operator may have regained this right
         assert run.loop.works_in("a")
@@ -232,14 +232,14 @@ def test_the_operator_waits_if_no_namespace_can_be_listed(caplog: pytest.LogCapt
         run.server.refused = {"a", "b"}
         run.start()
         await asyncio.sleep(600.0)
-        assert not run.reflectors.is_ready
+        assert not run.reflectors.ready.is_set()
         assert len(caplog.messages) == 2, "each namespace is logged once"
         assert all("cannot list" in line for line in caplog.messages)
         for namespace, line in zip("ab", caplog.messages, strict=True):
             assert f"PDClusters in namespace {namespace} until" in line
         run.server.refused = {"b"}
         await asyncio.sleep(2 * LONGEST)
-        assert run.reflectors.is_ready
+        assert run.reflectors.ready.is_set()
         run.stop()
 
     virtual_time.run(story())
@@ -253,7 +253,7 @@ def test_what_a_watch_reports_while_a_list_is_on_its_way_stays() -> None:
         new = {"kind": "PDCluster", "metadata": metadata}
         run.server.meanwhile = lambda: run.loop.see("ADDED", new)
         run.start()
-        await run.reflectors.ready()
+        await run.reflectors.ready.wait()
         assert set(run.loop.store.keys()) == {Key("ns", "a"), Key("ns", "new")}
         run.stop()
 
@@ -263,7 +263,7 @@ def test_what_a_watch_reports_while_a_list_is_on_its_way_stays() -> None:
 def test_what_kopf_watches_is_listed_after_each_list_of_kopf_and_not_watched() -> None:
     async def story() -> None:
         run = Running(elsewhere=(PDCLUSTER, PREFILL_SCALER)).start()
-        await run.reflectors.ready()
+        await run.reflectors.ready.wait()
         run.reflectors.see("MODIFIED", cluster("ns", "a"))
         await asyncio.sleep(61.0)  # a bookmark ends the watch
         run.server.clusters = {"ns/b"}  # in a gap of kopf's watch
@@ -293,7 +293,7 @@ def test_a_kind_that_kopf_did_not_find_at_its_start_is_watched_when_it_comes() -
         run = Running(elsewhere=(PDCLUSTER, PREFILL_SCALER))
         run.server.absent = {"PrefillScaler"}
         run.start()
-        await run.reflectors.ready()
+        await run.reflectors.ready.wait()
         run.server.absent = set()
         run.reflectors.see("ADDED", cluster("ns", "b"))
         await asyncio.sleep(1.0)

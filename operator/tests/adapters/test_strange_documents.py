@@ -13,7 +13,6 @@ from hypothesis import given, strategies as st
 from reached import reaching
 
 from pdcluster_operator import handlers
-from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import (
     LEVELS,
     KubeClient,
@@ -21,6 +20,7 @@ from pdcluster_operator.adapters.api_server.client import (
     without_depths,
 )
 from pdcluster_operator.adapters.api_server.kinds import POD
+from pdcluster_operator.adapters.api_server.kube_api import KubeApi
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.runtime.interfaces import ApiError
 

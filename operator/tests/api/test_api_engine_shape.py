@@ -6,8 +6,8 @@ import pytest
 
 from pdcluster_connector.compat.shape import EngineShape, Memory
 from pdcluster_operator.api.rules.validate import check_manifest
-from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.resolve import engine_shape, resolve_engine
+from pdcluster_operator.api.spec.types import Role
 
 FOLDER = {"hostPath": {"path": "/models/x"}}
 HUB = {"huggingFace": {"repo": "org/m"}}

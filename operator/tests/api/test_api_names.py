@@ -18,7 +18,7 @@ from pdcluster_operator.api.object_names import (
     role_selector,
     start_group_name,
 )
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 
 DIGEST = "0123456789abcdef" * 4
 

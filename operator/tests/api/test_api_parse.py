@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from said_findings import check_manifest
 
-from pdcluster_operator.api.spec.enums import Device, Role, RouterPolicy, Switch
+from pdcluster_operator.api.spec.engine_types import Switch
 from pdcluster_operator.api.spec.parse import MAX_ERRORS, parse_cluster
+from pdcluster_operator.api.spec.router_types import RouterPolicy
+from pdcluster_operator.api.spec.types import Device, Role
 
 MINIMAL = {
     "apiVersion": "pdcluster.dev/v1alpha1",

@@ -7,9 +7,14 @@ from dataclasses import fields
 import pytest
 
 from pdcluster_operator.api.rules.validate import check_manifest
-from pdcluster_operator.api.spec.engine_types import STARTUP_SECONDS, EngineOverride
-from pdcluster_operator.api.spec.enums import ConnectorSource, Role, Switch
+from pdcluster_operator.api.spec.engine_types import (
+    STARTUP_SECONDS,
+    ConnectorSource,
+    EngineOverride,
+    Switch,
+)
 from pdcluster_operator.api.spec.resolve import resolve_engine
+from pdcluster_operator.api.spec.types import Role
 
 
 def engine_of_role(role, **spec):

@@ -6,9 +6,9 @@ import pytest
 from said_findings import check_manifest
 
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.resources import is_accelerator
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.builders.engine_objects import build_engine_pod
 
 

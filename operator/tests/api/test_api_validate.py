@@ -8,7 +8,7 @@ import pytest
 from said_findings import check_manifest
 
 from pdcluster_operator.api.rules.extra_args import TYPED_FLAGS
-from pdcluster_operator.api.spec.arguments import parse_flags
+from pdcluster_operator.api.spec.flags import parse_flags
 
 
 def manifest(**spec):

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from pdcluster_operator.api.rules.validate import check_manifest
-from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.resources import parse_quantity
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.cli.main import main
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import virtual_time
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.cli import rollout
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.main import parser

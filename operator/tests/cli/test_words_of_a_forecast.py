@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.cli.against import _ask, _show_course
 from pdcluster_operator.cli.exits import Exit
 from pdcluster_operator.cli.plan import in_words

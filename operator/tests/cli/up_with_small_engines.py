@@ -11,11 +11,11 @@ def run() -> int:
     from fake_engine import fake_connector
     from lean_router import lean_environment
 
-    from pdcluster_operator.cli import up
+    from pdcluster_operator.cli import plan
     from pdcluster_operator.cli.main import main
     from pdcluster_operator.local import cluster
 
-    up.shipped_connector = fake_connector  # type: ignore[misc, assignment]
+    plan.shipped_connector = fake_connector  # type: ignore[misc, assignment]
     cluster.container_environment = lean_environment
     return main(["up", *sys.argv[1:]])
 

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from fake_engine import fake_connector
 from manifests import tiny
+from msgspec import structs
 
 from pdcluster_operator.api.findings import FieldError
 from pdcluster_operator.api.rules.validate import check_manifest
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.local.addresses import taken_everywhere
 from pdcluster_operator.local.facts import gather
-from pdcluster_operator.local.preflight import Facts, Folder, Gpus, judge
+from pdcluster_operator.local.preflight import Facts, Folder, Host, judge
 
 GIB = 1 << 30
 ON_CPU = {"vllm": "0.32.0+cpu", "nixl": "1.5.1"}
@@ -27,14 +28,20 @@ ON_GPU = {"vllm": "0.32.0", "nixl": "1.5.1"}
 WHOLE = Folder("/model", "", frozenset({"config.json", "model.safetensors"}))
 GOOD = Facts(
     python="/bin/python3",
-    versions=ON_CPU,
-    supported={"vllm": ">=0.32,<0.34", "nixl": ">=1.0,<2.0"},
-    gpus=Gpus(None, "the driver is not installed"),
+    host=Host(
+        versions=ON_CPU,
+        supported={"vllm": ">=0.32,<0.34", "nixl": ">=1.0,<2.0"},
+        gpu_trouble="the driver is not installed",
+    ),
     models=dict.fromkeys(Role, WHOLE),
     asked=dict.fromkeys(Role, GIB),
     free=4 * GIB,
     taken={},
 )
+
+
+def with_host(**fields: Any) -> Facts:
+    return replace(GOOD, host=structs.replace(GOOD.host, **fields))
 
 
 def found(tmp_path: Path, facts: Facts, once: bool = True, **spec: Any) -> dict[str, FieldError]:
@@ -67,23 +74,23 @@ def test_a_machine_that_has_everything(tmp_path: Path) -> None:
 def test_the_engines_python(
     tmp_path: Path, versions: dict[str, str], device: str, rule: str, words: str
 ) -> None:
-    facts = replace(GOOD, versions=versions, gpus=Gpus(2))
+    facts = with_host(versions=versions, gpus=2)
     told = found(tmp_path, facts, transfer={"device": device})
     assert words in told[rule].remedy
 
 
 def test_a_build_from_source_may_be_for_any_device(tmp_path: Path) -> None:
-    assert found(tmp_path, replace(GOOD, versions={**ON_CPU, "vllm": "unknown"})) == {}
+    assert found(tmp_path, with_host(versions={**ON_CPU, "vllm": "unknown"})) == {}
 
 
 def test_versions_out_of_range(tmp_path: Path) -> None:
     versions = {**ON_CPU, "vllm": "0.31.0+cpu"}
-    told = found(tmp_path, replace(GOOD, versions=versions, unsupported=("vllm",)))
+    told = found(tmp_path, with_host(versions=versions, unsupported=("vllm",)))
     assert told["VersionUnsupported"].value == "vllm 0.31.0+cpu"
 
 
 def test_a_python_that_cannot_be_asked_is_all_that_is_said_of_it(tmp_path: Path) -> None:
-    told = found(tmp_path, replace(GOOD, versions={}, silence="it ends with code 1"))
+    told = found(tmp_path, replace(GOOD, host=Host(), silence="it ends with code 1"))
     assert list(told) == ["PythonSilent"]
 
 
@@ -146,27 +153,27 @@ TWO = {"parallelism": {"tensor": 2}}
 @pytest.mark.parametrize(
     ("gpus", "spec", "rules"),
     [
-        (Gpus(None, "no driver"), {}, ["NoGpu"]),
-        (Gpus(0, "none is shown"), {}, ["NoGpu"]),
-        (Gpus(1), {}, ["TooFewGpus"]),
-        (Gpus(1), {"prefill": SHARE}, ["TooFewGpus"]),
-        (Gpus(1), {"prefill": SHARE, "decode": SHARE}, []),
-        (Gpus(2), {}, ["GpusOverlap"]),
-        (Gpus(2), {"prefill": visible("0"), "decode": visible("1")}, []),
-        (Gpus(2), {"prefill": visible("0"), "decode": visible("0")}, ["GpusOverlap"]),
-        (Gpus(4), {"prefill": {**visible("0"), **TWO}, "decode": visible("1")}, ["TooFewGpus"]),
-        (Gpus(4), {"prefill": {**visible("0,1"), **TWO}, "decode": visible("2")}, []),
-        (Gpus(1), {"prefill": TWO}, ["TooFewGpus"]),
-        (Gpus(8), {"prefill": {"replicas": 2}, "decode": visible("1")}, ["GpusOverlap"]),
-        (Gpus(1), {"decode": {"replicas": 0}}, []),
-        (Gpus(1), {"decode": {"replicas": 0, **TWO}}, []),
-        (Gpus(1), {"prefill": visible("0"), "decode": visible("1")}, ["TooFewGpus"]),
-        (Gpus(1, chosen=True), {"prefill": visible("0"), "decode": visible("1")}, []),
-        (Gpus(2), {"prefill": visible("GPU-0a"), "decode": visible("GPU-1b")}, []),
+        ({"gpus": None, "gpu_trouble": "no driver"}, {}, ["NoGpu"]),
+        ({"gpus": 0, "gpu_trouble": "none is shown"}, {}, ["NoGpu"]),
+        ({"gpus": 1}, {}, ["TooFewGpus"]),
+        ({"gpus": 1}, {"prefill": SHARE}, ["TooFewGpus"]),
+        ({"gpus": 1}, {"prefill": SHARE, "decode": SHARE}, []),
+        ({"gpus": 2}, {}, ["GpusOverlap"]),
+        ({"gpus": 2}, {"prefill": visible("0"), "decode": visible("1")}, []),
+        ({"gpus": 2}, {"prefill": visible("0"), "decode": visible("0")}, ["GpusOverlap"]),
+        ({"gpus": 4}, {"prefill": {**visible("0"), **TWO}, "decode": visible("1")}, ["TooFewGpus"]),
+        ({"gpus": 4}, {"prefill": {**visible("0,1"), **TWO}, "decode": visible("2")}, []),
+        ({"gpus": 1}, {"prefill": TWO}, ["TooFewGpus"]),
+        ({"gpus": 8}, {"prefill": {"replicas": 2}, "decode": visible("1")}, ["GpusOverlap"]),
+        ({"gpus": 1}, {"decode": {"replicas": 0}}, []),
+        ({"gpus": 1}, {"decode": {"replicas": 0, **TWO}}, []),
+        ({"gpus": 1}, {"prefill": visible("0"), "decode": visible("1")}, ["TooFewGpus"]),
+        ({"gpus": 1, "chosen": True}, {"prefill": visible("0"), "decode": visible("1")}, []),
+        ({"gpus": 2}, {"prefill": visible("GPU-0a"), "decode": visible("GPU-1b")}, []),
     ],
 )
-def test_gpus(tmp_path: Path, gpus: Gpus, spec: dict[str, Any], rules: list[str]) -> None:
-    facts = replace(GOOD, versions=ON_GPU, gpus=gpus)
+def test_gpus(tmp_path: Path, gpus: dict[str, Any], spec: dict[str, Any], rules: list[str]) -> None:
+    facts = with_host(versions=ON_GPU, **gpus)
     told = found(tmp_path, facts, once=False, transfer={"device": "CUDA"}, **spec)
     assert list(told) == rules
 
@@ -190,8 +197,8 @@ def test_a_python_without_vllm_is_seen_as_it_is(tmp_path: Path) -> None:
     facts = facts_of(tmp_path, f"{folder}:{os.environ['PATH']}")
     assert facts.silence == ""
     assert facts.python == str(folder / "python3")
-    assert facts.versions["vllm"] == facts.versions["nixl"] == "missing"
-    assert facts.supported["vllm"].startswith(">=0.")
+    assert facts.host.versions["vllm"] == facts.host.versions["nixl"] == "missing"
+    assert facts.host.supported["vllm"].startswith(">=0.")
 
 
 def test_a_python_that_fails_says_its_last_line(tmp_path: Path) -> None:
@@ -206,8 +213,8 @@ def test_a_python_that_fails_says_its_last_line(tmp_path: Path) -> None:
 def test_this_environments_python_has_what_engines_need(tmp_path: Path) -> None:
     facts = facts_of(tmp_path, f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert facts.silence == ""
-    assert facts.unsupported == ()
-    assert "missing" not in facts.versions.values()
+    assert facts.host.unsupported == ()
+    assert "missing" not in facts.host.versions.values()
 
 
 def test_pods_are_asked_what_they_need(tmp_path: Path) -> None:

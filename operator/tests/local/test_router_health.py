@@ -17,8 +17,8 @@ from manifests import tiny
 
 from loopback import free_port
 from pdcluster_operator.api.object_names import ROUTER_METRICS_PORT, ROUTER_PORT, EngineName
-from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.builders.router import bound, build_router_template
 from waiting import until
 

@@ -8,15 +8,10 @@ from typing import Any
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.adapters.api_server.kinds import POD, slim
-from pdcluster_operator.api.object_names import UNUSED_ANNOTATION
-from pdcluster_operator.plan.connectors import (
-    MarkConnector,
-    shared_connectors_of,
-    step_for_connector,
-)
-from pdcluster_operator.plan.types import Delete
+from pdcluster_operator.plan.connectors import shared_connectors_of, step_for_connector
+from pdcluster_operator.plan.types import Apply, Delete
 
-Step = MarkConnector | Delete
+Step = Apply | Delete
 
 
 class SharedNamespace:
@@ -65,14 +60,19 @@ class SharedNamespace:
             steps: planned before. The look before a deletion was then made before, too.
         """
         for step in self.collector_steps() if steps is None else steps:
-            live = self.shared.get(step.name)
-            if live is None or live["metadata"]["resourceVersion"] != step.resource_version:
-                continue
-            if isinstance(step, MarkConnector):
-                live["metadata"]["annotations"] = {UNUSED_ANNOTATION: step.since}
-                live["metadata"]["resourceVersion"] += "1"
+            if isinstance(step, Delete):
+                name, version = step.name, step.resource_version
             else:
-                del self.shared[step.name]
+                marked = step.manifest["metadata"]
+                name, version = marked["name"], marked["resourceVersion"]
+            live = self.shared.get(name)
+            if live is None or live["metadata"]["resourceVersion"] != version:
+                continue
+            if isinstance(step, Delete):
+                del self.shared[name]
+            else:
+                live["metadata"]["annotations"] = dict(marked["annotations"])
+                live["metadata"]["resourceVersion"] += "1"
 
     def delete(self, name: str) -> None:
         """Delete a PDCluster with all that it owns; its pods are gone when they have ended."""

@@ -7,7 +7,7 @@ from msgspec import structs
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.rules.validate import check_manifest
-from pdcluster_operator.plan.launchers import CANARIES_PER_SECOND, assign_peers
+from pdcluster_operator.plan.peers_and_canaries import CANARIES_PER_SECOND, assign_peers
 
 
 def interval(replicas: int, ranks: int = 1, role: str = "", **canary: int) -> int:

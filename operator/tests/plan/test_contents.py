@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_operator.plan.objects.contents import MARK, without_contents
 from pdcluster_operator.plan.objects.drift import is_settled, rewrite_of
+from pdcluster_operator.plan.objects.kept_fields import MARK, without_contents
 from pdcluster_operator.plan.types import ConnectorBundle
 
 CONFIG_MAP = {

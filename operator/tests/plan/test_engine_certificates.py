@@ -10,7 +10,7 @@ from simulated_cluster import START, SimulatedCluster, manifest as cluster
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.object_names import TLS_LABEL
-from pdcluster_operator.api.spec.enums import Certificates
+from pdcluster_operator.api.spec.types import Certificates
 from pdcluster_operator.plan.launchers import launchers_to_poll
 from pdcluster_operator.plan.observed.pods import LOST_SECONDS
 

@@ -32,7 +32,7 @@ from pdcluster_operator.plan.forecast.world import (
 from pdcluster_operator.plan.objects.ownership import identity
 from pdcluster_operator.plan.observed.pods import is_pod_ready
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.secrets import certificates_as_due
+from pdcluster_operator.plan.renewals import certificates_as_due
 from pdcluster_operator.plan.types import Apply, Delete, Observed
 
 GPUS = {"transfer": {"device": "CUDA"}, "engine": {"blockSize": 16}}

@@ -12,11 +12,11 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.object_names import PAIRING_LABEL, EngineName, engine_of
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.forecast.course import forecast
 from pdcluster_operator.plan.observed.engines import HELD
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.types import Apply
+from pdcluster_operator.plan.types import Apply, Place
 
 GANG = {"gang": "Enabled"}
 EXAMPLES = settings().max_examples // 4  # each is dozens of plans
@@ -494,7 +494,7 @@ def test_on_one_machine_there_are_no_groups_and_nobody_waits() -> None:
     role = {"replicas": 2}
     world = SimulatedCluster(manifest(prefill=role, decode=role, scheduling=GANG))
     for one_node, served, sets in ((False, True, 2), (True, True, 4), (True, False, 4)):
-        observed = replace(world.observed(), one_node=one_node, pod_groups=served)
+        observed = replace(world.observed(), place=Place(one_node=one_node), pod_groups=served)
         steps = make_plan(observed, world.now).steps
         written = Counter(step.manifest["kind"] for step in steps if isinstance(step, Apply))
         assert written["StatefulSet"] == sets

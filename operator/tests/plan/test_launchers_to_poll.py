@@ -13,8 +13,9 @@ from pdcluster_connector.protocol.launcher_documents import (
     PeersDocument,
     PromptsReport,
 )
-from pdcluster_operator.api.spec.enums import Certificates
-from pdcluster_operator.plan.launchers import has_other_peers, launchers_to_poll
+from pdcluster_operator.api.spec.types import Certificates
+from pdcluster_operator.plan.launchers import launchers_to_poll
+from pdcluster_operator.plan.peers_and_canaries import has_other_peers
 
 MADE = {
     "kind": "StatefulSet",

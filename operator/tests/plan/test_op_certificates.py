@@ -12,7 +12,7 @@ from simulated_cluster import START, SimulatedCluster, manifest as cluster
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.object_names import engine_of
 from pdcluster_operator.plan.launchers import launchers_to_poll
-from pdcluster_operator.plan.secrets import PERIOD_SECONDS
+from pdcluster_operator.plan.renewals import PERIOD_SECONDS
 from pdcluster_operator.plan.types import Apply, HeldCertificates, WriteCertificates
 
 A_DAY = 24 * 60 * 60

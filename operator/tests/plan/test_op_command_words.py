@@ -9,8 +9,8 @@ import pytest
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.schema.crd import crd
-from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.resolve import resolve_engine
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.builders.engine_objects import build_engine_pod
 from pdcluster_operator.plan.builders.router import bound, build_router_template
 

@@ -11,10 +11,10 @@ from msgspec import structs
 from simulated_cluster import START, SimulatedCluster, manifest as cluster
 
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.api.spec.enums import Certificates
+from pdcluster_operator.api.spec.types import Certificates
 from pdcluster_operator.plan.launchers import Target, launchers_to_poll
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.types import WriteCertificates
+from pdcluster_operator.plan.types import Place, WriteCertificates
 
 ROLE = {
     "podTemplate": {
@@ -194,7 +194,7 @@ def test_engines_from_before_there_was_tls_are_replaced_for_mounted_certificates
 
 
 def test_an_operator_that_such_engines_do_not_trust_makes_none() -> None:
-    observed = replace(world_of("Mounted").observed(), mounted_certificates=False)
+    observed = replace(world_of("Mounted").observed(), place=Place(mounted_certificates=False))
     plan = make_plan(observed, START)
     assert plan.steps == ()
     accepted = next(c for c in plan.status["conditions"] if c["type"] == "Accepted")

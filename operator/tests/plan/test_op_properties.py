@@ -18,8 +18,9 @@ from pdcluster_connector.launcher.options import parse as parse_launcher
 from pdcluster_connector.vllm.config import parse_options
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.schema.crd import crd
-from pdcluster_operator.api.spec.enums import Role, Switch, Visibility
+from pdcluster_operator.api.spec.engine_types import Switch
 from pdcluster_operator.api.spec.resolve import resolve_engine
+from pdcluster_operator.api.spec.types import Role, Visibility
 
 EXAMPLES = settings().max_examples // 2  # each is several plans; `make soak` asks for more
 

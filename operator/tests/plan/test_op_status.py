@@ -26,8 +26,9 @@ from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.findings import Rule
 from pdcluster_operator.api.schema.status_schema import status_schema
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.secrets import DAY
+from pdcluster_operator.plan.renewals import DAY
 from pdcluster_operator.plan.status.progress import with_failure
+from pdcluster_operator.plan.types import Place
 
 STATUS = jsonschema.Draft202012Validator(status_schema())
 
@@ -1083,7 +1084,7 @@ def test_an_engine_that_leaves_says_nothing_of_when_the_wanted_ones_were_made():
 
 def test_what_whoever_installs_the_operator_forbids_is_refused_in_the_plan_too(world):
     """Admission may be off. The rules are the same."""
-    plan = make_plan(replace(world.observed(), host_path_models=False), world.now)
+    plan = make_plan(replace(world.observed(), place=Place(host_path_models=False)), world.now)
     assert plan.steps == ()
     assert plan.status["conditions"][0]["reason"] == "HostPathNotAdmitted"
     assert world.plan().steps

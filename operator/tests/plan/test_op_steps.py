@@ -10,7 +10,7 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_connector.protocol.launcher_documents import PeersDocument, decode_peers, encode_json
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.plan.secrets import DAY
+from pdcluster_operator.plan.renewals import DAY
 from pdcluster_operator.plan.types import (
     Apply,
     Delete,

@@ -17,7 +17,7 @@ import yaml
 
 import pdcluster_connector
 from pdcluster_operator.api.rules.extra_args import CHECKED_FLAGS
-from pdcluster_operator.api.spec.arguments import OWNED_FLAGS, SHORT_NAMES
+from pdcluster_operator.api.spec.flags import OWNED_FLAGS, SHORT_NAMES
 
 HERE = Path(__file__).parent
 CHILD = """

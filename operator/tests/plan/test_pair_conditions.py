@@ -9,8 +9,7 @@ import pytest
 from pdcluster_connector.protocol.launcher_documents import CanaryReport, CanaryState, LinkState
 from pdcluster_operator.api.conditions import Status, StatusReason, Verdict
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.api.spec.types import Transfer
+from pdcluster_operator.api.spec.types import Role, Transfer
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.links import PairView
 from pdcluster_operator.plan.status.conditions import (

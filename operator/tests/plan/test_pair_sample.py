@@ -9,7 +9,7 @@ from simulated_cluster import SimulatedCluster, manifest
 from pdcluster_connector.protocol.launcher_documents import LinksReport
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.links import ALL_LINKS, linkable, sample_pairs
 

@@ -7,7 +7,7 @@ from msgspec import structs
 from pdcluster_connector.protocol.launcher_documents import LinkReport, LinksReport, LinkState
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.links import PairView, observe_pairs
 

@@ -18,8 +18,8 @@ from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.observed.pods import LOST_SECONDS, lost_pods
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.secrets import PERIOD_SECONDS
-from pdcluster_operator.plan.types import Observed
+from pdcluster_operator.plan.renewals import PERIOD_SECONDS
+from pdcluster_operator.plan.types import Observed, Place
 
 MOST_CALLS = 190
 """There were 150, with any number of engines. In 0.5 ms, CPython calls some 3,000 functions."""
@@ -146,9 +146,7 @@ def test_each_part_of_what_is_observed_is_an_input() -> None:
         "links": {},
         "connectors": (),
         "ticket_key": None,
-        "operator_namespace": "elsewhere",
-        "host_path_models": False,
-        "one_node": True,
+        "place": Place("elsewhere", host_path_models=False, one_node=True),
         "pod_groups": False,
         "cluster": {**whole.cluster, "status": {}},
     }

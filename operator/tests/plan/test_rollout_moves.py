@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec.enums import Role, RolloutType
+from pdcluster_operator.api.spec.types import Role, RolloutType
 from pdcluster_operator.plan.observed.pods import gpus
 from pdcluster_operator.plan.rollout.fleet import Fleet, RoleFleet, choose_indexes
 from pdcluster_operator.plan.rollout.moves import Moves, next_moves

@@ -16,6 +16,7 @@ from pdcluster_operator.api.conditions import StatusReason, timestamp
 from pdcluster_operator.api.object_names import PAIRING_LABEL, engine_of
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
+from pdcluster_operator.plan.types import Place
 
 ENV = {"decode": {"engine": {"env": [{"name": "A", "value": "2"}]}}}
 KEY = {"engine": {"blockSize": 32}}
@@ -875,7 +876,7 @@ def test_with_pdcluster_up_no_engine_waits_for_routers() -> None:
     """Routers and engines are processes of one machine, and end together."""
     world = up("Recreate", decode={"replicas": 2})
     for one_node in (True, False):
-        plan = make_plan(replace(world.observed(), one_node=one_node), world.now)
+        plan = make_plan(replace(world.observed(), place=Place(one_node=one_node)), world.now)
         assert bool(plan.routed) is not one_node
 
 

@@ -9,7 +9,7 @@ from simulated_cluster import START, SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.plan.planner import BUSY_SECONDS, make_plan
-from pdcluster_operator.plan.secrets import DAY
+from pdcluster_operator.plan.renewals import DAY
 from pdcluster_operator.plan.status.pace import (
     CROWD,
     LONGEST_SECONDS,

@@ -13,8 +13,8 @@ from simulated_cluster import SimulatedCluster, manifest
 from valid_specs import manifests
 
 from pdcluster_operator.api.rules import extra_args
-from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.builders import engine_objects
 from pdcluster_operator.plan.connectors import shared_connectors_of
 from pdcluster_operator.plan.rollout import revisions, targets

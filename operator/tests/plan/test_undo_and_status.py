@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.cli.rollout import announce, undo
 from pdcluster_operator.plan.rollout.revisions import spec_of_engines, with_spec_of_engines
 from pdcluster_operator.plan.status.progress import with_failure

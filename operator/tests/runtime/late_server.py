@@ -12,7 +12,7 @@ from pdcluster_operator.adapters.api_server.kinds import BY_NAME, WATCHED, Kind,
 from pdcluster_operator.local.api_server import LocalApi
 from pdcluster_operator.plan.name_conflicts import why_not_applied
 from pdcluster_operator.plan.objects.ownership import controller_uid
-from pdcluster_operator.plan.secrets import rotation_of
+from pdcluster_operator.plan.renewals import rotation_of
 from pdcluster_operator.plan.types import (
     ConnectorBundle,
     Delete,

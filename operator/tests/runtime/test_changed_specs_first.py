@@ -16,11 +16,11 @@ def cluster(name: str, generation: int, judged: int | None) -> dict[str, Any]:
 
 def take(loop: ControlLoop) -> Key | None:
     """Return the key that would be reconciled next, as if a worker had taken it."""
-    return loop.queue._slots.take()
+    return loop.queue.slots.take()
 
 
 def done(loop: ControlLoop, key: Key) -> None:
-    loop.queue._slots.done(key)
+    loop.queue.slots.done(key)
 
 
 async def test_a_watch_puts_a_changed_spec_first() -> None:
@@ -68,7 +68,7 @@ async def test_a_spec_that_the_answer_to_a_write_shows_first_is_looked_at() -> N
     assert not loop.queue.depth, "our own write"
     loop.remember(told(8, 2))
     loop.see("MODIFIED", told(8, 2))
-    assert loop.queue._slots._urgent == {"ns": {Key("ns", "c"): None}}
+    assert loop.queue.slots._urgent == {"ns": {Key("ns", "c"): None}}
     take(loop)
     done(loop, Key("ns", "c"))
     loop.remember({**told(9, 2), "status": {"observedGeneration": 1, "model": "m"}})

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import virtual_time
+from pdcluster_operator.plan.types import Place
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.interfaces import Key
 from pdcluster_operator.runtime.queue import Backoff
-from pdcluster_operator.runtime.reconcile import Place
 
 
 class Looks:

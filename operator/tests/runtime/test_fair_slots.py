@@ -319,10 +319,10 @@ def test_keys_that_hang_or_fail_count_as_nobody_who_waits() -> None:
         for number in range(40):
             queue.add(Key("hangs", str(number)))
             queue.add(Key("fails", str(number)))
-        assert queue.waiting() > 40
+        assert queue.slots.waiting() > 40
         for moment in (16.0, 100.0, 900.0):
             await asyncio.sleep(moment - now())
-            assert queue.waiting() == 0
+            assert queue.slots.waiting() == 0
         await queue.stop(grace=0.0)
 
     virtual_time.run(story())

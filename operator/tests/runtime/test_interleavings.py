@@ -21,7 +21,7 @@ from pdcluster_operator.api.object_names import API_VERSION
 from pdcluster_operator.plan.connectors import is_shared_connector
 from pdcluster_operator.plan.objects.ownership import controller_uid
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.secrets import rotation_of
+from pdcluster_operator.plan.renewals import rotation_of
 from pdcluster_operator.plan.types import Observed
 from pdcluster_operator.runtime import reconcile
 from pdcluster_operator.runtime.control_loop import ControlLoop

@@ -19,7 +19,7 @@ from pdcluster_connector.protocol.launcher_documents import (
     PeerEntry,
     PeersDocument,
 )
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.runtime import launcher_monitor
 from pdcluster_operator.runtime.control_loop import ControlLoop
@@ -88,7 +88,7 @@ class Launcher:
 def play(story: Callable[[Launcher, LauncherMonitor], Awaitable[None]], **options: Any) -> None:
     async def played() -> None:
         launcher = Launcher()
-        monitor = LauncherMonitor(launcher, lambda _: None, **options)
+        monitor = LauncherMonitor(launcher, lambda _: None, **{"period": 1.0, **options})
         await story(launcher, monitor)
         await monitor.stop()
 

@@ -15,7 +15,7 @@ from pdcluster_connector.protocol.launcher_documents import (
     PeersDocument,
     PromptsReport,
 )
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.status.conditions import local_share
 from pdcluster_operator.runtime import launcher_monitor

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from pdcluster_connector.protocol.launcher_documents import LinksReport, PromptsReport
+from pdcluster_operator.plan.types import Place
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.interfaces import Key
-from pdcluster_operator.runtime.reconcile import Place
 
 
 async def test_each_cluster_with_prompts_has_a_share(monkeypatch: pytest.MonkeyPatch) -> None:

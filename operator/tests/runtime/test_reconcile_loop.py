@@ -42,7 +42,7 @@ from pdcluster_operator.plan.lifecycle import (
     JUST_REPORTED_SECONDS,
     LONGEST_WAIT_SECONDS,
 )
-from pdcluster_operator.plan.secrets import rotation_of
+from pdcluster_operator.plan.renewals import rotation_of
 from pdcluster_operator.plan.status import pace
 from pdcluster_operator.plan.status.pace import LONGEST_SECONDS
 from pdcluster_operator.plan.types import (
@@ -50,6 +50,7 @@ from pdcluster_operator.plan.types import (
     Delete,
     Event,
     HeldCertificates,
+    Place,
     ScalerStatus,
     TryOut,
     WriteCertificates,
@@ -60,7 +61,7 @@ from pdcluster_operator.runtime.cluster_secrets import with_a_new_key
 from pdcluster_operator.runtime.control_loop import RESYNC_SECONDS, ControlLoop
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict, Key, NamespaceTerminating
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
-from pdcluster_operator.runtime.reconcile import Place, Reconciler
+from pdcluster_operator.runtime.reconcile import Reconciler
 from pdcluster_operator.runtime.store import Store
 
 KEY = Key("ns", "tiny")
@@ -228,7 +229,7 @@ class World:
             connector=BUNDLE,
             clock=fixed,
             queued=lambda: queued,
-            **allowed,
+            **{"place": Place(), "may_write": lambda _: True, **allowed},
         )
 
     def _see(self, event: str, manifest: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 A certificate and its key follow from the CA's key, the name and the first moment of validity. So
 they can be made again at any time, and what is made is the same as before. The engines of a
-PDCluster find theirs in one Secret: ``plan/secrets.py`` decides which engines get one,
+PDCluster find theirs in one Secret: ``plan/renewals.py`` decides which engines get one,
 and when all of them are made again.
 """
 

@@ -24,7 +24,7 @@ from pdcluster_connector.certificate_files import TlsError, TlsFiles, Watched, c
 from pdcluster_connector.protocol import launcher_documents, messages
 from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, engine_name, role_name
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
-from pdcluster_operator.api.spec.enums import Certificates
+from pdcluster_operator.api.spec.types import Certificates
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.runtime.interfaces import LauncherError
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pdcluster_operator.adapters import connector_bundle, engine_authority, engines_http
-from pdcluster_operator.adapters.api_server import children, kubeconfig
+from pdcluster_operator.adapters.api_server import kube_api, kubeconfig
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.connector_collector import keep_collecting
 from pdcluster_operator.adapters.api_server.events import KubeEvents
@@ -23,8 +23,8 @@ from pdcluster_operator.adapters.api_server.namespace_leases import NamespaceLea
 from pdcluster_operator.adapters.api_server.reflector import Reflectors
 from pdcluster_operator.adapters.metrics import Metrics, PageOptions, serve_pages
 from pdcluster_operator.adapters.own_secrets import WebhookPlace, find_authority, keep_certificate
-from pdcluster_operator.plan import connectors, namespace_lease
-from pdcluster_operator.runtime import control_loop, interfaces, reconcile
+from pdcluster_operator.plan import connectors, namespace_lease, types
+from pdcluster_operator.runtime import control_loop, interfaces
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class OperatorProcess:
         options, metrics = self._options, Metrics()
 
         async def readiness() -> str | None:
-            known = self._reflectors is not None and self._reflectors.is_ready
+            known = self._reflectors is not None and self._reflectors.ready.is_set()
             return None if known else "objects are not listed yet"
 
         await serve_pages(stack, options, readiness, metrics)
@@ -122,7 +122,7 @@ class OperatorProcess:
             except interfaces.LauncherError as error:  # it may be put right later
                 log.error("%s", error)
         # The loop needs these two, and they call it back: it is made after them.
-        api = children.KubeApi(client, authority, lambda answer: loop.remember(answer))  # noqa: PLW0108
+        api = kube_api.KubeApi(client, authority, lambda answer: loop.remember(answer))  # noqa: PLW0108
         leases = NamespaceLeases(
             renewing,
             namespace_lease.lease_name(options.operator_class),
@@ -136,7 +136,7 @@ class OperatorProcess:
             events=KubeEvents(client),
             connector=connector,
             poll_seconds=options.launcher_poll_seconds,
-            place=reconcile.Place(
+            place=types.Place(
                 kubeconfig.own_namespace(),
                 options.host_path_models,
                 mounted_certificates=folder is not None,
@@ -156,7 +156,7 @@ class OperatorProcess:
         if options.webhook is not None:
             expires = metrics.certificate_expiry.set
             self._go_on(stack, keep_certificate(client, options.webhook, expires))
-        await reflectors.ready()
+        await reflectors.ready.wait()
         loop.start()
         self._go_on(stack, keep_collecting(loop.store, api, options.keep_connector_seconds))
         log.info("reconciling %s", ", ".join(options.namespaces) or "every namespace")

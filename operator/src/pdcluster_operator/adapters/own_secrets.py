@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.adapters import webhook_certificate
-from pdcluster_operator.adapters.api_server.children import ABSENT
 from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient
 from pdcluster_operator.adapters.api_server.kinds import SECRET, WEBHOOK_CONFIGURATION
+from pdcluster_operator.adapters.api_server.kube_api import ABSENT
 from pdcluster_operator.adapters.engine_authority import AuthorityError, EngineAuthority
 from pdcluster_operator.api.object_names import FIELD_MANAGER
 from pdcluster_operator.runtime.interfaces import ApiError

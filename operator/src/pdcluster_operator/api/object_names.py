@@ -9,8 +9,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 
 HTTP_PORT = 8000
 """An engine's OpenAI API."""
@@ -196,6 +197,11 @@ def engine_of(manifest: Mapping[str, object]) -> EngineName | None:
     return _engine_named(namespace, str(cluster), role, str(revision), engine)
 
 
+def pairing_key_of(manifest: Mapping[str, Any]) -> str:
+    """Return the pairing key in an object's labels; empty if it has none."""
+    return str((manifest["metadata"].get("labels") or {}).get(PAIRING_LABEL, ""))
+
+
 @lru_cache(maxsize=1 << 14)
 def _engine_named(
     namespace: str, cluster: str, role: str, revision: str, engine: str
@@ -227,6 +233,11 @@ def engine_labels(engine: EngineName, pairing_key: str) -> dict[str, str]:
         PAIRING_LABEL: pairing_key,
         ENGINE_LABEL: engine.stateful_set,
     }
+
+
+def url_host(address: str) -> str:
+    """Return an IP address as a URL writes it: IPv6 in brackets."""
+    return f"[{address}]" if ":" in address else address
 
 
 def role_selector(cluster: str, role: Role) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
-from pdcluster_operator.adapters.api_server import children, cluster_reader
+from pdcluster_operator.adapters.api_server import cluster_reader, kube_api
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, slim
 from pdcluster_operator.adapters.api_server.kubeconfig import namespace_of_context
@@ -83,7 +83,7 @@ def _show_course(console: Console, course: Course) -> None:
     console.print(Text(f"the end: {course.end}", "" if course.complete else "yellow"))
 
 
-async def _ask(console: Console, api: children.KubeApi, course: Course) -> Exit:
+async def _ask(console: Console, api: kube_api.KubeApi, course: Course) -> Exit:
     """Let the API server judge the new pods; return how the command ends."""
     trials = [step for one in course.rounds for step in one.steps if isinstance(step, TryOut)]
     for trial in trials:

@@ -17,6 +17,7 @@ from pdcluster_connector.compat.findings import counted
 from pdcluster_operator.api.findings import FieldError, Findings
 from pdcluster_operator.api.object_names import KIND
 from pdcluster_operator.api.rules import engines, validate
+from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.cli.exits import Exit, UserError
 
 MAX_BYTES = 4 << 20
@@ -75,8 +76,7 @@ def _clusters(documents: Iterable[Any]) -> list[Any]:
 
 
 def _named(document: Any) -> str:
-    metadata = document.get("metadata") if isinstance(document, dict) else None
-    name = metadata.get("name") if isinstance(metadata, dict) else None
+    name = as_mapping(as_mapping(document).get("metadata")).get("name")
     return f" ({name})" if isinstance(name, str) else ""
 
 

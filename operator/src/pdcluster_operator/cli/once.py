@@ -59,7 +59,7 @@ async def ask(
         decode: base URLs of the decode engines' APIs, whose metrics are read before and after.
         key: the API key, if the cluster requires one.
 
-    Raises :class:`UserError` when the request fails.
+    Raises :class:`exits.UserError` when the request fails.
     """
     decode = list(decode)
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)

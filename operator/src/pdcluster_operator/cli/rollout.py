@@ -11,8 +11,8 @@ from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.cluster_reader import change_spec, observe, read_cluster
 from pdcluster_operator.adapters.api_server.kubeconfig import namespace_of_context
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, find_condition
-from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.cli.connection import connected
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.plan.observed.engines import live_by_role

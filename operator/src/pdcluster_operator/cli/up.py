@@ -21,8 +21,8 @@ from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.api.findings import Findings, under
 from pdcluster_operator.api.object_names import HTTP_PORT
 from pdcluster_operator.api.rules.validate import check_manifest
-from pdcluster_operator.api.spec.enums import Visibility
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.spec.pod_templates import as_mapping
+from pdcluster_operator.api.spec.types import Cluster, Visibility
 from pdcluster_operator.cli import lint, once, plan
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.view import (
@@ -93,7 +93,7 @@ def up(options: argparse.Namespace) -> Exit:
     with View(console, plain=options.plain) as view:
         logging.basicConfig(level=logging.WARNING, handlers=[_ToView(view)], force=True)
         local = LocalCluster(folder, connector, view.say)
-        return asyncio.run(UpRun(options, document, cluster, console, view, local).main())
+        return asyncio.run(UpRun(options, cluster, view, local).main(document))
 
 
 class _ToView(logging.Handler):
@@ -109,11 +109,9 @@ class _ToView(logging.Handler):
 
 def with_model(document: Any, folder: Path | None) -> Any:
     """Return the manifest with ``--model-dir`` as its model's source."""
-    if folder is None or not isinstance(document, dict):
-        return document
-    spec = document.get("spec")
-    model = spec.get("model") if isinstance(spec, dict) else None
-    if not isinstance(spec, dict) or not isinstance(model, dict):
+    spec = as_mapping(as_mapping(document).get("spec"))
+    model = spec.get("model")
+    if folder is None or not isinstance(model, dict):
         return document
     source = {"hostPath": {"path": os.path.abspath(folder)}}
     return {**document, "spec": {**spec, "model": {**model, "source": source}}}
@@ -130,26 +128,19 @@ class UpRun:
     """Starts a cluster, runs until the prompt is answered or Ctrl-C, and ends every process."""
 
     def __init__(
-        self,
-        options: argparse.Namespace,
-        document: dict[str, Any],
-        cluster: Cluster,
-        console: Console,
-        view: View,
-        local: LocalCluster,
+        self, options: argparse.Namespace, cluster: Cluster, view: View, local: LocalCluster
     ) -> None:
-        self._options, self._document, self._cluster = options, document, cluster
-        self._console, self._view, self._local = console, view, local
+        self._options, self._cluster, self._view, self._local = options, cluster, view, local
         self._key = Key(cluster.namespace, cluster.name)
         self._interrupts = 0
 
-    async def main(self) -> Exit:
+    async def main(self, document: dict[str, Any]) -> Exit:
         """Start everything, run, and end every process in any case."""
         async with self._local:
             work = asyncio.ensure_future(self._work())
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 asyncio.get_running_loop().add_signal_handler(number, self._interrupt, work)
-            self._local.apply(self._document)
+            self._local.apply(document)
             [ended] = await asyncio.gather(work, return_exceptions=True)
             self._view.finish()
             interrupted = self._interrupts > 0
@@ -266,12 +257,12 @@ class UpRun:
 
     def _show(self, snapshot: Snapshot) -> None:
         for table in (links_table(snapshot.links), conditions_table(snapshot.conditions)):
-            self._console.print()
-            self._console.print(table, soft_wrap=True)
-        self._console.print()
+            self._view.console.print()
+            self._view.console.print(table, soft_wrap=True)
+        self._view.console.print()
 
     def _print(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)
+        self._view.console.print(Text(text), soft_wrap=True)
 
 
 def new_run_folder(cluster: str) -> Path:
@@ -279,15 +270,12 @@ def new_run_folder(cluster: str) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdcluster"
     base = Path(os.environ.get("PDCLUSTER_CACHE") or cache).expanduser() / "runs"
     base.mkdir(parents=True, exist_ok=True)
-    finished = sorted(
-        (run for run in base.iterdir() if not _is_running(run)), key=lambda run: run.stat().st_mtime
+    ended = (
+        run for run in base.iterdir() if not Path("/proc", run.name.rpartition("-")[2]).exists()
     )
+    finished = sorted(ended, key=lambda run: run.stat().st_mtime)
     for run in finished[: max(0, len(finished) - KEPT_RUNS + 1)]:
         shutil.rmtree(run, ignore_errors=True)
     folder = base / f"{cluster}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     folder.mkdir()
     return folder
-
-
-def _is_running(run: Path) -> bool:
-    return Path("/proc", run.name.rpartition("-")[2]).exists()

@@ -301,7 +301,7 @@ class View:
     """Shows snapshots. Use as a context manager; ``say`` prints a line that stays."""
 
     def __init__(self, console: Console, *, plain: bool) -> None:
-        self._console = console
+        self.console = console
         self._live = (
             None
             if plain or not console.is_terminal
@@ -328,7 +328,7 @@ class View:
         """One line that stays, with the seconds since the start."""
         self._spoken = time.monotonic()
         stamp = Text(f"[{self._spoken - self._began:6.1f} s] ", style="dim")
-        self._console.print(stamp.append(Text(text, style="not dim")), soft_wrap=True)
+        self.console.print(stamp.append(Text(text, style="not dim")), soft_wrap=True)
 
     def show(self, snapshot: Snapshot) -> None:
         """Show a snapshot. Changes of pods are printed as lines; a live table shows everything."""
@@ -338,7 +338,7 @@ class View:
         if self._live is not None:
             elapsed = time.monotonic() - self._began
             line = Text(f"{elapsed:.0f} s, waiting for {waiting}", style="dim")
-            first, *more = line.wrap(self._console, max(1, self._console.width - SPINNER_WIDTH))
+            first, *more = line.wrap(self.console, max(1, self.console.width - SPINNER_WIDTH))
             pods = pods_table(snapshot.pods)
             self._live.update(Group(pods, Spinner("dots", first), *more))
         elif not snapshot.ready and time.monotonic() - self._spoken > QUIET_SECONDS:

@@ -26,11 +26,10 @@ _SERVER_FIELDS = ("uid", "resourceVersion", "generation", "creationTimestamp", "
 class LocalApi:
     """Objects by (kind, namespace, name). Not thread-safe; everything read is a copy."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self) -> None:
         self._objects: dict[Identity, Manifest] = {}
         self._watchers: list[Watcher] = []
         self._version = 0
-        self._clock = clock
 
     def watch(self, watcher: Watcher) -> None:
         """Call ``watcher(ADDED|MODIFIED|DELETED, object)`` for each object, and each change."""
@@ -122,7 +121,7 @@ class LocalApi:
 
     def now(self) -> str:
         """Return the time as Kubernetes writes it."""
-        return timestamp(self._clock())
+        return timestamp(time.time())
 
     def _put(self, identity: Identity, manifest: Manifest, event: str) -> Manifest:
         self._version += 1

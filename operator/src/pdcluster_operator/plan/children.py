@@ -17,8 +17,7 @@ from typing import Any
 
 from pdcluster_operator.api import conditions, object_names
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.objects.drift import is_settled, stamped
 from pdcluster_operator.plan.objects.ownership import (
@@ -31,7 +30,7 @@ from pdcluster_operator.plan.observed.engines import released
 from pdcluster_operator.plan.observed.pods import pods_by_engine, status_of, text_of
 from pdcluster_operator.plan.rollout.desired import Desired
 from pdcluster_operator.plan.rollout.revisions import REVISION_KIND
-from pdcluster_operator.plan.types import Apply, Delete, Manifest, Observed, Step
+from pdcluster_operator.plan.types import Apply, Delete, Manifest, Observed, Step, deletion
 
 
 def children_now(
@@ -115,19 +114,7 @@ def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
         if kind == POD_GROUP_KIND and (leaving or desired.kept):
             # A pod that is leaving may restart once more. It needs what it was made with.
             continue
-        yield _deletion(kind, child, "the spec no longer asks for it")
-
-
-def _deletion(kind: str, live: Manifest, why: str) -> Delete:
-    metadata = live["metadata"]
-    return Delete(
-        kind,
-        str(metadata.get("namespace") or "default"),
-        str(metadata["name"]),
-        str(metadata.get("uid", "")),
-        str(metadata.get("resourceVersion", "")),
-        why,
-    )
+        yield deletion(child, "the spec no longer asks for it")
 
 
 def existing_engines(children: Iterable[Manifest], role: Role) -> int:
@@ -162,7 +149,7 @@ def restarts(
         revision = current.get(engine.stateful_set)
         made_from = pod["metadata"].get("labels", {}).get(POD_REVISION_LABEL)
         if revision and made_from and made_from != revision:
-            yield _deletion("Pod", pod, "its StatefulSet's template changed")
+            yield deletion(pod, "its StatefulSet's template changed")
 
 
 def _current_revisions(

@@ -14,14 +14,13 @@ another operator goes on where the first one stopped. The steps are carried out 
 
 import base64
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from pdcluster_operator.api import conditions, object_names
 from pdcluster_operator.api.spec.pod_templates import as_list, as_mapping
-from pdcluster_operator.plan.objects import contents, ownership
-from pdcluster_operator.plan.types import ConnectorBundle, Delete, Manifest, Observed
+from pdcluster_operator.plan import types
+from pdcluster_operator.plan.objects import kept_fields, ownership
 
 CONNECTOR_FILE = "connector.pyz"
 CONNECTOR_FOLDER = "/pdcluster"
@@ -32,7 +31,7 @@ MOUNTING_KINDS = frozenset({"StatefulSet", "Deployment", "ControllerRevision", "
 """The kinds that hold a pod's spec. A stored revision counts: engines may be made of it again."""
 
 
-def is_shared_connector(manifest: Manifest) -> bool:
+def is_shared_connector(manifest: types.Manifest) -> bool:
     """Whether an object is a ConfigMap with a connector that belongs to its whole namespace."""
     metadata = manifest["metadata"]
     digest = (metadata.get("labels") or {}).get(object_names.CONNECTOR_LABEL)
@@ -44,17 +43,15 @@ def is_shared_connector(manifest: Manifest) -> bool:
     )
 
 
-def shared_connectors_of(manifest: Manifest) -> frozenset[str]:
+def shared_connectors_of(manifest: types.Manifest) -> frozenset[str]:
     """Return the names of the shared ConfigMaps that an object's pods mount.
 
     Others may have written the object, and Kubernetes checks nothing of a stored revision.
     """
-    if manifest.get("kind") not in MOUNTING_KINDS:
-        return frozenset()
     return frozenset(name for _, name in _connectors(_pod_spec(manifest)))
 
 
-def mounted_connector(template: Manifest) -> str:
+def mounted_connector(template: types.Manifest) -> str:
     """Return the name of the ConfigMap whose connector a pod runs; empty if none.
 
     Args:
@@ -64,14 +61,12 @@ def mounted_connector(template: Manifest) -> str:
     return next((name for volume, name in found if volume == CONNECTOR_VOLUME), "")
 
 
-def connector_of(manifest: Manifest) -> str:
+def connector_of(manifest: types.Manifest) -> str:
     """Return the name of the ConfigMap whose connector an object's pods run; empty if none."""
-    if manifest.get("kind") not in MOUNTING_KINDS:
-        return ""
     return mounted_connector({"spec": _pod_spec(manifest)})
 
 
-def config_maps_seen(observed: Observed) -> frozenset[str]:
+def config_maps_seen(observed: types.Observed) -> frozenset[str]:
     """Return the names of the ConfigMaps with a connector that exist for a cluster, and stay.
 
     One whose content does not match the hash in its name does not count.
@@ -80,13 +75,16 @@ def config_maps_seen(observed: Observed) -> frozenset[str]:
     return frozenset(str(one["metadata"]["name"]) for one in staying if not is_forged(one))
 
 
-def marked_unused(connector: Manifest) -> str:
+def marked_unused(connector: types.Manifest) -> str:
     """Return the time in the mark of an unused ConfigMap; empty if it has no mark."""
     annotations = connector["metadata"].get("annotations") or {}
     return str(annotations.get(object_names.UNUSED_ANNOTATION) or "")
 
 
-def _pod_spec(manifest: Manifest) -> Mapping[str, Any]:
+def _pod_spec(manifest: types.Manifest) -> Mapping[str, Any]:
+    """Return the spec of an object's pods; empty for other kinds than ``MOUNTING_KINDS``."""
+    if manifest.get("kind") not in MOUNTING_KINDS:
+        return {}
     if manifest["kind"] == "Pod":
         return as_mapping(manifest.get("spec"))
     part = "data" if manifest["kind"] == "ControllerRevision" else "spec"
@@ -102,7 +100,7 @@ def _connectors(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield str(volume.get("name")), name
 
 
-def is_forged(config_map: Manifest) -> bool:
+def is_forged(config_map: types.Manifest) -> bool:
     """Whether a ConfigMap has the name of a connector, but has other bytes or can be changed.
 
     Args:
@@ -112,11 +110,11 @@ def is_forged(config_map: Manifest) -> bool:
     if not object_names.is_connector_name(name):
         return False
     held = config_map.get("binaryData") or {}
-    if not all(str(content).startswith(contents.MARK) for content in held.values()):
+    if not all(str(content).startswith(kept_fields.MARK) for content in held.values()):
         return False
     only = set(held) == {CONNECTOR_FILE} and not config_map.get("data")
     digest = name.rpartition("-")[2]
-    right = only and str(held[CONNECTOR_FILE]).startswith(contents.MARK + digest)
+    right = only and str(held[CONNECTOR_FILE]).startswith(kept_fields.MARK + digest)
     return not (right and config_map.get("immutable") is True)
 
 
@@ -127,26 +125,12 @@ This is longer than any plan takes, and longer than a watch that works lags behi
 """
 
 
-@dataclass(frozen=True, slots=True)
-class MarkConnector:
-    """Write into a ConfigMap since when nothing mounts it, only if it is still the version seen.
-
-    Attributes:
-        since: the time as Kubernetes writes it; empty if something mounts it again.
-    """
-
-    namespace: str
-    name: str
-    uid: str
-    resource_version: str
-    since: str
-    why: str
-
-
 def step_for_connector(
-    live: Manifest, *, mounted: bool, now: float, keep: float = KEEP_SECONDS
-) -> MarkConnector | Delete | None:
+    live: types.Manifest, *, mounted: bool, now: float, keep: float = KEEP_SECONDS
+) -> types.Apply | types.Delete | None:
     """Return what to do about the ConfigMap of a connector; None if nothing.
+
+    It is marked by an apply of the mark alone, onto the version that was seen.
 
     Args:
         mounted: whether a StatefulSet, Deployment, stored revision or pod of its namespace mounts
@@ -156,25 +140,25 @@ def step_for_connector(
     """
     if ownership.is_being_deleted(live):
         return None
-    metadata = live["metadata"]
     marked = marked_unused(live)
-    seen = (
-        str(metadata["namespace"]),
-        str(metadata["name"]),
-        str(metadata["uid"]),
-        str(metadata["resourceVersion"]),
-    )
     if mounted:
-        return MarkConnector(*seen, "", "something mounts it again") if marked else None
+        return _mark(live, "", "something mounts it again") if marked else None
     since = conditions.seconds(marked)
     if since is None or since > now + keep:
-        return MarkConnector(*seen, conditions.timestamp(now), "nothing mounts it")
+        return _mark(live, conditions.timestamp(now), "nothing mounts it")
     if now - since < keep:
         return None
-    return Delete("ConfigMap", *seen, "nothing has mounted it for a while")
+    return types.deletion(live, "nothing has mounted it for a while")
 
 
-def build_connector_configmap(namespace: str, connector: ConnectorBundle) -> dict[str, Any]:
+def _mark(live: types.Manifest, since: str, why: str) -> types.Apply:
+    """Return the apply of a mark; ``since`` is empty if something mounts the ConfigMap again."""
+    seen = {key: live["metadata"][key] for key in ("name", "namespace", "uid", "resourceVersion")}
+    metadata = {**seen, "annotations": {object_names.UNUSED_ANNOTATION: since}}
+    return types.Apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}, why)
+
+
+def build_connector_configmap(namespace: str, connector: types.ConnectorBundle) -> dict[str, Any]:
     """Return the immutable ConfigMap of a namespace, named by the connector's hash.
 
     Operators of different releases may share it. So nothing in it depends on who wrote it.

@@ -13,9 +13,8 @@ from pdcluster_connector.protocol.launcher_documents import PeersDocument
 from pdcluster_operator.api import conditions
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.rules.validate import check_manifest
-from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan import launchers, name_conflicts, prefill_scaler, secrets
+from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.plan import name_conflicts, peers_and_canaries, prefill_scaler, renewals
 from pdcluster_operator.plan.builders.secrets import has_certificates
 from pdcluster_operator.plan.children import children_now, steps_to
 from pdcluster_operator.plan.memo import Memo
@@ -76,7 +75,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     # Step 3: compare it with what exists. The time decides only which engines get no pods for a
     # while, and the period of the certificates.
     children = children_now(observed, cluster, desired, now)
-    inputs = observed, cluster, findings, desired, children, lost, secrets.period_start(now)
+    inputs = observed, cluster, findings, desired, children, lost, renewals.period_start(now)
     outcome = memo.get("outcome", inputs, _outcome)
     # Step 4: write the status, with the times of its changes, and say when to look again.
     status = build.build_status(cluster, before, findings, outcome.judged, now)
@@ -87,7 +86,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         memo.forget_unused()
     waits = (
         _next_look(observed, status, outcome.judged.change, now, accepted=findings.ok),
-        secrets.seconds_to_renewal(now) if outcome.certified else None,
+        renewals.seconds_to_renewal(now) if outcome.certified else None,
     )
     return Plan(
         steps=outcome.steps,
@@ -109,14 +108,14 @@ def _outcome(
     lost: AbstractSet[str],
     period: float,
 ) -> _Outcome:
-    certified = secrets.are_needed(observed, cluster)
+    certified = renewals.are_needed(observed, cluster)
     steps: list[Step] = []
     # Pods mount the Secrets, so these come first. The certificates of engines that exist are
     # renewed even if the spec is not accepted any more.
-    if findings.ok and (key := secrets.ticket_key_step(observed, cluster)):
+    if findings.ok and (key := renewals.ticket_key_step(observed, cluster)):
         steps.append(key)
     names = (name for role in Role for name in desired.names[role])
-    if certified and (renewal := secrets.certificates_step(observed, cluster, names, period)):
+    if certified and (renewal := renewals.certificates_step(observed, cluster, names, period)):
         steps.append(renewal)
     if findings.ok:
         steps += steps_to(observed, desired, children)
@@ -129,7 +128,7 @@ def _outcome(
     judged = build.judge(observed, cluster, findings, desired, steps, lost)
     peers: dict[str, PeersDocument] = {}
     for group in judged.groups if findings.ok else ():
-        peers |= launchers.assign_peers(cluster, *group, observed.links)
+        peers |= peers_and_canaries.assign_peers(cluster, *group, observed.links)
     return _Outcome(
         steps=tuple(steps),
         refused=name_conflicts.why_strange(strange) if strange else None,
@@ -146,7 +145,7 @@ def _routed(observed: Observed, lost: AbstractSet[str]) -> frozenset[str]:
     Routers never forget the only engine of a role. One that the operator removed waits for nobody:
     its StatefulSet is gone. With ``pdcluster up``, routers and engines end together.
     """
-    if observed.one_node:
+    if observed.place.one_node:
         return frozenset()
     live = engine_sets(observed.children)
     engines = Counter(name.role for name in live)
@@ -178,9 +177,9 @@ def _checked(observed: Observed, memo: Memo) -> tuple[Cluster, Findings]:
     known = {key: value for key, value in live.items() if key != "status"}
     known["metadata"] = {name: live["metadata"].get(name) for name in names}
     allowed = {
-        "host_paths": observed.host_path_models,
-        "one_node": observed.one_node,
-        "mounted_certificates": observed.mounted_certificates,
+        "host_paths": observed.place.host_path_models,
+        "one_node": observed.place.one_node,
+        "mounted_certificates": observed.place.mounted_certificates,
         "pod_groups": observed.pod_groups,
     }
     return memo.get("checked", (known, allowed), lambda *_: check_manifest(known, **allowed))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.api.object_names import role_selector
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.children import existing_engines
 from pdcluster_operator.plan.objects.ownership import is_being_deleted
 from pdcluster_operator.plan.types import Manifest, Observed, ScalerStatus

@@ -56,6 +56,27 @@ Rewrites = Mapping[tuple[str, str], Rewrite]
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where the operator runs, and what it was allowed there.
+
+    Attributes:
+        namespace: of the operator's pod; None where that is not known.
+        host_path_models: whether a PDCluster may mount folders of the nodes. Whoever installs
+            the operator decides.
+        one_node: whether all pods run on one machine, as in local mode.
+        mounted_certificates: whether the operator has a certificate for engines whose
+            certificates are mounted.
+        operator_class: the class of PDClusters to work on; empty for those without, None for all.
+    """
+
+    namespace: str | None = None
+    host_path_models: bool = True
+    one_node: bool = False
+    mounted_certificates: bool = True
+    operator_class: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Observed:
     """One cluster as it was seen.
 
@@ -72,12 +93,7 @@ class Observed:
         ticket_key: value of the annotation for which the last ticket key was made; None if there
             is no Secret with ticket keys.
         certificates: the Secret with the engines' certificates.
-        operator_namespace: where the operator runs; None where that is not known.
-        host_path_models: whether a PDCluster may mount folders of the nodes. Whoever installs
-            the operator decides.
-        one_node: whether all pods run on one machine, as in local mode.
-        mounted_certificates: whether the operator can speak with engines whose certificates the
-            user mounts.
+        place: where the operator runs.
         pod_groups: whether the API server serves PodGroups.
         rewrites: what something else made of children as they were applied, by kind and name.
         scaler: the PrefillScaler of the cluster's name; None if there is none.
@@ -91,10 +107,7 @@ class Observed:
     connector: ConnectorBundle
     ticket_key: str | None = None
     certificates: HeldCertificates = HeldCertificates()
-    operator_namespace: str | None = None
-    host_path_models: bool = True
-    one_node: bool = False
-    mounted_certificates: bool = True
+    place: Place = Place()
     pod_groups: bool = True
     rewrites: Rewrites = field(default_factory=dict)
     scaler: Manifest | None = None
@@ -180,6 +193,19 @@ class Delete:
     uid: str
     resource_version: str
     why: str
+
+
+def deletion(live: Manifest, why: str) -> Delete:
+    """Return the deletion of an object as it was seen."""
+    metadata = live["metadata"]
+    return Delete(
+        str(live["kind"]),
+        str(metadata.get("namespace") or "default"),
+        str(metadata["name"]),
+        str(metadata.get("uid", "")),
+        str(metadata.get("resourceVersion", "")),
+        why,
+    )
 
 
 Step = Apply | WriteTicketKey | WriteCertificates | TryOut | Delete

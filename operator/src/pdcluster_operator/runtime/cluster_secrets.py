@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from pdcluster_operator.plan import types
 from pdcluster_operator.plan.builders.secrets import TICKET_KEY_FILE
-from pdcluster_operator.plan.secrets import rotation_of
+from pdcluster_operator.plan.renewals import rotation_of
 from pdcluster_operator.runtime.interfaces import ApiServer, Key
 
 SECRET_SECONDS = 240.0

@@ -38,11 +38,11 @@ class ControlLoop:
         clock: Callable[[], float] = time.time,
         poll_seconds: float = 1.0,
         backoff: queue.Backoff | None = None,
-        place: reconcile.Place | None = None,
+        place: types.Place | None = None,
         worked: Callable[[float, bool], None] = lambda *_: None,
         holds: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        self._place = place = place or reconcile.Place()
+        self._place = place = place or types.Place()
         self._worked = worked
         self._holds = holds
         self.store = Store()
@@ -61,7 +61,7 @@ class ControlLoop:
             clock=clock,
             place=place,
             may_write=lambda key: holds(key.namespace),
-            queued=self.queue.waiting,
+            queued=self.queue.slots.waiting,
         )
         self._resync: asyncio.Task[None] | None = None
         self.unlisted: frozenset[str] = frozenset()
@@ -104,7 +104,9 @@ class ControlLoop:
 
     def _is_new(self, key: interfaces.Key) -> bool:
         cluster = self.store.cluster(key)
-        return cluster is not None and lifecycle.is_new(cluster, has_children=bool(self.store.children(key)))
+        return cluster is not None and lifecycle.is_new(
+            cluster, has_children=bool(self.store.children(key))
+        )
 
     def set_unlisted(self, namespaces: Collection[str]) -> None:
         """Say in which namespaces nothing can be done: not all of their objects are known."""

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Set as AbstractSet
 from msgspec.structs import replace
 
 from pdcluster_connector.protocol import launcher_documents
-from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.plan.launchers import MISSES, Target, has_other_peers
+from pdcluster_operator.api.spec.types import Role
+from pdcluster_operator.plan import peers_and_canaries
+from pdcluster_operator.plan.launchers import MISSES, Target
 from pdcluster_operator.runtime.interfaces import Key, LauncherError, Launchers
 
 log = logging.getLogger(__name__)
@@ -33,15 +34,9 @@ class LauncherMonitor:
     """
 
     def __init__(
-        self,
-        launchers: Launchers,
-        changed: Callable[[Key], None],
-        *,
-        period: float = 1.0,
+        self, launchers: Launchers, changed: Callable[[Key], None], *, period: float
     ) -> None:
-        self._launchers = launchers
-        self._changed = changed
-        self._period = period
+        self._launchers, self._changed, self._period = launchers, changed, period
         self._watches: dict[Key, dict[str, LauncherWatch]] = {}
         self._since: dict[Key, float] = {}  # when this process began to follow each cluster
         self._releases: set[asyncio.Task[None]] = set()
@@ -53,7 +48,7 @@ class LauncherMonitor:
             self._since[key] = time.monotonic()
         held = self._watches.setdefault(key, {})
         for engine in [name for name, watch in held.items() if wanted.get(name) != watch.target]:
-            held.pop(engine).stop()
+            held.pop(engine).task.cancel()
         for engine in wanted.keys() - held.keys():
             held[engine] = LauncherWatch(
                 wanted[engine],
@@ -75,7 +70,7 @@ class LauncherMonitor:
         """Stop watching the engines of a cluster."""
         self._since.pop(key, None)
         for watch in self._watches.pop(key, {}).values():
-            watch.stop()
+            watch.task.cancel()
 
     def dismiss(self, key: Key) -> None:
         """Stop watching a cluster that was deleted. Its engines need not wait for routers."""
@@ -159,19 +154,14 @@ class LauncherWatch:
         self._changed = changed
         self._misses = 0
         self._logged = ""  # why it does not answer
-        self._sent: tuple[str, launcher_documents.PeersDocument] | None = (
-            None  # engine id, and its peers
-        )
+        # The engine id and the peers that were sent last.
+        self._sent: tuple[str, launcher_documents.PeersDocument] | None = None
         self._revision = ""
         self._read_at = 0.0  # when its whole state was last read
         self._next = 0.0  # when it may be polled again
         self._assigned = asyncio.Event()
         self._waiting: asyncio.Task[launcher_documents.ChangesReport] | None = None
         self.task = asyncio.create_task(self._run(), name=f"links-{target.engine}")
-
-    def stop(self) -> None:
-        """End it."""
-        self.task.cancel()
 
     def assign(self, peers: launcher_documents.PeersDocument) -> None:
         """Send the launcher these peers soon."""
@@ -262,7 +252,11 @@ class LauncherWatch:
         self.links = links if self.target.role is Role.DECODE else None
         self._revision = changes.revision
         self._read_at = time.monotonic()
-        if self.links and self._sent and has_other_peers(self._sent[1], self.links):
+        if (
+            self.links
+            and self._sent
+            and peers_and_canaries.has_other_peers(self._sent[1], self.links)
+        ):
             self._sent = None
 
     def _rest(self) -> None:

@@ -71,6 +71,9 @@ class KeyedQueue:
         is_urgent: whether a key whose delay has passed is queued as an urgent one.
         is_new: whether nothing was created for a key yet.
         rest: seconds for which a key rests.
+
+    Attributes:
+        slots: which keys wait, and which are reconciled.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class KeyedQueue:
         self._rest = rest
         self._backoff = backoff or Backoff()
         self._uniform = uniform
-        self._slots = FairSlots(workers, RECONCILE_HANGS_SECONDS, self._start, is_new)
+        self.slots = FairSlots(workers, RECONCILE_HANGS_SECONDS, self._start, is_new)
         self._resting: dict[Key, bool] = {}  # whether it was added meanwhile
         self._running: dict[Key, asyncio.Task[None]] = {}
         self._again: dict[Key, bool] = {}  # added while it is reconciled: whether it is urgent
@@ -108,10 +111,10 @@ class KeyedQueue:
         if key in self._running:
             self._again[key] = urgent or self._again.get(key, False)
             return
-        if key in self._resting and not urgent and not self._slots.waits(key):
+        if key in self._resting and not urgent and not self.slots.waits(key):
             self._resting[key] = True
             return
-        self._slots.add(key, urgent=urgent)
+        self.slots.add(key, urgent=urgent)
         self._hand_out()
 
     def add_after(self, key: Key, seconds: float) -> None:
@@ -134,11 +137,7 @@ class KeyedQueue:
     @property
     def depth(self) -> int:
         """Number of keys that wait for a worker, or for the end of their rest."""
-        return len(self._slots) + sum(self._resting.values())
-
-    def waiting(self) -> int:
-        """Return how many keys wait for a worker, but for namespaces in which something hangs."""
-        return self._slots.waiting()
+        return len(self.slots) + sum(self._resting.values())
 
     def start(self) -> None:
         """Begin to reconcile on the running loop."""
@@ -148,7 +147,7 @@ class KeyedQueue:
     async def stop(self, *, grace: float = 5.0) -> None:
         """Take no more keys, and cancel handlers that still run after ``grace`` seconds."""
         self._stopping = True
-        self._slots.clear()
+        self.slots.clear()
         self._resting.clear()
         self._again.clear()
         for timer in self._timers.values():
@@ -162,7 +161,7 @@ class KeyedQueue:
 
     def _hand_out(self) -> None:
         if self._started:
-            self._slots.hand_out()
+            self.slots.hand_out()
 
     def _start(self, key: Key) -> None:
         if (timer := self._timers.pop(key, None)) is not None:
@@ -185,7 +184,7 @@ class KeyedQueue:
             self._failures.pop(key, None)
         finally:
             del self._running[key]
-            self._slots.done(key)
+            self.slots.done(key)
         again = self._again.pop(key, None)
         if not again:
             self._let_rest(key, again=again is not None)

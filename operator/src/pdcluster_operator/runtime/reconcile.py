@@ -10,7 +10,6 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from pdcluster_operator.api.conditions import own_status
 from pdcluster_operator.plan import launchers, lifecycle, planner
@@ -18,7 +17,7 @@ from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.ownership import is_being_deleted
 from pdcluster_operator.plan.status import pace, progress
-from pdcluster_operator.plan.types import ConnectorBundle, Manifest, Observed, Plan, creates
+from pdcluster_operator.plan.types import ConnectorBundle, Manifest, Observed, Place, Plan, creates
 from pdcluster_operator.runtime import cluster_secrets, executor, launcher_monitor
 from pdcluster_operator.runtime.interfaces import (
     ApiError,
@@ -49,26 +48,6 @@ its name. It is shorter than the resync period.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the operator runs, and what it was allowed there.
-
-    Attributes:
-        namespace: of the operator's pod; None where that is not known.
-        host_path_models: whether a PDCluster may mount folders of the nodes.
-        one_node: whether all pods run on one machine, as in local mode.
-        mounted_certificates: whether the operator has a certificate for engines whose
-            certificates are mounted.
-        operator_class: the class of PDClusters to work on; empty for those without, None for all.
-    """
-
-    namespace: str | None = None
-    host_path_models: bool = True
-    one_node: bool = False
-    mounted_certificates: bool = True
-    operator_class: str | None = None
-
-
 class Reconciler:
     """Each call brings one cluster a step nearer to its spec."""
 
@@ -81,9 +60,9 @@ class Reconciler:
         events: EventSink,
         connector: ConnectorBundle,
         clock: Callable[[], float],
-        place: Place | None = None,
-        may_write: Callable[[Key], bool] = lambda _: True,
-        queued: Callable[[], int] = lambda: 0,
+        place: Place,
+        may_write: Callable[[Key], bool],
+        queued: Callable[[], int],
     ) -> None:
         self._store = store
         self._api_server = api_server
@@ -91,7 +70,7 @@ class Reconciler:
         self._events = events
         self._connector = connector
         self._clock = clock
-        self._place = place or Place()
+        self._place = place
         self._may_write = may_write
         self._queued = queued  # how many clusters wait to be reconciled
         self._secrets = cluster_secrets.ClusterSecrets(api_server)
@@ -161,7 +140,24 @@ class Reconciler:
         now = self._clock()
         new = lifecycle.is_new(cluster, has_children=bool(children))
         try:
-            observed = await self._observe(key, cluster, children, pods, new=new)
+            uid = cluster["metadata"]["uid"]
+            ticket_key = await self._secrets.ticket_key(key, uid, new=new)
+            certificates = await self._secrets.certificates(key, uid, new=new)
+            observed = Observed(
+                cluster=cluster,
+                children=children,
+                pods=pods,
+                engines=self._monitor.engines(key),
+                links=self._monitor.links(key),
+                connector=self._connector,
+                ticket_key=ticket_key,
+                certificates=certificates,
+                place=self._place,
+                pod_groups=self._store.serves(POD_GROUP_KIND),
+                rewrites=self._executor.rewrites(key),
+                scaler=self._store.scaler(key),
+                connectors=self._store.connectors(key.namespace),
+            )
             plan = planner.make_plan(observed, now, self._memo(key))
         except Exception as error:
             # Anything but an ApiError is a bug of the operator. Users see it in the status, and
@@ -256,34 +252,3 @@ class Reconciler:
         await self._api_server.write_status(key, metadata["uid"], status, version)
         self._wrote[key] = moment
         return 0.0
-
-    async def _observe(
-        self,
-        key: Key,
-        cluster: Manifest,
-        children: tuple[Manifest, ...],
-        pods: tuple[Manifest, ...],
-        *,
-        new: bool,
-    ) -> Observed:
-        uid = cluster["metadata"]["uid"]
-        ticket_key = await self._secrets.ticket_key(key, uid, new=new)
-        certificates = await self._secrets.certificates(key, uid, new=new)
-        return Observed(
-            cluster=cluster,
-            children=children,
-            pods=pods,
-            engines=self._monitor.engines(key),
-            links=self._monitor.links(key),
-            connector=self._connector,
-            ticket_key=ticket_key,
-            certificates=certificates,
-            operator_namespace=self._place.namespace,
-            host_path_models=self._place.host_path_models,
-            mounted_certificates=self._place.mounted_certificates,
-            pod_groups=self._store.serves(POD_GROUP_KIND),
-            one_node=self._place.one_node,
-            rewrites=self._executor.rewrites(key),
-            scaler=self._store.scaler(key),
-            connectors=self._store.connectors(key.namespace),
-        )

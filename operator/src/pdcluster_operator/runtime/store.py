@@ -70,9 +70,11 @@ class Store:
         """
         identity = identity_of(manifest)
         held = self._held(identity)
-        if is_older(manifest, held) or self._is_deleted(manifest):
+        gone = self._gone.get(uid_of(manifest))
+        if is_older(manifest, held) or (gone is not None and is_older(manifest, gone.last)):
             return key_of(manifest)
-        self._report(identity)
+        if identity[0] == CLUSTER_KIND:
+            self._reported[identity] = self._clock()
         if held is not None and is_same_version(manifest, held):
             return None
         kept = shared_parts.with_shared_parts(manifest, _to_take_from(held, manifest))
@@ -108,11 +110,6 @@ class Store:
         last = {"uid": uid, VERSION: version_of(manifest)}
         self._gone[uid] = _Deletion({"metadata": last}, now)
         return key_of(manifest)
-
-    def _is_deleted(self, manifest: Manifest) -> bool:
-        """Whether the object was deleted a moment ago, after this version."""
-        gone = self._gone.get(uid_of(manifest))
-        return gone is not None and is_older(manifest, gone.last)
 
     def listed(
         self,
@@ -202,10 +199,6 @@ class Store:
 
     def _at(self, *place: str) -> Iterable[Manifest]:
         return self._index.get(place, {}).values()
-
-    def _report(self, identity: Identity) -> None:
-        if identity[0] == CLUSTER_KIND:
-            self._reported[identity] = self._clock()
 
     def _held(self, identity: Identity) -> Manifest | None:
         return self._objects.get(identity[0], {}).get(identity)
@@ -309,8 +302,12 @@ def is_older(manifest: Manifest, held: Manifest | None) -> bool:
     """Whether ``held`` is a later version of the same object. Versions are numbers that grow."""
     if held is None or uid_of(held) != uid_of(manifest):
         return False
-    new, old = version_of(manifest) or "", version_of(held) or ""
-    return new.isdecimal() and old.isdecimal() and int(new) < int(old)
+    return is_earlier(version_of(manifest) or "", version_of(held) or "")
+
+
+def is_earlier(version: str, other: str) -> bool:
+    """Whether a version is below another one; False if one of them is no number."""
+    return version.isdecimal() and other.isdecimal() and int(version) < int(other)
 
 
 def is_from_before(manifest: Manifest, version: str) -> bool:

@@ -69,6 +69,16 @@ _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
 _OPENING = (b"[", b"{")
 
 
+class _Request(NamedTuple):
+    """One call, before it has credentials."""
+
+    method: str
+    path: str
+    query: Mapping[str, str] | None = None
+    body: Mapping[str, Any] | None = None
+    content: str = JSON
+
+
 class KubeClient:
     """Connections to one API server. Use as an async context manager.
 
@@ -113,11 +123,11 @@ class KubeClient:
         Raises:
             NotFound, Conflict, Invalid, ApiError: the server refused or did not answer.
         """
-        namespace = namespace_of(path)
+        request, namespace = _Request(method, path, query, body, content), namespace_of(path)
         patience = self._overload.patience()
         for _ in range(TRIES):
             await self._overload.wait(namespace, patience)
-            status, text, retry_after = await self._once(method, path, query, body, content)
+            status, text, retry_after = await self._once(request)
             if status != TOO_MANY:
                 break
             self._overload.refused(namespace, retry_after)
@@ -148,7 +158,7 @@ class KubeClient:
         await self._overload.wait(namespace_of(path))
         limits = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=SILENCE)
         try:
-            answer = await self._send("GET", path, query, None, JSON, limits)
+            answer = await self._send(_Request("GET", path, query), limits)
             async with answer as response:
                 if response.status == TOO_MANY:
                     asked = response.headers.get("Retry-After", "")
@@ -169,22 +179,16 @@ class KubeClient:
             return None
 
     async def _send(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str] | None,
-        body: Mapping[str, Any] | None,
-        content: str,
-        limits: aiohttp.ClientTimeout,
+        self, request: _Request, limits: aiohttp.ClientTimeout
     ) -> aiohttp.ClientResponse:
         """Send a request; return the answer, whose body was not read."""
         configuration = self._configuration
-        headers = await self._headers(method, path, content)
-        question = f"?{urlencode(query)}" if query else ""
+        headers = await self._headers(request.method, request.path, request.content)
+        question = f"?{urlencode(request.query)}" if request.query else ""
         return await self._http.request(
-            method,
-            URL(f"{configuration.host}{path}{question}", encoded=True),
-            data=None if body is None else _text(body),
+            request.method,
+            URL(f"{configuration.host}{request.path}{question}", encoded=True),
+            data=None if request.body is None else _text(request.body),
             headers=headers,
             timeout=limits,
             proxy=configuration.proxy or None,
@@ -213,19 +217,12 @@ class KubeClient:
         await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, None)
         return headers
 
-    async def _once(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str] | None,
-        body: Mapping[str, Any] | None,
-        content: str,
-    ) -> tuple[int, bytes, str]:
+    async def _once(self, request: _Request) -> tuple[int, bytes, str]:
         """Return status, text and Retry-After of one answer."""
-        started = time.monotonic()
-        status = NO_ANSWER
+        started, status = time.monotonic(), NO_ANSWER
+        method, path = request.method, request.path
         try:
-            answer = await self._send(method, path, query, body, content, CALL)
+            answer = await self._send(request, CALL)
             status = answer.status
             return status, await answer.read(), answer.headers.get("Retry-After", "")
         except (TimeoutError, aiohttp.ClientError, OSError) as error:

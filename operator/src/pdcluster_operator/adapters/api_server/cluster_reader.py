@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED, slim
+from pdcluster_operator.adapters.api_server.kube_api import KubeApi
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
-from pdcluster_operator.plan import secrets, types
+from pdcluster_operator.plan import renewals, types
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.builders.protection import operator_namespace_in
 from pdcluster_operator.plan.forecast.world import merge_patch, reports_in, server_side_manager
@@ -68,7 +68,7 @@ async def observe(
         connector=connector,
         ticket_key=await _ticket_key(api, key, cluster) if children else None,
         certificates=await _certificates(api, key, cluster, children),
-        operator_namespace=next(filter(None, map(operator_namespace_in, policies)), None),
+        place=types.Place(next(filter(None, map(operator_namespace_in, policies)), None)),
         pod_groups=store.serves(POD_GROUP_KIND),
         scaler=store.scaler(key),
         connectors=store.connectors(key.namespace),
@@ -85,19 +85,14 @@ async def dry_apply(
         live: the PDCluster as it is; None if there is none.
     """
     metadata = document["metadata"]
-    path = PDCLUSTER.path(metadata["namespace"], metadata["name"])
+    manager = server_side_manager(live) if live is not None else None
+    query = {"dryRun": "All", "fieldManager": manager or MANAGER}
     if live is None:
-        query = {"dryRun": "All", "fieldManager": MANAGER}
         collection = PDCLUSTER.path(metadata["namespace"])
         return await client.call("POST", collection, query=query, body=document)
-    manager = server_side_manager(live)
-    if manager is not None:
-        query = {"dryRun": "All", "fieldManager": manager}
-        return await client.call("PATCH", path, query=query, body=document, content=APPLY)
-    query = {"dryRun": "All", "fieldManager": MANAGER}
-    return await client.call(
-        "PATCH", path, query=query, body=merge_patch(live, document), content=MERGE
-    )
+    path = PDCLUSTER.path(metadata["namespace"], metadata["name"])
+    body, content = (document, APPLY) if manager else (merge_patch(live, document), MERGE)
+    return await client.call("PATCH", path, query=query, body=body, content=content)
 
 
 async def change_spec(
@@ -122,7 +117,7 @@ async def _ticket_key(api: KubeApi, key: Key, cluster: types.Manifest) -> str | 
         if error.reason != FORBIDDEN:
             raise
     # Few people may read Secrets. The operator has made this one, and replaced it when asked.
-    return secrets.rotation_of(cluster)
+    return renewals.rotation_of(cluster)
 
 
 async def _certificates(
@@ -134,5 +129,5 @@ async def _certificates(
     except ApiError as error:
         if error.reason != FORBIDDEN:
             raise
-        return secrets.certificates_as_due(children, time.time())
+        return renewals.certificates_as_due(children, time.time())
     return replace(held, authority=(held.issue or "").rpartition(".")[0])

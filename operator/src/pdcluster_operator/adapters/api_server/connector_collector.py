@@ -10,7 +10,7 @@ import logging
 import time
 from functools import partial
 
-from pdcluster_operator.adapters.api_server.children import KubeApi
+from pdcluster_operator.adapters.api_server.kube_api import KubeApi
 from pdcluster_operator.plan import connectors, types
 from pdcluster_operator.runtime.interfaces import ApiError
 from pdcluster_operator.runtime.store import Store
@@ -52,4 +52,5 @@ async def _one(store: Store, api: KubeApi, live: types.Manifest, now: float, kee
     if step is None:
         return
     await (api.delete(step) if isinstance(step, types.Delete) else api.mark_connector(step))
-    log.info("%s/%s: %s: %s", namespace, name, type(step).__name__, step.why)
+    verb = "Delete" if isinstance(step, types.Delete) else "MarkConnector"
+    log.info("%s/%s: %s: %s", namespace, name, verb, step.why)

@@ -7,7 +7,7 @@ from typing import Any
 from pdcluster_operator.api import object_names
 from pdcluster_operator.api.object_names import KIND as CLUSTER_KIND
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
-from pdcluster_operator.plan.objects import contents
+from pdcluster_operator.plan.objects import kept_fields
 from pdcluster_operator.plan.rollout.revisions import REVISION_COMPONENT, REVISION_KIND
 
 
@@ -112,12 +112,12 @@ def slim(manifest: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     kept = {**manifest, **named}
     if kind is POD:
         kept.pop("spec", None)
-        if spec := contents.pod_spec_that_is_read(manifest.get("spec") or {}):
+        if spec := kept_fields.pod_spec_that_is_read(manifest.get("spec") or {}):
             kept["spec"] = spec
     if kind is PDCLUSTER and "observedGeneration" not in (manifest.get("status") or {}):
         kept.pop("status", None)  # the CRD's default, which nobody wrote
     if kind not in (PDCLUSTER, PREFILL_SCALER):
         kept.pop("status", None)
-        if status := contents.status_that_is_read(kind.name, manifest.get("status") or {}):
+        if status := kept_fields.status_that_is_read(kind.name, manifest.get("status") or {}):
             kept["status"] = status
-    return dict(contents.without_contents(kept))
+    return dict(kept_fields.without_contents(kept))

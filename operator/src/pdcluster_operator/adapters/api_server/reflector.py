@@ -28,7 +28,7 @@ from pdcluster_operator.adapters.api_server.client import (
 )
 from pdcluster_operator.adapters.api_server.kinds import WATCHED, Kind, slim
 from pdcluster_operator.api.object_names import GROUP
-from pdcluster_operator.runtime.control_loop import ControlLoop
+from pdcluster_operator.runtime import control_loop, store
 from pdcluster_operator.runtime.interfaces import ApiError
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Reflector:
     def __init__(
         self,
         client: KubeClient,
-        loop: ControlLoop,
+        loop: control_loop.ControlLoop,
         kind: Kind,
         namespace: Namespace,
         age: float,
@@ -164,7 +164,7 @@ class Reflector:
                 names.add((item["metadata"].get("namespace", ""), item["metadata"]["name"]))
                 self._loop.see("MODIFIED", slim(item, kind))
         version = str(page["metadata"]["resourceVersion"])
-        if _is_earlier(version, self._last):
+        if store.is_earlier(version, self._last):
             raise HistoryLostError(f"{self._path}: version {self._last} has become {version}")
         self._last = version
         for gone in self._store.listed(kind.name, self._namespace, names, version):
@@ -250,12 +250,15 @@ class Reflectors:
     Args:
         age: see :class:`Reflector`.
         elsewhere: kinds that kopf watches; see :class:`Reflector`.
+
+    Attributes:
+        ready: set when all objects of a namespace are known.
     """
 
     def __init__(
         self,
         client: KubeClient,
-        loop: ControlLoop,
+        loop: control_loop.ControlLoop,
         namespaces: Collection[str],
         age: float,
         elsewhere: Collection[Kind] = (),
@@ -268,7 +271,7 @@ class Reflectors:
             ]
             for place in (*namespaces, *(() if namespaces else (None,)))
         }
-        self._ready = asyncio.Event()
+        self.ready = asyncio.Event()
         self._said: dict[Namespace, str] = {}
         loop.set_unlisted(set(namespaces))
 
@@ -276,15 +279,6 @@ class Reflectors:
         """List and watch; never return, but with the error of a reflector that has failed."""
         everyone = (one for reflectors in self._of.values() for one in reflectors)
         await asyncio.gather(*(one.run(self._wake_namespaces) for one in everyone))
-
-    async def ready(self) -> None:
-        """Return when all objects of a namespace are known."""
-        await self._ready.wait()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether all objects of a namespace are known."""
-        return self._ready.is_set()
 
     def see(self, event: str | None, manifest: Mapping[str, Any]) -> None:
         """Take in what kopf reports of a kind that is watched elsewhere.
@@ -305,7 +299,7 @@ class Reflectors:
         unlisted = {place for place in self._of if not self._is_listed(place)}
         self._loop.set_unlisted({place for place in unlisted if place is not None})
         if len(unlisted) < len(self._of):
-            self._ready.set()
+            self.ready.set()
 
     def _is_listed(self, place: Namespace) -> bool:
         """Whether all objects of a namespace are known. If not, log why, once for each reason."""
@@ -321,10 +315,6 @@ class Reflectors:
                 first.why_not,
             )
         return False
-
-
-def _is_earlier(version: str, other: str) -> bool:
-    return version.isdecimal() and other.isdecimal() and int(version) < int(other)
 
 
 def _now() -> float:

@@ -14,8 +14,7 @@ from typing import Any
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.object_names import certificates_name
 from pdcluster_operator.api.spec import pod_templates
-from pdcluster_operator.api.spec.enums import Role, TlsMode
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.spec.types import Cluster, Role, TlsMode
 
 NAMES = ("ca.crt", "tls.crt", "tls.key")
 FILES = "ca.crt, tls.crt and tls.key"

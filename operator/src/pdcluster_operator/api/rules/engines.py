@@ -13,11 +13,10 @@ from pdcluster_connector.compat.findings import Finding, Verdict, counted
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.compat.supported import IMAGES_NUMBERED
 from pdcluster_operator.api.findings import FieldError, Findings, Rule, shown
-from pdcluster_operator.api.spec.arguments import parse_flags
-from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.fields import camel
+from pdcluster_operator.api.spec.flags import parse_flags
 from pdcluster_operator.api.spec.resolve import DRAFT_FLAGS, engine_shape, flag_path, resolve_engine
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.spec.types import Cluster, Role
 
 LARGEST_ENGINE = 4096
 MOST_LINKS = 4096

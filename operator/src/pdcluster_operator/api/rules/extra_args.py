@@ -11,12 +11,11 @@ from pdcluster_connector.compat.supported import ANY_VERSION, REFUSED_FLAGS
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.rules.pod_template import env_source_errors
-from pdcluster_operator.api.spec.arguments import OWNED_FLAGS, Flag, owned_flag, parse_flags
-from pdcluster_operator.api.spec.enums import Device, Role
 from pdcluster_operator.api.spec.fields import camel
+from pdcluster_operator.api.spec.flags import OWNED_FLAGS, Flag, owned_flag, parse_flags
 from pdcluster_operator.api.spec.pod_templates import containers, pod_templates
 from pdcluster_operator.api.spec.resolve import READ_FLAGS, engine_places, flag_path, resolve_engine
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.spec.types import Cluster, Device, Role
 
 OWNED_PREFIX = "PDCLUSTER_"
 # With this variable a user lets the launcher start an unsupported version.

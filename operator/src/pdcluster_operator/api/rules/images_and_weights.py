@@ -8,7 +8,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.supported import ANY_VERSION, SUPPORTED, supported, text_of
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.spec import pod_templates, resolve, router_types, types
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 
 # Tags that name another image tomorrow.
 MOVING_TAGS = frozenset({"latest", "nightly", "main", "master", "edge", "dev", "stable"})

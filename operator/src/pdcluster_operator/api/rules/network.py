@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from pdcluster_connector.compat.supported import why_not
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.spec import pod_templates, resources, router_types, types
-from pdcluster_operator.api.spec.enums import Device, Role, SelectorOperator
+from pdcluster_operator.api.spec.router_types import SelectorOperator
+from pdcluster_operator.api.spec.types import Device, Role
 
 WITH_VALUES = (SelectorOperator.IN, SelectorOperator.NOT_IN)
 

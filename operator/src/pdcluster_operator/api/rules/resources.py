@@ -12,10 +12,10 @@ from decimal import Decimal
 from pdcluster_connector.compat.findings import counted
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.spec import engine_types, pod_templates, resources
-from pdcluster_operator.api.spec.enums import Device, Role, Switch
+from pdcluster_operator.api.spec.engine_types import Switch
 from pdcluster_operator.api.spec.resolve import Engine, resolve_engine, workers_per_pod
 from pdcluster_operator.api.spec.router_types import RouterResources
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.spec.types import Cluster, Device, Role
 
 KINDS = ("requests", "limits")
 

@@ -20,10 +20,9 @@ from pdcluster_operator.api.rules import (
     pod_template,
     resources,
 )
-from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.spec.types import Cluster, Role
 
 LONGEST_WARNING = 256
 """Characters of an admission warning that API servers pass on without cutting."""

@@ -27,7 +27,22 @@ def scaler_crd() -> dict[str, Any]:
             column("Age", ".metadata.creationTimestamp", "date"),
         ],
         spec=_spec(),
-        status=_status(),
+        status={
+            "type": "object",
+            "description": "status is what the operator observed.",
+            "properties": {
+                "replicas": {
+                    "type": "integer",
+                    "format": "int32",
+                    "description": "replicas is the number of prefill engines that exist.",
+                },
+                "selector": {
+                    "type": "string",
+                    "maxLength": 512,
+                    "description": "selector finds the leading pods of the prefill engines.",
+                },
+            },
+        },
     )
 
 
@@ -64,25 +79,6 @@ def _spec() -> dict[str, Any]:
         "minPercentOfDecode must not be above maxPercentOfDecode",
     )
     return schema | validations([ordered])
-
-
-def _status() -> dict[str, Any]:
-    return {
-        "type": "object",
-        "description": "status is what the operator observed.",
-        "properties": {
-            "replicas": {
-                "type": "integer",
-                "format": "int32",
-                "description": "replicas is the number of prefill engines that exist.",
-            },
-            "selector": {
-                "type": "string",
-                "maxLength": 512,
-                "description": "selector finds the leading pods of the prefill engines.",
-            },
-        },
-    }
 
 
 def _whole(least: int, most: int, description: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, timestamp
-from pdcluster_operator.api.spec.enums import Certificates
+from pdcluster_operator.api.spec.types import Certificates
 
 MAX_ENGINES = 64
 MAX_FAILED_LINKS = 16
@@ -45,9 +45,48 @@ def status_schema() -> dict[str, Any]:
                 "rollout.progressDeadlineSeconds counts from then."
             ),
             "transfer": _transfer(),
-            "conditions": _conditions(),
-            "engines": _engines(),
-            "failedLinks": _failed_links(),
+            "conditions": _list(
+                "conditions say what is true of the cluster. Ready summarizes the others.",
+                32,
+                ["type"],
+                "One condition.",
+                ["type", "status", "reason", "message", "lastTransitionTime"],
+                type=_text("type is the name of the condition.", 64),
+                status=_choice("status is True, False or Unknown.", ["True", "False", "Unknown"]),
+                reason=_text("reason says why, in one CamelCase word.", 256),
+                message=_text("message says why, in sentences.", 32768),
+                observedGeneration=_count(
+                    "observedGeneration is the generation of the judged spec.", "int64"
+                ),
+                lastTransitionTime=_time("lastTransitionTime is when status last flipped."),
+            ),
+            "engines": _list(
+                f"engines are the wanted engines, at most {MAX_ENGINES}.",
+                MAX_ENGINES,
+                ["name"],
+                "One engine.",
+                ["name", "role", "state"],
+                name=_text("name is the engine's StatefulSet.", 63),
+                role=_choice("role says what the engine does.", ["prefill", "decode"]),
+                state=_text("state is Ready, Unknown, or the reason why it is not ready.", 64),
+                engineId=_text("engineId names the running incarnation.", 512),
+                message=_text("message explains the state.", 1024),
+            ),
+            "failedLinks": _list(
+                "failedLinks are links that failed, or whose canary moved no KV; "
+                f"at most {MAX_FAILED_LINKS}.",
+                MAX_FAILED_LINKS,
+                ["prefill", "decode"],
+                "One failed link.",
+                ["prefill", "decode", "reason"],
+                prefill=_text("prefill is the prefill engine.", 63),
+                decode=_text("decode is the decode engine.", 63),
+                reason=_text("reason says why, in one CamelCase word.", 256),
+                message=_text("message says why, with the values of both engines.", 1024),
+                lastTransitionTime=_time(
+                    "lastTransitionTime is when the link began to fail for this reason."
+                ),
+            ),
         },
     }
 
@@ -120,56 +159,5 @@ def _choice(description: str, values: Iterable[str]) -> dict[str, Any]:
     return {"type": "string", "enum": list(values), "description": description}
 
 
-def _conditions() -> dict[str, Any]:
-    return _list(
-        "conditions say what is true of the cluster. Ready summarizes the others.",
-        32,
-        ["type"],
-        "One condition.",
-        ["type", "status", "reason", "message", "lastTransitionTime"],
-        type=_text("type is the name of the condition.", 64),
-        status=_choice("status is True, False or Unknown.", ["True", "False", "Unknown"]),
-        reason=_text("reason says why, in one CamelCase word.", 256),
-        message=_text("message says why, in sentences.", 32768),
-        observedGeneration=_count(
-            "observedGeneration is the generation of the judged spec.", "int64"
-        ),
-        lastTransitionTime=_time("lastTransitionTime is when status last flipped."),
-    )
-
-
 def _time(description: str) -> dict[str, Any]:
     return {"type": "string", "format": "date-time", "description": description}
-
-
-def _engines() -> dict[str, Any]:
-    return _list(
-        f"engines are the wanted engines, at most {MAX_ENGINES}.",
-        MAX_ENGINES,
-        ["name"],
-        "One engine.",
-        ["name", "role", "state"],
-        name=_text("name is the engine's StatefulSet.", 63),
-        role=_choice("role says what the engine does.", ["prefill", "decode"]),
-        state=_text("state is Ready, Unknown, or the reason why it is not ready.", 64),
-        engineId=_text("engineId names the running incarnation.", 512),
-        message=_text("message explains the state.", 1024),
-    )
-
-
-def _failed_links() -> dict[str, Any]:
-    return _list(
-        "failedLinks are links that failed, or whose canary moved no KV; "
-        f"at most {MAX_FAILED_LINKS}.",
-        MAX_FAILED_LINKS,
-        ["prefill", "decode"],
-        "One failed link.",
-        ["prefill", "decode", "reason"],
-        prefill=_text("prefill is the prefill engine.", 63),
-        decode=_text("decode is the decode engine.", 63),
-        reason=_text("reason says why, in one CamelCase word.", 256),
-        message=_text("message says why, with the values of both engines.", 1024),
-        lastTransitionTime=_time(
-            "lastTransitionTime is when the link began to fail for this reason."
-        ),
-    )

@@ -1,9 +1,9 @@
 """The part of a spec about engines: the model that they serve, and how they run, by role."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated, ClassVar
 
-from pdcluster_operator.api.spec.enums import ConnectorSource, Switch
 from pdcluster_operator.api.spec.fields import (
     ABSOLUTE,
     IMAGE,
@@ -19,6 +19,20 @@ from pdcluster_operator.api.spec.fields import (
     Text,
     Whole,
 )
+
+
+class Switch(StrEnum):
+    """On or off. A third value may come later."""
+
+    ENABLED = "Enabled"
+    DISABLED = "Disabled"
+
+
+class ConnectorSource(StrEnum):
+    """Where the connector's code comes from."""
+
+    BUNDLED = "Bundled"
+    IMAGE = "Image"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,10 +26,9 @@ from pdcluster_operator.api.findings import FieldError, Rule, nearest, quoted, s
 from pdcluster_operator.api.object_names import API_VERSION, KIND, name_errors
 from pdcluster_operator.api.spec import fields as spec_fields, pod_templates, resources
 from pdcluster_operator.api.spec.engine_types import EngineOverride, Model, ModelSource, RoleSpec
-from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.fields import FieldInfo, describe
 from pdcluster_operator.api.spec.router_types import Router
-from pdcluster_operator.api.spec.types import Cluster, Spec
+from pdcluster_operator.api.spec.types import Cluster, Role, Spec
 
 MAX_ERRORS = 100
 METADATA_FIELDS = frozenset({"labels", "annotations"})
@@ -214,7 +213,8 @@ class Reader:
 
     def _integer(self, field: FieldInfo, value: object, path: str) -> Any:
         if isinstance(value, bool) or not isinstance(value, int):
-            remedy = "Leave out the quotes." if _is_number(value) else "Write a number."
+            quoted_number = isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value)
+            remedy = "Leave out the quotes." if quoted_number else "Write a number."
             self.error(path, value, Rule.WRONG_TYPE, "must be a whole number", remedy)
             return _placeholder(field)
         bounds: spec_fields.Whole = field.mark(spec_fields.Whole)
@@ -273,10 +273,6 @@ class Reader:
             ):
                 read[str(key)] = text
         return read
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value) is not None
 
 
 def _placeholder(field: FieldInfo) -> Any:

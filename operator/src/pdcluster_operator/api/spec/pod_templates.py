@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, Final, TypeGuard
 
-from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.spec.types import Cluster, Role
 
 ENGINE_CONTAINER = "engine"
 ROUTER_CONTAINER = "router"

@@ -11,9 +11,10 @@ from typing import Any
 
 from pdcluster_connector.compat.shape import EngineShape, Memory
 from pdcluster_connector.compat.supported import PLAIN, dtype_name, token_sliceable
-from pdcluster_operator.api.spec import arguments, engine_types
-from pdcluster_operator.api.spec.enums import Device, Role, Switch
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.spec import engine_types
+from pdcluster_operator.api.spec.engine_types import Switch
+from pdcluster_operator.api.spec.flags import Flag, merge_flags, parse_flags
+from pdcluster_operator.api.spec.types import Cluster, Device, Role
 
 MODEL_FOLDER = "/models/model"
 CACHE_FOLDER = "/models/cache"
@@ -35,11 +36,11 @@ class Engine(engine_types.SharedEngine):
     startup_timeout_seconds: int
 
     @property
-    def flags(self) -> tuple[arguments.Flag, ...]:
+    def flags(self) -> tuple[Flag, ...]:
         """The flags of ``extra_args``."""
-        return arguments.parse_flags(self.extra_args)[0]
+        return parse_flags(self.extra_args)[0]
 
-    def last(self, name: str) -> arguments.Flag | None:
+    def last(self, name: str) -> Flag | None:
         """Return the last flag of a name: the one that vLLM obeys."""
         return next((flag for flag in reversed(self.flags) if flag.name == name), None)
 
@@ -50,19 +51,13 @@ def resolve_engine(cluster: Cluster, role: Role) -> Engine:
     own = spec.engine
     names = [field.name for field in fields(engine_types.SharedEngine)]
     merged = {name: getattr(own, name) or getattr(shared, name) for name in names}
-    merged["extra_args"] = arguments.merge_flags(shared.extra_args, own.extra_args)
-    merged["env"] = _merge_env(shared, own)
+    merged["extra_args"] = merge_flags(shared.extra_args, own.extra_args)
+    replaced = {var.name for var in own.env}
+    merged["env"] = (*(var for var in shared.env if var.name not in replaced), *own.env)
     model, revision = _model(cluster)
     return Engine(
         role=role, model=model, model_revision=revision, parallelism=spec.parallelism, **merged
     )
-
-
-def _merge_env(
-    shared: engine_types.SharedEngine, own: engine_types.EngineOverride
-) -> tuple[engine_types.EnvVar, ...]:
-    replaced = {var.name for var in own.env}
-    return (*(var for var in shared.env if var.name not in replaced), *own.env)
 
 
 def _model(cluster: Cluster) -> tuple[str, str | None]:
@@ -78,11 +73,6 @@ def _model(cluster: Cluster) -> tuple[str, str | None]:
 def workers_per_pod(engine: Engine) -> int:
     """GPUs (or CPU workers) of one pod."""
     return engine.parallelism.workers // engine.parallelism.nodes
-
-
-def gpus_per_pod(cluster: Cluster, engine: Engine) -> int:
-    """Return the GPUs of one pod; 0 if KV is in host memory."""
-    return workers_per_pod(engine) if cluster.spec.transfer.device is Device.CUDA else 0
 
 
 DRAIN_DEADLINE_SECONDS = 30
@@ -124,7 +114,7 @@ def engine_places(cluster: Cluster) -> Iterator[tuple[str, engine_types.EngineOv
 
 def flag_path(cluster: Cluster, role: Role, name: str) -> str:
     """Return the path of the extraArgs that give a role's engines the flag ``name``."""
-    own = arguments.parse_flags(cluster.spec.role(role).engine.extra_args)[0]
+    own = parse_flags(cluster.spec.role(role).engine.extra_args)[0]
     place = f"spec.{role}.engine" if name in {flag.name for flag in own} else "spec.engine"
     return f"{place}.extraArgs"
 

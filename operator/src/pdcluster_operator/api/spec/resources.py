@@ -4,8 +4,8 @@ import re
 from decimal import Decimal
 
 from pdcluster_operator.api.spec import resolve, types
-from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.pod_templates import amounts, engine_container
+from pdcluster_operator.api.spec.types import Device, Role
 
 _SUFFIXES = {
     "": Decimal(1), "n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3"),
@@ -74,7 +74,8 @@ def added_limits(cluster: types.Cluster, engine: resolve.Engine) -> dict[str, st
     _, overlay = engine_container(cluster, engine.role)
     given = {*cluster.spec.role(engine.role).resources.limits, *amounts(overlay, "limits")}
     added = {}
-    gpus = resolve.gpus_per_pod(cluster, engine)
+    on_gpus = cluster.spec.transfer.device is Device.CUDA
+    gpus = resolve.workers_per_pod(engine) if on_gpus else 0
     if gpus and not any(map(is_accelerator, given)):
         added[GPU_RESOURCE] = str(gpus)
     rdma = cluster.spec.transfer.rdma

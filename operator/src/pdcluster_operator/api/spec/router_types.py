@@ -5,10 +5,29 @@ the API server would drop a misspelt field from it, and a selector without field
 """
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Final
 
 from pdcluster_operator.api.spec import engine_types, fields
-from pdcluster_operator.api.spec.enums import RouterPolicy, SelectorOperator
+
+
+class RouterPolicy(StrEnum):
+    """How the router picks engines."""
+
+    ROUND_ROBIN = "RoundRobin"
+    RANDOM = "Random"
+    CACHE_AWARE = "CacheAware"
+    POWER_OF_TWO = "PowerOfTwo"
+    CONSISTENT_HASH = "ConsistentHash"
+
+
+class SelectorOperator(StrEnum):
+    """How a label is compared with values."""
+
+    IN = "In"
+    NOT_IN = "NotIn"
+    EXISTS = "Exists"
+    DOES_NOT_EXIST = "DoesNotExist"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,73 @@ value. The types of engines are in :mod:`.engine_types`, those of the router in
 """
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated
 
 from pdcluster_connector.protocol import lease, prompt_outcomes
-from pdcluster_operator.api.spec import engine_types, enums, fields
+from pdcluster_operator.api.spec import engine_types, fields
 from pdcluster_operator.api.spec.router_types import PEERS, NetworkPeer, Router
+
+
+class Role(StrEnum):
+    """What an engine is for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class TlsMode(StrEnum):
+    """Whether engines speak TLS, and where their certificates come from."""
+
+    ENABLED = "Enabled"
+    MOUNTED = "Mounted"
+    DISABLED = "Disabled"
+
+
+class Certificates(StrEnum):
+    """The source of the engines' certificates, in the status."""
+
+    OPERATOR = "Operator"
+    MOUNTED = "Mounted"
+    NONE = "None"
+    MIXED = "Mixed"
+    UNKNOWN = "Unknown"
+
+
+class Device(StrEnum):
+    """Where KV lives: in GPU memory or in host memory."""
+
+    CUDA = "CUDA"
+    CPU = "CPU"
+
+
+class Backend(StrEnum):
+    """NIXL's transport backends in the schema. Not all of them can carry KV."""
+
+    UCX = "UCX"
+    GDS = "GDS"
+
+
+class LoadFailurePolicy(StrEnum):
+    """What happens to a request whose KV did not arrive."""
+
+    FAIL = "Fail"
+    RECOMPUTE = "Recompute"
+
+
+class Visibility(StrEnum):
+    """Whether clients see something."""
+
+    HIDDEN = "Hidden"
+    SHOWN = "Shown"
+
+
+class RolloutType(StrEnum):
+    """How engines are replaced when their revision changes."""
+
+    SURGE = "Surge"
+    REPLACE = "Replace"
+    RECREATE = "Recreate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,21 +107,21 @@ class Transfer:
     """How KV moves from prefill to decode."""
 
     device: Annotated[
-        enums.Device,
+        Device,
         fields.Example("CUDA"),
         "is where KV lives: CUDA for GPU memory, CPU for host memory.",
-    ] = enums.Device.CUDA
+    ] = Device.CUDA
     backends: Annotated[
-        tuple[enums.Backend, ...],
+        tuple[Backend, ...],
         fields.Example(["UCX"]),
         "are NIXL's transport backends, best first. GDS is refused: it reads and writes files.",
         fields.Items(4, 1),
-    ] = (enums.Backend.UCX,)
+    ] = (Backend.UCX,)
     load_failure_policy: Annotated[
-        enums.LoadFailurePolicy,
+        LoadFailurePolicy,
         fields.Example("Recompute"),
         "says what happens to a request whose KV did not arrive.",
-    ] = enums.LoadFailurePolicy.FAIL
+    ] = LoadFailurePolicy.FAIL
     local_tokens_per_step: Annotated[
         int | None,
         fields.Example(256),
@@ -85,21 +147,21 @@ class Transfer:
     ] = None
     rdma: Annotated[Rdma | None, "asks for RDMA devices."] = None
     tls: Annotated[
-        enums.TlsMode,
+        TlsMode,
         fields.Example("Disabled"),
         "says whether engines speak TLS with each other and with the operator. With Enabled, "
         "the operator gives each engine a certificate, and each side shows its own. With "
         "Mounted, engines use the files ca.crt, tls.crt and tls.key that podTemplate of both "
         "roles mounts at /pdcluster-tls. With Disabled, whoever reaches an engine's ports can "
         "read where its KV lies. KV itself is not encrypted in any case.",
-    ] = enums.TlsMode.ENABLED
+    ] = TlsMode.ENABLED
     internal_names: Annotated[
-        enums.Visibility,
+        Visibility,
         fields.Example("Hidden"),
         "says whether answers to clients name the engines that KV moved between: their "
         "addresses in the answer's id, and their ids in kv_path. It does not change the "
         "router's own errors and its page /workers, which always name engines.",
-    ] = enums.Visibility.HIDDEN
+    ] = Visibility.HIDDEN
     nixl_threads: Annotated[
         int | None,
         fields.Example(4),
@@ -113,13 +175,13 @@ class Scheduling:
     """How the pods of engines get their nodes."""
 
     gang: Annotated[
-        enums.Switch,
+        engine_types.Switch,
         fields.Example("Enabled"),
         "says whether pods that need each other get their nodes together or not at all. With "
         "Enabled, these are the pods of the first prefill engine and of the first decode "
         "engine, and the pods of each engine that has several. The API server has to serve "
         "PodGroup of scheduling.k8s.io/v1beta1. Engines that exist are not replaced.",
-    ] = enums.Switch.DISABLED
+    ] = engine_types.Switch.DISABLED
     queue_name: Annotated[
         str | None,
         fields.Example("team-a"),
@@ -134,13 +196,13 @@ class Rollout:
     """How a change of the spec reaches the engines."""
 
     type: Annotated[
-        enums.RolloutType,
+        RolloutType,
         fields.Example("Replace"),
         "is how engines are replaced when their revision changes. Surge starts new engines "
         "first and needs spare GPUs. Replace needs none: an engine of each role leaves before "
         "the next new one starts, and the others serve. Recreate stops all old engines first, "
         "so nothing is served for a while.",
-    ] = enums.RolloutType.SURGE
+    ] = RolloutType.SURGE
     max_surge: Annotated[
         int,
         fields.Example(2),
@@ -258,9 +320,9 @@ class Spec:
         fields.CLASS,
     ] = None
 
-    def role(self, role: enums.Role) -> engine_types.RoleSpec:
+    def role(self, role: Role) -> engine_types.RoleSpec:
         """Return the spec of one role."""
-        return self.prefill if role is enums.Role.PREFILL else self.decode
+        return self.prefill if role is Role.PREFILL else self.decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

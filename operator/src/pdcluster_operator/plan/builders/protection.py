@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdcluster_operator.api import object_names
-from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.fields import as_manifest
-from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.router import ROUTER_COMPONENT, router_selector
+from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.plan.builders.router import ROUTER_COMPONENT, router_pods, router_selector
 from pdcluster_operator.plan.objects.ownership import child_object
 
 
@@ -40,7 +39,7 @@ def build_engines_policy(cluster: Cluster, operator_namespace: str | None) -> di
         "namespaceSelector": {"matchLabels": namespace} if namespace else {},
         "podSelector": {"matchLabels": dict(object_names.OPERATOR_LABELS)},
     }
-    router = {"podSelector": {"matchLabels": _router(cluster)}}
+    router = {"podSelector": {"matchLabels": router_pods(cluster)}}
     clients = [router] if cluster.spec.router.replicas else _clients(cluster)
     ingress = [
         {"from": [{"podSelector": _engines(cluster)}]},
@@ -70,7 +69,7 @@ def build_router_policy(cluster: Cluster) -> dict[str, Any] | None:
         _rule(_clients(cluster), object_names.ROUTER_PORT),
         *_scrapers(cluster, object_names.ROUTER_METRICS_PORT),
     ]
-    name, pods = f"{cluster.name}-router", {"matchLabels": _router(cluster)}
+    name, pods = f"{cluster.name}-router", {"matchLabels": router_pods(cluster)}
     return _policy(cluster, name, ROUTER_COMPONENT, pods, ingress)
 
 
@@ -110,13 +109,6 @@ def _engines(cluster: Cluster) -> dict[str, Any]:
         "values": sorted(role.value for role in Role),
     }
     return {"matchLabels": {object_names.CLUSTER_LABEL: cluster.name}, "matchExpressions": [roles]}
-
-
-def _router(cluster: Cluster) -> dict[str, str]:
-    return {
-        object_names.CLUSTER_LABEL: cluster.name,
-        "app.kubernetes.io/component": ROUTER_COMPONENT,
-    }
 
 
 def _ports(*numbers: int) -> list[dict[str, Any]]:

@@ -5,8 +5,8 @@ from typing import Any
 
 from pdcluster_operator.api import object_names
 from pdcluster_operator.api.spec import pod_templates, resolve
-from pdcluster_operator.api.spec.enums import Role, RouterPolicy
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.spec.router_types import RouterPolicy
+from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan import connectors
 from pdcluster_operator.plan.builders.secrets import api_key_env
 from pdcluster_operator.plan.objects.ownership import child_object
@@ -111,13 +111,15 @@ def build_router_deployment(
     return child_object(cluster, "apps/v1", "Deployment", name, labels, spec=spec)
 
 
+def router_pods(cluster: Cluster) -> dict[str, str]:
+    """Return the labels that find the pods of all routers of a cluster."""
+    labels = {object_names.CLUSTER_LABEL: cluster.name}
+    return labels | {"app.kubernetes.io/component": ROUTER_COMPONENT}
+
+
 def router_selector(cluster: Cluster, pairing_key: str) -> dict[str, str]:
-    """Return the immutable labels that find a router's pods."""
-    return {
-        object_names.CLUSTER_LABEL: cluster.name,
-        "app.kubernetes.io/component": ROUTER_COMPONENT,
-        object_names.PAIRING_LABEL: pairing_key,
-    }
+    """Return the immutable labels that find the pods of one router."""
+    return router_pods(cluster) | {object_names.PAIRING_LABEL: pairing_key}
 
 
 def router_labels(cluster: Cluster, pairing_key: str) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 One Secret of the operator's holds the certificates of all engines of a cluster, and a pod mounts
 those of its own engine alone. Another one holds the ticket keys. The API key is in a Secret of the
-user's. :mod:`..secrets` says when the operator's Secrets are written. The keys are made then
+user's. :mod:`..renewals` says when the operator's Secrets are written. The keys are made then
 (``runtime/cluster_secrets.py``, ``adapters/tls``): no manifest, plan, status or log ever holds one.
 
 Engines ask clients for the API key by ``vllm/api_guard.py`` of the connector. Routers ask by its
@@ -13,9 +13,8 @@ from typing import Any
 
 from pdcluster_connector.protocol.api_key import VARIABLE
 from pdcluster_operator.api import object_names
-from pdcluster_operator.api.spec.enums import Certificates, TlsMode
 from pdcluster_operator.api.spec.pod_templates import CERTIFICATE_FOLDER, ENGINE_CONTAINER
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.spec.types import Certificates, Cluster, TlsMode
 from pdcluster_operator.plan.objects.ownership import child_object
 from pdcluster_operator.plan.types import Manifest
 
@@ -173,10 +172,3 @@ def api_key_env(cluster: Cluster) -> list[dict[str, Any]]:
         return []
     source = {"secretKeyRef": {"name": ref.name, "key": ref.key}}
     return [{"name": VARIABLE, "valueFrom": source}]
-
-
-def api_key_args(cluster: Cluster) -> list[str]:
-    """Return what makes vLLM ask for the key on every path."""
-    if cluster.spec.router.api_key_secret_ref is None:
-        return []
-    return ["--middleware", ENGINE_MIDDLEWARE]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from pdcluster_operator.api import conditions, object_names
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason
-from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan import planner, prefill_scaler
 from pdcluster_operator.plan.forecast.world import World
 from pdcluster_operator.plan.memo import Memo

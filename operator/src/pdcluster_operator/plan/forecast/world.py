@@ -31,13 +31,13 @@ from pdcluster_connector.protocol.launcher_documents import (
 from pdcluster_operator.api.conditions import ConditionType, Status, find_condition, timestamp
 from pdcluster_operator.api.object_names import (
     CERTIFICATES_ANNOTATION,
-    PAIRING_LABEL,
     POD_INDEX_LABEL,
     EngineName,
     engine_of,
+    pairing_key_of,
 )
-from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.plan import connectors, secrets, types
+from pdcluster_operator.api.spec.types import Role
+from pdcluster_operator.plan import connectors, renewals, types
 from pdcluster_operator.plan.children import POD_REVISION_LABEL
 from pdcluster_operator.plan.objects.drift import covers
 from pdcluster_operator.plan.objects.ownership import engine_sets, engines_of, identity
@@ -99,7 +99,7 @@ class World:
     def perform(self, step: types.Step, now: float) -> None:
         """Carry out one step."""
         if isinstance(step, types.WriteTicketKey):
-            self._ticket_key = secrets.rotation_of(step.manifest)
+            self._ticket_key = renewals.rotation_of(step.manifest)
         elif isinstance(step, types.WriteCertificates):
             issue = str(step.manifest["metadata"]["annotations"][CERTIFICATES_ANNOTATION])
             engines = frozenset(step.engines)
@@ -186,10 +186,7 @@ class World:
         self._engines = {name.logical: ready_engine(name) for name in sets} | {
             name: one for name, one in self._engines.items() if one.ready
         }
-        keys = {
-            name: str(child["metadata"]["labels"].get(PAIRING_LABEL))
-            for name, child in sets.items()
-        }
+        keys = {name: pairing_key_of(child) for name, child in sets.items()}
         self._links = _links(self._engines, keys, CanaryReport(CanaryState.PASSED, 1))
         return before != (self._engines, self._links)
 
@@ -305,7 +302,7 @@ def reports_in(
     ready = {one.get("name") for one in status.get("engines") or () if one.get("state") == "Ready"}
     ids = known_ids(cluster)
     keys = {
-        name: str(one["metadata"]["labels"].get(PAIRING_LABEL, ""))
+        name: pairing_key_of(one)
         for name, one in engine_sets(children).items()
         if name.stateful_set in ready
     }

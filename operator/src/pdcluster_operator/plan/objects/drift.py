@@ -18,7 +18,7 @@ from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.object_names import APPLIED_ANNOTATION
 from pdcluster_operator.api.spec.pod_templates import KEYED_LISTS, is_list
 from pdcluster_operator.api.spec.resources import parse_quantity
-from pdcluster_operator.plan.objects.contents import without_contents
+from pdcluster_operator.plan.objects.kept_fields import without_contents
 from pdcluster_operator.plan.types import Event, Manifest, Rewrite
 
 QUANTITY_FIELDS = frozenset({"requests", "limits", "sizeLimit"})

@@ -10,18 +10,9 @@ from dataclasses import dataclass
 from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.protocol.launcher_documents import EngineReport
 from pdcluster_operator.api import object_names
-from pdcluster_operator.api.conditions import (
-    Status,
-    StatusReason,
-    Verdict,
-    no,
-    seconds,
-    unknown,
-    yes,
-)
+from pdcluster_operator.api.conditions import StatusReason, Verdict, no, seconds, unknown, yes
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.objects.ownership import engine_sets
 from pdcluster_operator.plan.observed import pods
 from pdcluster_operator.plan.types import Manifest, Observed
@@ -34,7 +25,7 @@ REPORTED_STATES = {
     "Failed": StatusReason.ENGINE_FAILED,
 }
 HELD = "waits until the first prefill engine and the first decode engine have their nodes"
-READY = {Status.TRUE: True, Status.FALSE: False, Status.UNKNOWN: None}
+READY = {"True": True, "False": False, "Unknown": None}
 STARTS = (StatusReason.STARTING, StatusReason.LOADING_WEIGHTS, StatusReason.WARMING_UP)
 
 
@@ -88,14 +79,15 @@ def observe_engines(
     """
     by_engine = pods.pods_by_engine(observed.pods)
     known = known_ids(observed.cluster)
-    sizes, without_pods = _sizes(observed.children)
+    sets = engine_sets(observed.children)
 
     def view(name: EngineName) -> EngineView:
         own = sorted(by_engine.get(name.stateful_set, ()), key=_name)
         report = observed.engines.get(name.logical)
         asked = cluster.spec.role(name.role).parallelism
-        nodes = sizes.get(name.stateful_set, asked.nodes)
-        kept_back = HELD if name in held else without_pods.get(name.stateful_set)
+        replicas = sets[name]["spec"].get("replicas") if name in sets else None
+        nodes = replicas if isinstance(replicas, int) and replicas >= 1 else asked.nodes
+        kept_back = HELD if name in held else released(sets.get(name))[1]
         found = (
             no(StatusReason.UNSCHEDULABLE, kept_back)
             if kept_back
@@ -114,20 +106,6 @@ def observe_engines(
         )
 
     return {role: tuple(map(view, names[role])) for role in Role}
-
-
-def _sizes(children: Iterable[Manifest]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return, by name, how many pods each StatefulSet has, and why it has none for now."""
-    sizes, without_pods = {}, {}
-    for child in children:
-        if child.get("kind") != "StatefulSet":
-            continue
-        size = (child.get("spec") or {}).get("replicas")
-        if isinstance(size, int) and size >= 1:
-            sizes[_name(child)] = size
-        if words := released(child)[1]:
-            without_pods[_name(child)] = words
-    return sizes, without_pods
 
 
 def _judge(

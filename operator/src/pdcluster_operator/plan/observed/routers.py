@@ -2,7 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Set as AbstractSet
 
-from pdcluster_operator.api.object_names import PAIRING_LABEL, EngineName, router_name
+from pdcluster_operator.api.object_names import (
+    PAIRING_LABEL,
+    EngineName,
+    pairing_key_of,
+    router_name,
+)
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.router import ROUTER_COMPONENT
 from pdcluster_operator.plan.observed.pods import is_lost, metadata_of, pod_trouble, status_of
@@ -48,7 +53,7 @@ def _behind(deployment: Manifest) -> str:
 
 def routers_run(observed: Observed, pairing_key: str) -> bool:
     """Whether all router pods of a pairing key are new and ready."""
-    found = [child for child in _deployments(observed) if _key(child) == pairing_key]
+    found = [child for child in _deployments(observed) if pairing_key_of(child) == pairing_key]
     return bool(found) and not any(map(_behind, found))
 
 
@@ -63,9 +68,9 @@ def routed_engines(
     Args:
         lost: names of the pods that are lost.
     """
-    keys = {_key(deployment) for deployment in _deployments(observed)}
+    keys = {pairing_key_of(deployment) for deployment in _deployments(observed)}
     ending = any(
-        (metadata_of(pod).get("deletionTimestamp") or _key(pod) not in keys)
+        (metadata_of(pod).get("deletionTimestamp") or pairing_key_of(pod) not in keys)
         and not is_lost(pod, lost)
         for pod in _pods(observed)
     )
@@ -87,7 +92,7 @@ def listed_engines(observed: Observed, engines: Iterable[EngineName]) -> frozens
 
 def routed_keys(observed: Observed) -> frozenset[str]:
     """Return the pairing keys that have routers."""
-    return frozenset(map(_key, _deployments(observed)))
+    return frozenset(map(pairing_key_of, _deployments(observed)))
 
 
 def served_key(observed: Observed, cluster: Cluster) -> str:
@@ -110,10 +115,6 @@ def router_trouble(observed: Observed) -> str:
         if found := pod_trouble(pod):
             return f"{metadata_of(pod)['name']}: {found.message}"
     return ""
-
-
-def _key(manifest: Manifest) -> str:
-    return str((metadata_of(manifest).get("labels") or {}).get(PAIRING_LABEL, ""))
 
 
 def _deployments(observed: Observed) -> Iterator[Manifest]:

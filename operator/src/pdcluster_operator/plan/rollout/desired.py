@@ -8,9 +8,9 @@ engines the routers know, and :mod:`.wanted_children` makes the objects.
 from collections.abc import Mapping, Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from pdcluster_operator.api.object_names import PAIRING_LABEL, QUEUE_LABEL, EngineName
-from pdcluster_operator.api.spec.enums import Role, RolloutType, Switch
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.object_names import QUEUE_LABEL, EngineName, pairing_key_of
+from pdcluster_operator.api.spec.engine_types import Switch
+from pdcluster_operator.api.spec.types import Cluster, Role, RolloutType
 from pdcluster_operator.plan.connectors import config_maps_seen
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.ownership import engine_sets, engines_of
@@ -157,12 +157,12 @@ def desire(
         connector=observed.connector,
         serving=choice.serving,
         numbers={
-            role: choice.targets.number(role)
+            role: choice.targets.newest(role).number
             for role in Role
             if choice.serving[role] is choice.targets.wanted[role]
         },
         routing=routing,
-        operator_namespace=observed.operator_namespace,
+        operator_namespace=observed.place.namespace,
         pods={role: _pods(cluster, role, made[role], existing.live, choice) for role in Role},
         config_maps=config_maps_seen(observed),
         gangs=gangs if observed.pod_groups else replace(gangs, groups=()),
@@ -185,7 +185,7 @@ def desire(
         held=gangs.held,
         kept=places.kept,
         stale=stale,
-        trials=tuple(_trial(cluster, choice.targets, role) for role in choice.untried),
+        trials=tuple(try_out(cluster, choice.targets.newest(role)) for role in choice.untried),
         forgotten=choice.targets.forgotten(cluster, existing.engines),
         changed=in_words(_changed(choice.targets, existing.engines, observed)) if stale else "",
         stuck=places.moves.stuck if places.moves else "",
@@ -252,7 +252,9 @@ def _gangs(
         revisions=choice.serving,
         pods=observed.pods,
     )
-    return find_gangs(engines, enabled=joint and observed.pod_groups and not observed.one_node)
+    return find_gangs(
+        engines, enabled=joint and observed.pod_groups and not observed.place.one_node
+    )
 
 
 def _route(
@@ -303,13 +305,7 @@ def _pods(
     return max(sum(sizes), cluster.spec.role(role).replicas * new)
 
 
-def _serving(
-    targets: Targets,
-    role: Role,
-    live: Live,
-    *,
-    hold: bool,
-) -> Revision | None:
+def _serving(targets: Targets, role: Role, live: Live, *, hold: bool) -> Revision | None:
     """Return the revision to make engines of; None if those that are held back are unknown."""
     wanted = targets.wanted[role]
     running = {name.revision for name in live[role]}
@@ -326,11 +322,6 @@ def _untried(targets: Targets, live: Live) -> list[Role]:
         if targets.wanted[role].number == 0
         and any(name.revision != targets.wanted[role].name for name in live[role])
     ]
-
-
-def _trial(cluster: Cluster, targets: Targets, role: Role) -> TryOut:
-    revision = replace(targets.wanted[role], number=targets.number(role))
-    return try_out(cluster, revision, beside=cluster.spec.rollout.type is RolloutType.SURGE)
 
 
 def _queues(live: Live) -> dict[EngineName, str]:
@@ -357,5 +348,4 @@ def _pairing_key(serving: Mapping[Role, Revision | None], live: Live) -> str:
     if known:
         return known[0]
     engines = (engine for found in live.values() for engine in found.values())
-    labels = (engine["metadata"].get("labels") or {} for engine in engines)
-    return next((str(found.get(PAIRING_LABEL, "")) for found in labels), "")
+    return next(map(pairing_key_of, engines), "")

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from itertools import count, islice
 
 from pdcluster_connector.protocol.launcher_documents import LinkState
-from pdcluster_operator.api.object_names import PAIRING_LABEL, EngineName, engine_of
+from pdcluster_operator.api.object_names import EngineName, engine_of, pairing_key_of
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES
-from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.objects.ownership import engines_of, is_being_deleted
 from pdcluster_operator.plan.observed import links, pods
 from pdcluster_operator.plan.observed.engines import EngineView, Live, known_ids, observe_engines
@@ -248,7 +247,7 @@ def engine_keys(
     for one in (*observed.pods, *observed.children):
         name = engine_of(one)
         if name is not None:
-            found[name] = str(one["metadata"]["labels"].get(PAIRING_LABEL, ""))
+            found[name] = pairing_key_of(one)
     return found
 
 

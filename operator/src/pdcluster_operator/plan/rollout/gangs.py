@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Set as AbstractSet
 from dataclasses import dataclass, field
 
 from pdcluster_operator.api.object_names import EngineName, engine_of, is_group_of, start_group_name
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.observed.engines import Live
 from pdcluster_operator.plan.rollout.revisions import Revision, short_hash
 from pdcluster_operator.plan.types import Manifest

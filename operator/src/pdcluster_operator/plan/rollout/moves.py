@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec.enums import Role, RolloutType
+from pdcluster_operator.api.spec.types import Role, RolloutType
 from pdcluster_operator.plan.rollout.fleet import Fleet, RoleFleet
 
 MAKE_ROOM = (

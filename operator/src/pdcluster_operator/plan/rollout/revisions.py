@@ -18,10 +18,9 @@ from typing import Any, TypeGuard
 
 from pdcluster_operator.api import object_names
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec.enums import Role, TlsMode
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, as_mapping
 from pdcluster_operator.api.spec.resolve import MODEL_FLAGS, engine_shape, resolve_engine
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.spec.types import Cluster, Role, TlsMode
 from pdcluster_operator.plan.builders.secrets import renamed_volume
 from pdcluster_operator.plan.objects.ownership import child_object
 from pdcluster_operator.plan.types import Manifest, Observed
@@ -106,13 +105,13 @@ def template_of_engine(engine: Manifest, name: EngineName) -> dict[str, Any]:
 
     Without the PodGroup that the operator gave it, and an empty field that an API server adds.
     """
-    live, labels = engine["spec"]["template"], engine["metadata"].get("labels") or {}
+    live = engine["spec"]["template"]
     metadata = {field: value for field, value in live["metadata"].items() if value is not None}
     pod = dict(live["spec"])
     if object_names.is_group_of(name, (pod.get("schedulingGroup") or {}).get("podGroupName") or ""):
         del pod["schedulingGroup"]
     nobody = nameless(name.namespace, name.cluster, name.role)
-    key = str(labels.get(object_names.PAIRING_LABEL, ""))
+    key = object_names.pairing_key_of(engine)
     return renamed({**live, "metadata": metadata, "spec": pod}, name, nobody, key)
 
 
@@ -179,7 +178,7 @@ def _read(child: Manifest) -> Revision | None:
     return Revision(
         role=Role(labels[object_names.ROLE_LABEL]),
         name=str(labels[object_names.REVISION_LABEL]),
-        pairing_key=str(labels.get(object_names.PAIRING_LABEL, "")),
+        pairing_key=object_names.pairing_key_of(child),
         connector=str(data.get("connector") or ""),
         nodes=data["nodes"] if isinstance(data.get("nodes"), int) else 1,
         template=data["template"],

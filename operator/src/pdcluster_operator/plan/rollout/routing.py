@@ -15,7 +15,7 @@ from typing import Any
 
 from pdcluster_operator.api.object_names import API_VERSION, KIND, RENDERED_ANNOTATION, EngineName
 from pdcluster_operator.api.spec import parse, types
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.builders import router
 from pdcluster_operator.plan.connectors import mounted_connector
 from pdcluster_operator.plan.observed.routers import routed_keys, routers_run
@@ -107,24 +107,6 @@ PARTS = ("router", "requestTimeoutSeconds")
 """What routers are made from in the spec."""
 
 
-@dataclass(frozen=True, slots=True)
-class RouterTemplate:
-    """What a router was rendered to.
-
-    Attributes:
-        spec: the fields of ``PARTS`` as the user wrote them.
-        template: the pod template, before it is bound to engines.
-    """
-
-    spec: Mapping[str, Any]
-    template: Mapping[str, Any]
-
-    def text(self) -> str:
-        """Return it for the annotation."""
-        document = {"spec": self.spec, "template": self.template}
-        return json.dumps(document, sort_keys=True, separators=(",", ":"))
-
-
 def stored_templates(observed: Observed) -> dict[str, str]:
     """Return the annotation of each router's Deployment, by the Deployment's name."""
     return {
@@ -137,10 +119,12 @@ def stored_templates(observed: Observed) -> dict[str, str]:
 
 def router_template(
     cluster: types.Cluster, given: Manifest, key: str, connector: str, stored: str
-) -> RouterTemplate:
+) -> dict[str, Any]:
     """Return the stored template if it still means what the spec means, else a new one.
 
-    Both specs are rendered by the builder of today to find out.
+    The pod template stands under ``template``, before it is bound to engines. Under ``spec`` are
+    the fields of ``PARTS`` as the user wrote them. Both specs are rendered by the builder of today
+    to find out.
 
     Args:
         given: the spec as the user wrote it.
@@ -149,25 +133,26 @@ def router_template(
         stored: the annotation; empty if there is none.
     """
     spec = {part: given[part] for part in PARTS if part in given}
-    today = RouterTemplate(spec, router.build_router_template(cluster, key, connector))
+    template = router.build_router_template(cluster, key, connector)
+    today = {"spec": spec, "template": template}
     then = _read(stored, router.router_selector(cluster, key))
-    if then is None or then.template == today.template:
+    if then is None or then["template"] == template:
         return today
-    if mounted_connector(then.template) != mounted_connector(today.template):
+    if mounted_connector(then["template"]) != mounted_connector(template):
         return today
-    if then.spec == spec:
+    if then["spec"] == spec:
         return then
     others = {name: value for name, value in given.items() if name not in PARTS}
     named = {"name": cluster.name, "namespace": cluster.namespace, "uid": cluster.uid}
     document = {"apiVersion": API_VERSION, "kind": KIND, "metadata": named}
-    parsed = parse.parse_cluster({**document, "spec": {**others, **then.spec}})
+    parsed = parse.parse_cluster({**document, "spec": {**others, **then["spec"]}})
     if parsed.errors:
         return today
     meant = router.build_router_template(parsed.cluster, key, connector)
-    return then if meant == today.template else today
+    return then if meant == template else today
 
 
-def _read(text: str, selector: Mapping[str, str]) -> RouterTemplate | None:
+def _read(text: str, selector: Mapping[str, str]) -> dict[str, Any] | None:
     """Return what an annotation says; None if it is not one that this operator would write.
 
     Args:
@@ -183,4 +168,4 @@ def _read(text: str, selector: Mapping[str, str]) -> RouterTemplate | None:
     if not isinstance(spec, dict) or not is_pod_template(template):
         return None
     fits = selector.items() <= template["metadata"]["labels"].items()
-    return RouterTemplate(spec, template) if fits else None
+    return {"spec": spec, "template": template} if fits else None

@@ -14,19 +14,14 @@ differ, and would replace them for nothing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from pdcluster_operator.api import object_names
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition
-from pdcluster_operator.api.object_names import (
-    PAIRING_LABEL,
-    EngineName,
-    connector_name,
-    revision_name,
-)
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec import parse, resolve
-from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.engine_objects import build_engine_pod
 from pdcluster_operator.plan.connectors import config_maps_seen, mounted_connector
 from pdcluster_operator.plan.objects.drift import covers
@@ -64,14 +59,11 @@ class Targets:
         older = [self.named(role, name.revision) for name in engines]
         return revisions.why_replaced(older, self.wanted[role], spec)
 
-    def number(self, role: Role) -> int:
-        """Return the number that makes the wanted revision of a role the newest one."""
-        others = [
-            one.number
-            for one in self.stored
-            if one.role is role and one.name != self.wanted[role].name
-        ]
-        return max([self.wanted[role].number, max(others, default=0) + 1])
+    def newest(self, role: Role) -> Revision:
+        """Return the wanted revision of a role, with a number that makes it the newest one."""
+        wanted = self.wanted[role]
+        others = (one.number for one in self.stored if one.role is role and one.name != wanted.name)
+        return replace(wanted, number=max(wanted.number, max(others, default=0) + 1))
 
     def forgotten(self, cluster: Cluster, seen: AbstractSet[EngineName]) -> frozenset[str]:
         """Return the names of the ControllerRevisions to delete.
@@ -85,7 +77,7 @@ class Targets:
             of_role = [one.name for one in self.stored if one.role is role]
             idle = [name for name in of_role if (role, name) not in in_use]
             over = idle[cluster.spec.rollout.revision_history_limit :]
-            forgotten |= {revision_name(cluster.name, role, name) for name in over}
+            forgotten |= {object_names.revision_name(cluster.name, role, name) for name in over}
         return frozenset(forgotten)
 
 
@@ -210,12 +202,12 @@ def _of_engines_alone(
         name, engine = min(live[role].items(), key=lambda item: item[0])
         template = revisions.template_of_engine(engine, name)
         mounted, digest = mounted_connector(template), observed.connector.digest
-        if mounted and mounted != connector_name(digest):
+        if mounted and mounted != object_names.connector_name(digest):
             digest = mounted.rpartition("-")[2]  # no more of it is known
         yield Revision(
             role=role,
             name=name.revision,
-            pairing_key=str((engine["metadata"].get("labels") or {}).get(PAIRING_LABEL, "")),
+            pairing_key=object_names.pairing_key_of(engine),
             connector=digest,
             nodes=int(engine["spec"].get("replicas") or 1),
             template=template,

@@ -7,14 +7,14 @@ once the server would take its objects. So a stored revision has passed, and one
 leaves the engines as they are.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdcluster_operator.api import object_names
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.spec.types import Cluster, Role, RolloutType
 from pdcluster_operator.plan import connectors
 from pdcluster_operator.plan.builders import engine_objects, protection, router
 from pdcluster_operator.plan.memo import Memo
@@ -98,9 +98,10 @@ class Build:
         rendered = router_template(self.cluster, self.given, key, self._gate(), stored)
         engines = [name for role in Role for name in members[role]]
         made = router.build_router_deployment(
-            self.cluster, key, router.bound(rendered.template, engines), stop=self.routing.stop
+            self.cluster, key, router.bound(rendered["template"], engines), stop=self.routing.stop
         )
-        made["metadata"]["annotations"] = {object_names.RENDERED_ANNOTATION: rendered.text()}
+        text = json.dumps(rendered, sort_keys=True, separators=(",", ":"))
+        made["metadata"]["annotations"] = {object_names.RENDERED_ANNOTATION: text}
         return made
 
     def _connectors(self, routers: Iterable[Mapping[str, Any]]) -> Iterator[Apply]:
@@ -194,12 +195,8 @@ REFUSALS = frozenset({"Invalid", "Forbidden", "BadRequest"})
 USED_UP = "exceeded quota"
 
 
-def try_out(cluster: Cluster, revision: Revision, *, beside: bool) -> TryOut:
-    """Return the step that tries a revision out.
-
-    Args:
-        beside: the new engines are to run while the old ones do.
-    """
+def try_out(cluster: Cluster, revision: Revision) -> TryOut:
+    """Return the step that tries a revision out."""
     name = EngineName(cluster.namespace, cluster.name, revision.role, revision.name, 0)
     engine = engine_objects.build_engine_statefulset(
         cluster,
@@ -209,9 +206,9 @@ def try_out(cluster: Cluster, revision: Revision, *, beside: bool) -> TryOut:
         nodes=revision.nodes,
     )
     why = f"would the API server take {revision.role} engines of revision {revision.name}?"
-    return TryOut(
-        (engine, _pod_of(engine)), stamped(revisions.build_revision(cluster, revision)), beside, why
-    )
+    beside = cluster.spec.rollout.type is RolloutType.SURGE
+    stored = stamped(revisions.build_revision(cluster, revision))
+    return TryOut((engine, _pod_of(engine)), stored, beside, why)
 
 
 def refusal(step: TryOut, kind: str, reason: str, message: str) -> str | None:

@@ -18,19 +18,25 @@ from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.launcher_documents import LinkState
 from pdcluster_operator.api import conditions as api_conditions, object_names
-from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, Verdict
+from pdcluster_operator.api.conditions import (
+    ConditionType,
+    Status,
+    StatusReason,
+    Verdict,
+    timestamp,
+)
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES, MAX_FAILED_LINKS
-from pdcluster_operator.api.spec.enums import Certificates, Role, RolloutType
-from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan import children, prefill_scaler, secrets
+from pdcluster_operator.api.spec.pod_templates import as_mapping
+from pdcluster_operator.api.spec.types import Certificates, Cluster, Role, RolloutType
+from pdcluster_operator.plan import children, prefill_scaler, renewals
 from pdcluster_operator.plan.builders.router import endpoint
 from pdcluster_operator.plan.builders.secrets import has_certificates
 from pdcluster_operator.plan.objects.ownership import engine_sets
 from pdcluster_operator.plan.observed import links, routers
 from pdcluster_operator.plan.observed.engines import EngineView, observe_engines
 from pdcluster_operator.plan.observed.links import PairView
-from pdcluster_operator.plan.observed.pods import is_lost
+from pdcluster_operator.plan.observed.pods import is_lost, text_of
 from pdcluster_operator.plan.rollout.desired import Desired
 from pdcluster_operator.plan.status import conditions
 from pdcluster_operator.plan.status.progress import ChangeView, progressing, progressing_since
@@ -151,14 +157,10 @@ def build_status(
     }
     if judged.transfer:
         status["transfer"] = judged.transfer
-    if _on_its_way(progress):
-        status["progressingSince"] = api_conditions.timestamp(since)
+    exceeded = progress.reason == StatusReason.PROGRESS_DEADLINE_EXCEEDED
+    if progress.status is Status.TRUE or exceeded:
+        status["progressingSince"] = timestamp(since)
     return status
-
-
-def _on_its_way(progressing: Verdict) -> bool:
-    exceeded = progressing.reason == StatusReason.PROGRESS_DEADLINE_EXCEEDED
-    return progressing.status is Status.TRUE or exceeded
 
 
 def _verdicts(
@@ -233,8 +235,7 @@ def _failed_links(
                 "decode": decode,
                 "reason": reason,
                 "message": message[:LONGEST_DETAIL],
-                "lastTransitionTime": known.get("lastTransitionTime")
-                or api_conditions.timestamp(now),
+                "lastTransitionTime": known.get("lastTransitionTime") or timestamp(now),
             }
         )
     return written
@@ -254,7 +255,7 @@ def transfer_status(
         lost: names of the pods that are lost.
     """
     pods = [pod for pod in observed.pods if not is_lost(pod, lost)]
-    found = secrets.certificates_by_engine(pods, observed.children)
+    found = renewals.certificates_by_engine(pods, observed.children)
     if not found:
         return {}
     sources = set(found.values())
@@ -276,9 +277,7 @@ def transfer_status(
 
 def tls_warning(status: object) -> str:
     """Return the message of ``status.transfer``, on engines without TLS; empty if it has none."""
-    transfer = status.get("transfer") if isinstance(status, Mapping) else None
-    message = transfer.get("message") if isinstance(transfer, Mapping) else None
-    return message if isinstance(message, str) else ""
+    return text_of(as_mapping(as_mapping(status).get("transfer")).get("message"))
 
 
 def _not_after(observed: Observed, engines: Iterable[object_names.EngineName]) -> str:
@@ -289,7 +288,7 @@ def _not_after(observed: Observed, engines: Iterable[object_names.EngineName]) -
     """
     reports = [observed.engines.get(engine.logical) for engine in engines]
     moments = [report.certificate_expires for report in reports if report is not None]
-    known = [api_conditions.timestamp(moment) for moment in moments if moment is not None]
+    known = [timestamp(moment) for moment in moments if moment is not None]
     before = (observed.cluster.get("status") or {}).get("transfer") or {}
     if None in reports or not known:
         known.append(str(before.get("notAfter") or ""))

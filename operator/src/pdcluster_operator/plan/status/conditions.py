@@ -39,6 +39,7 @@ from pdcluster_operator.api.rules.engines import unchecked_message
 from pdcluster_operator.api.spec.types import Transfer
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.links import PairView
+from pdcluster_operator.plan.observed.pods import joined
 from pdcluster_operator.plan.status.progress import ChangeView
 
 MAX_SHOWN_ERRORS = 5
@@ -85,8 +86,8 @@ def role_ready(engines: Sequence[EngineView], findings: Findings) -> Verdict:
     failing = [engine for engine in engines if engine.ready is False]
     if failing:
         worst = min(failing, key=lambda engine: SEVERITY.index(engine.reason))
-        detail = f": {worst.message}" if worst.message else ""
-        return no(worst.reason, f"{count}; {worst.name.stateful_set} {worst.reason}{detail}")
+        what = joined(f"{worst.name.stateful_set} {worst.reason}", worst.message)
+        return no(worst.reason, f"{count}; {what}")
     silent = next((engine for engine in engines if engine.ready is None), None)
     if silent is not None:
         return unknown(silent.reason, silent.message)
@@ -126,8 +127,8 @@ def links_established(pairs: Sequence[PairView], before: Mapping[str, Any]) -> V
     if failed:
         first = failed[0]
         count = f"{len(failed)} of {counted(len(pairs), 'link')} failed; " if len(pairs) > 1 else ""
-        detail = f": {first.message}" if first.message else ""
-        return no(first.reason or Reason.BACKEND_ERROR, f"{count}{first.label}{detail}")
+        message = f"{count}{joined(first.label, first.message)}"
+        return no(first.reason or Reason.BACKEND_ERROR, message)
     return _undecided(pairs, before) or yes(
         StatusReason.LINKS_ESTABLISHED,
         f"{len(pairs)} of {counted(len(pairs), 'link')} established",
@@ -146,8 +147,7 @@ def path_verified(
         return unknown(StatusReason.NO_PAIRS, "there is no pair of engines")
     failed = [pair for pair in pairs if pair.canary_failed]
     if failed:
-        detail = f": {failed[0].canary.message}" if failed[0].canary.message else ""
-        return no(Reason.CANARY_FAILED, f"{failed[0].label}{detail}")
+        return no(Reason.CANARY_FAILED, joined(failed[0].label, failed[0].canary.message))
     broken = next((pair for pair in pairs if pair.state is LinkState.FAILED), None)
     if broken is not None:
         return _open(StatusReason.CANARY_PENDING, f"{broken.label}: the link failed", before)
@@ -156,8 +156,8 @@ def path_verified(
         return undecided
     waiting = next((pair for pair in pairs if not pair.verified), None)
     if waiting is not None:
-        detail = f": {waiting.canary.message}" if waiting.canary.message else ""
-        message = f"{waiting.label}: no canary since the link was established{detail}"
+        words = "no canary since the link was established"
+        message = joined(waiting.label, words, waiting.canary.message)
         return _open(StatusReason.CANARY_PENDING, message, before)
     old = [
         f"{pair.label}: no canary had a result for more than an hour: {pair.canary.message}"
@@ -205,8 +205,7 @@ def _undecided(pairs: Sequence[PairView], before: Mapping[str, Any]) -> Verdict 
     waiting = next((pair for pair in pairs if pair.state is LinkState.PENDING), None)
     if waiting is None:
         return None
-    detail = f": {waiting.message}" if waiting.message else ""
-    return _open(waiting.reason, f"{waiting.label}{detail}", before)
+    return _open(waiting.reason, joined(waiting.label, waiting.message), before)
 
 
 def _open(reason: str, message: str, before: Mapping[str, Any]) -> Verdict:
@@ -240,8 +239,8 @@ def available(pairs: Sequence[PairView], change: ChangeView) -> Verdict:
 
 
 def _no_router(change: ChangeView) -> Verdict:
-    detail = f": {change.router_trouble}" if change.router_trouble else ""
-    return no(StatusReason.ROUTER_UNAVAILABLE, f"no router pod is ready{detail}")
+    message = joined("no router pod is ready", change.router_trouble)
+    return no(StatusReason.ROUTER_UNAVAILABLE, message)
 
 
 def _nothing_serves(change: ChangeView) -> Verdict:
@@ -279,8 +278,8 @@ def _replaced(change: ChangeView) -> Verdict | None:
         behind = change.router_behind
         return no(StatusReason.ROUTER_REPLACING, behind) if behind else None
     reason = StatusReason.PAUSED if change.paused else StatusReason.REPLACING
-    cause = f": {change.changed}" if change.changed else ""
-    return no(reason, f"engines that the spec does not ask for still exist{cause}")
+    words = "engines that the spec does not ask for still exist"
+    return no(reason, joined(words, change.changed))
 
 
 OFF = 100
@@ -349,12 +348,9 @@ def local_prefill(
     """
     if most >= OFF:
         return None
-    was_above = before.get("status") == Status.FALSE and (
-        before.get("reason") == StatusReason.LOCAL_PREFILL
-    )
-    was_unheard = before.get("status") == Status.UNKNOWN and (
-        before.get("reason") == StatusReason.LAUNCHER_UNREACHABLE
-    )
+    was = before.get("status"), before.get("reason")
+    was_above = was == (Status.FALSE, StatusReason.LOCAL_PREFILL)
+    was_unheard = was == (Status.UNKNOWN, StatusReason.LAUNCHER_UNREACHABLE)
     limit = most // 2 if was_above else most
     asked = [engine for engine in decode if engine.ready is not False]
     unclear = False

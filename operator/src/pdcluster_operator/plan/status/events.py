@@ -42,7 +42,10 @@ def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> t
         text = f"{kind} is {status}: {condition['message']}"[:LONGEST_EVENT]
         events.append(Event("Warning" if bad else "Normal", condition["reason"], text))
     conflict = find_condition(after, ConditionType.PROGRESSING)
-    if conflict.get("reason") == NAME_CONFLICT and _progress(before) != NAME_CONFLICT:
+    if (
+        conflict.get("reason") == NAME_CONFLICT
+        and find_condition(before, ConditionType.PROGRESSING).get("reason") != NAME_CONFLICT
+    ):
         message = f"Progressing is False: {conflict['message']}"[:LONGEST_EVENT]
         events = [one for one in events if one.reason != NAME_CONFLICT]
         events.append(Event("Warning", NAME_CONFLICT, message))
@@ -51,10 +54,6 @@ def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> t
     if (message := build.tls_warning(after)) and not build.tls_warning(before):
         events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, message))
     return tuple(events)
-
-
-def _progress(status: object) -> object:
-    return find_condition(status, ConditionType.PROGRESSING).get("reason")
 
 
 def _is_bad(kind: str, status: str, reason: str) -> bool:

@@ -56,12 +56,6 @@ class ChangeView:
     surging: bool = False
 
 
-def _held(change: ChangeView) -> Verdict | None:
-    if change.paused and change.replacing:
-        return conditions.no(StatusReason.PAUSED, "rollout.paused is set")
-    return conditions.no(StatusReason.INSUFFICIENT_CAPACITY, change.stuck) if change.stuck else None
-
-
 def progressing(
     ready: Verdict, change: ChangeView, findings: Findings, since: float, now: float
 ) -> Verdict:
@@ -74,8 +68,10 @@ def progressing(
         return conditions.no(StatusReason.NOT_ACCEPTED, "the spec is not accepted")
     if ready.status is Status.TRUE or ready.reason == StatusReason.SCALED_TO_ZERO:
         return conditions.no(StatusReason.COMPLETE, "nothing is left to do")
-    if (held := _held(change)) is not None:
-        return held
+    paused = change.paused and change.replacing
+    if paused or change.stuck:
+        held = StatusReason.PAUSED if paused else StatusReason.INSUFFICIENT_CAPACITY
+        return conditions.no(held, "rollout.paused is set" if paused else change.stuck)
     # An engine that is newer than the beginning has the whole time.
     late = now - max(since, change.started or 0.0) > change.deadline
     surging = change.replacing and change.surging

@@ -9,8 +9,7 @@ rotation. The connector's ``sidechannel/ticket_key_file.py`` says when a new key
 from collections.abc import Iterable
 
 from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION, EngineName
-from pdcluster_operator.api.spec.enums import Certificates
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.spec.types import Certificates, Cluster
 from pdcluster_operator.plan import types
 from pdcluster_operator.plan.builders import secrets
 from pdcluster_operator.plan.objects.ownership import engine_sets, engines_of

@@ -15,8 +15,8 @@ from pdcluster_operator.adapters import engine_authority
 from pdcluster_operator.adapters.api_server import kinds
 from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient, NotFound
 from pdcluster_operator.api import conditions, object_names
-from pdcluster_operator.plan import secrets, types
-from pdcluster_operator.plan.connectors import MOUNTING_KINDS, MarkConnector
+from pdcluster_operator.plan import renewals, types
+from pdcluster_operator.plan.connectors import MOUNTING_KINDS
 from pdcluster_operator.plan.name_conflicts import name_conflict, why_not_applied
 from pdcluster_operator.plan.objects import drift, ownership, shared_parts
 from pdcluster_operator.plan.rollout.wanted_children import REFUSALS, refusal
@@ -28,7 +28,6 @@ NO_OBJECT = "1"
 """A resourceVersion that no object has: the one of an empty etcd. An apply with it only creates."""
 ABSENT = {"resourceVersion": NO_OBJECT}
 REPAIR_MANAGER = f"{object_names.FIELD_MANAGER}-repair"
-CONFIG_MAP = kinds.BY_NAME["ConfigMap"]
 MARKER = f"{object_names.FIELD_MANAGER}-collector"
 """A field manager that owns the mark alone, so that its applies leave out the content."""
 
@@ -54,7 +53,7 @@ class KubeApi:
 
     async def read_uid(self, key: Key) -> str | None:
         """Return the live cluster's UID; None if it is gone or is being deleted."""
-        live = await self._read(kinds.PDCLUSTER, key.namespace, key.name)
+        live = await self._client.read(kinds.PDCLUSTER.path(key.namespace, key.name))
         if live is None or ownership.is_being_deleted(live):
             return None
         return str(live["metadata"]["uid"])
@@ -62,7 +61,7 @@ class KubeApi:
     async def read_ticket_key(self, key: Key, uid: str) -> str | None:
         """Return what the cluster's Secret says beside its keys; None when there is none."""
         live = await self._own_secret(key.namespace, object_names.ticket_key_name(key.name), uid)
-        return None if live is None else secrets.rotation_of(live)
+        return None if live is None else renewals.rotation_of(live)
 
     async def read_certificates(self, key: Key, uid: str) -> types.HeldCertificates:
         """Return what the Secret with the engines' certificates says beside their keys."""
@@ -78,7 +77,7 @@ class KubeApi:
 
     async def _own_secret(self, namespace: str, name: str, uid: str) -> dict[str, Any] | None:
         """Return a Secret of the cluster ``uid``; None if there is none."""
-        live = await self._read(kinds.SECRET, namespace, name)
+        live = await self._client.read(kinds.SECRET.path(namespace, name))
         if live is not None and ownership.controller_uid(live) != uid:
             refusal = name_conflict(kinds.SECRET.name, name)
             raise ApiError(refusal.reason, refusal.message)
@@ -176,7 +175,7 @@ class KubeApi:
         await self._status_of_live(kinds.PREFILL_SCALER, key, scaler.uid, scaler.status)
 
     async def _status_of_live(self, kind: kinds.Kind, key: Key, uid: str, status: Manifest) -> None:
-        live = await self._read(kind, key.namespace, key.name)
+        live = await self._client.read(kind.path(key.namespace, key.name))
         if live is not None and live["metadata"]["uid"] == uid:
             await self._apply_status(kind, key, status, live["metadata"]["resourceVersion"])
 
@@ -216,24 +215,11 @@ class KubeApi:
         ]
         return [one for kind in mounting for one in await self.list(kind, namespace)]
 
-    async def mark_connector(self, step: MarkConnector) -> None:
+    async def mark_connector(self, step: types.Apply) -> None:
         """Mark a ConfigMap with a connector, if it is still the version that was seen."""
-        body = {
-            "apiVersion": CONFIG_MAP.api_version,
-            "kind": CONFIG_MAP.name,
-            "metadata": {
-                "name": step.name,
-                "namespace": step.namespace,
-                "uid": step.uid,
-                "resourceVersion": step.resource_version,
-                "annotations": {object_names.UNUSED_ANNOTATION: step.since},
-            },
-        }
-        path = CONFIG_MAP.path(step.namespace, step.name)
-        await self._patch(path, body, manager=MARKER)
-
-    async def _read(self, kind: kinds.Kind, namespace: str, name: str) -> dict[str, Any] | None:
-        return await self._client.read(kind.path(namespace, name))
+        metadata = step.manifest["metadata"]
+        path = kinds.BY_NAME["ConfigMap"].path(metadata["namespace"], metadata["name"])
+        await self._patch(path, step.manifest, manager=MARKER)
 
     def _keep(self, kind: kinds.Kind, live: Manifest) -> None:
         if kind is kinds.SECRET:  # whose content is not for the store

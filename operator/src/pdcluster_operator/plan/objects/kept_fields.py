@@ -34,7 +34,10 @@ def without_contents(manifest: Manifest) -> Manifest:
     if manifest.get("kind") != "ConfigMap" or not is_connector_name(manifest["metadata"]["name"]):
         return manifest
     hashed: dict[str, Any] = {
-        part: {name: _hashed(text) for name, text in manifest[part].items()}
+        part: {
+            name: text if text.startswith(MARK) else _digest(text)
+            for name, text in manifest[part].items()
+        }
         for part in CONTENTS
         if manifest.get(part)
     }
@@ -74,10 +77,6 @@ def status_that_is_read(kind: str, status: Manifest) -> dict[str, Any]:
         conditions = status.get("conditions") or ()
         kept["conditions"] = [one for one in conditions if one.get("type") in POD_CONDITIONS]
     return {name: value for name, value in kept.items() if value}
-
-
-def _hashed(text: str) -> str:
-    return text if text.startswith(MARK) else _digest(text)
 
 
 @lru_cache(maxsize=4)
