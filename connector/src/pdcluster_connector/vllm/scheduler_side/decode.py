@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from vllm.v1.request import Request, RequestStatus
 
+from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.pairing import GroupBlocks
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
@@ -337,6 +338,8 @@ class DecodeRole:
         if incoming.receipt is not None and incoming.receipt.reason:
             incoming.reason = incoming.receipt.reason
             incoming.message = incoming.receipt.message
+        elif failed:  # the report that says why was lost, or comes later
+            incoming.reason = Reason.BACKEND_ERROR
         self._settle(request_id, incoming)
         if incoming.counted:
             return
