@@ -112,9 +112,11 @@ class LinkKeeper:
     async def _once(self, session: aiohttp.ClientSession) -> Failure:
         """Establish the link and hold it; return why it could not be, or was lost."""
         address = self.entry.address(self._data_rank)
+        self._peers.questioned(address)
         health = await handshake.ask_health(
             session, self.entry.engine, *address, HEALTH_SECONDS, self._tls
         )
+        self._peers.heard(address, health)
         if isinstance(health, handshake.TryAgain):
             return handshake.unreachable(health)
         if isinstance(health, Failure):
@@ -273,7 +275,7 @@ class LauncherClient:
 
     def start(self) -> None:
         """Start the client's thread."""
-        self._peers.listen(self._on_gone)
+        self._peers.listen(self._on_gone, silence=True)
         self._thread.start()
         self._thread.submit(self._run())
 

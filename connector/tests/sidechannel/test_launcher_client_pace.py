@@ -118,6 +118,10 @@ class NoPeers:
     def skew(self, _: object) -> None:
         """No clock is known."""
 
+    def questioned(self, *_: object) -> None: ...
+
+    def heard(self, *_: object) -> None: ...
+
 
 def no_probe(*_: object, **__: object) -> Future[Any]:
     raise AssertionError("nobody answered")

@@ -42,6 +42,7 @@ class Peer:
         self.shaken: list[tuple[str, str, int]] = []
         self.probes: list[tuple[float, bool, Future[Any]]] = []
         self.tls: list[object] = []
+        self.noted: list[tuple[tuple[str, int], object]] = []
 
     @property
     def now(self) -> float:
@@ -69,6 +70,12 @@ class Peer:
         ready = self.now + self.shakes_after
         answer = late if ready > deadline() else self.handshake or metadata
         asyncio.get_running_loop().call_at(min(ready, deadline()), done, answer)
+
+    def questioned(self, address: tuple[str, int]) -> None:
+        self.noted.append((address, None))
+
+    def heard(self, address: tuple[str, int], outcome: object) -> None:
+        self.noted.append((address, outcome))
 
     def probe(self, _metadata: m.EngineMetadata, /, *, check: bool = False) -> Future[Any]:
         future: Future[Any] = Future()

@@ -128,7 +128,8 @@ def test_a_process_that_dies_or_stops(
     process.start()
     try:
         book = books()
-        gone = watch(book)
+        gone: list[tuple[str, Failure]] = []
+        book.listen(lambda *lost: gone.append(lost), silence=True)
         assert ours.poll(120)
         assert isinstance(connect(book, ours.recv()).wait(), m.EngineMetadata)
         assert process.pid is not None
@@ -215,13 +216,14 @@ def test_one_slow_answer_is_no_death(books: Books) -> None:
         peer.close()
 
 
-def test_two_silences_in_a_row_are_a_death(books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_silences_in_a_row_are_said(books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(peers, "HEALTH_SECONDS", (0.3, 0.3))
     peer = Peer(silent=lambda number, _: number >= 3)
     try:
         book = books()
-        gone = watch(book)
+        gone: list[tuple[str, Failure]] = []
+        book.listen(lambda *lost: gone.append(lost), silence=True)
         assert isinstance(connect(book, peer.port).wait(), m.EngineMetadata)
         until(lambda: gone)
         assert gone[0][1].reason is Reason.SIDE_CHANNEL_UNREACHABLE

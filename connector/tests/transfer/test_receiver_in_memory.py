@@ -471,6 +471,24 @@ def test_a_silent_peer_is_only_suspect(rig: Rig) -> None:
     rig.works("again")
 
 
+def test_only_what_is_new_asks_a_peer_that_has_been_silent_for_long(rig: Rig) -> None:
+    rig.works("before", seed=1)
+    rig.of_kv(Behaviour(hang=True))
+    rig.send("under-way", 2)
+    eventually(lambda: rig.hanging == 1)
+    rig.of_kv(Behaviour())
+    rig.peers.silent = True
+    known, rig.peers.table = rig.peers.table, {}
+    rig.send("new", 3)
+    assert rig.decode.wait("new").failed["new"].reason is Reason.SIDE_CHANNEL_UNREACHABLE
+    rig.fabric.land()
+    assert "under-way" in rig.decode.wait("under-way").received
+    rig.peers.silent, rig.peers.table = False, known
+    asked = len(rig.peers.asked)
+    rig.works("again", seed=4)
+    assert len(rig.peers.asked) == asked, "the connection was never given up"
+
+
 def test_a_refused_handshake_is_the_requests_cause(rig: Rig) -> None:
     rig.peers.table["prefill/1"] = Failure(Reason.MODEL_MISMATCH, "a against b")
     rig.send("r")

@@ -32,6 +32,10 @@ class FakePeers:
         self.asked: list[str] = []
         self.forgotten: list[str] = []
         self.causes: list[Failure] = []
+        self.silent = False
+
+    def is_silent(self, host: str, port: int) -> bool:
+        return self.silent
 
     def connect(
         self,

@@ -240,6 +240,8 @@ def test_a_failed_receive_follows_the_policy(engines: Any, policy: str, bad_rank
     decode.land("d0", ranks=[bad_rank], reason="BackendError")
     decode.step()
     assert "d0" not in decode.finished, "the other rank may still receive"
+    decode.step()
+    assert [worker.abandoned for worker in decode.workers] == [["d0"], ["d0"]]
     decode.land("d0", ranks=[1 - bad_rank])
     decode.run(lambda: "d0" in decode.finished)
     if policy == "fail":
@@ -253,7 +255,7 @@ def test_a_failed_receive_follows_the_policy(engines: Any, policy: str, bad_rank
     assert decode.free_blocks() == before
     assert released(prefill)
     decode.step()
-    assert [worker.abandoned for worker in decode.workers] == [[], []]
+    assert [worker.abandoned for worker in decode.workers] == [["d0"], ["d0"]]
 
 
 PROVEN_FALSE = (

@@ -23,6 +23,7 @@ _REFUSED = {
     400: (Reason.PROTOCOL_VERSION_MISMATCH, "could not read the handshake"),
     403: (Reason.AUTHENTICATION_FAILED, "does not trust this engine"),
 }
+_NO_WAY = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT}
 NETWORK_ERRORS = (aiohttp.ClientError, OSError, TimeoutError, asyncio.IncompleteReadError)
 
 
@@ -30,11 +31,17 @@ NETWORK_ERRORS = (aiohttp.ClientError, OSError, TimeoutError, asyncio.Incomplete
 class TryAgain:
     """The attempt failed; a later one may succeed.
 
-    ``reason`` is what to report when there is no time for a later one.
+    Attributes:
+        reason: what to report when there is no time for a later one.
+        refused: whether nobody listens there: the connection was refused.
+        silent: whether nobody has answered at all. A network that drops packets looks the same as
+            a process that is stopped or starved.
     """
 
     message: str
     reason: Reason = Reason.SIDE_CHANNEL_UNREACHABLE
+    refused: bool = False
+    silent: bool = False
 
 
 def introduction(engine_id: str, shape: EngineShape) -> messages.HandshakeRequest:
@@ -193,7 +200,12 @@ def _no_answer(where: str, error: Exception, tls: Tls | None) -> TryAgain:
             "certificate, and is the certificate still valid?",
             Reason.AUTHENTICATION_FAILED,
         )
-    return TryAgain(f"{where}: {describe(error)}")
+    number = error.errno if isinstance(error, OSError) else None
+    return TryAgain(
+        f"{where}: {describe(error)}",
+        refused=number == errno.ECONNREFUSED,
+        silent=isinstance(error, TimeoutError) or number in _NO_WAY,
+    )
 
 
 def _not_trusted(where: str, engine_id: str, error: Exception) -> str:

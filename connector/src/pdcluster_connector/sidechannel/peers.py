@@ -6,6 +6,11 @@ different engines run at the same time, so a dead engine delays no other.
 The first rank of an engine asks its peers every second whether they live. The other ranks get the
 answer from the scheduler (``vllm/step_messages.py``) and ask rarely. So the questions that a
 prefill engine gets grow with the number of decode engines, not with the number of their ranks.
+
+A peer that refuses connections is gone, and so is one in whose place another incarnation answers. A
+peer that is silent may live: it may be starved, or packets get lost. So its link is reported as
+failed, but who waits for it goes on waiting while the lease stands. Only those that come after
+SILENT_SECONDS of silence get an answer soon.
 """
 
 import asyncio
@@ -29,13 +34,17 @@ logger = logging.getLogger(__name__)
 
 Done = Callable[[EngineMetadata | Failure], None]
 OnGone = Callable[[str, Failure], None]
+Address = tuple[str, int]
 
 POLL_SECONDS = 1.0
 # Of the other ranks. No connection is kept between two questions: servers close it after 15 s.
 RARE_POLL_SECONDS = (16.0, 24.0)
-# A peer is gone after two questions without an answer, three seconds in all. One is not enough: it
-# also times out if this loop itself was held up.
+# A peer is silent after two questions without an answer, three seconds in all. One is not enough:
+# it also times out if this loop itself was held up.
 HEALTH_SECONDS = (2.0, 1.0)
+SILENT_SECONDS = 5.0  # whoever asks after a longer silence does not wait for the lease's end
+ANSWER_SECONDS = 1.5  # but for as long as this
+REFUSED_SECONDS = 1.0  # for so long a connection is tried that is refused
 FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 1.0
 FIRST_RANK = (0, 0)
@@ -76,6 +85,8 @@ class KnownPeer:
         last_error: why the last attempt did not succeed.
         task: shakes hands, and then watches the peer.
         skew: by how many seconds its clock is ahead of ours; None while not known.
+        question: asks a silent peer whether it lives, because somebody waits for it.
+        refused_at: when its address refused a connection, and has ever since.
     """
 
     engine_id: str
@@ -86,6 +97,13 @@ class KnownPeer:
     last_error: handshake.TryAgain | None = None
     task: asyncio.Task[None] | None = None
     skew: float | None = None
+    question: asyncio.Task[object] | None = None
+    refused_at: float | None = None
+
+    @property
+    def address(self) -> Address:
+        """Where its side channel listens."""
+        return self.host, self.port
 
     def answer_all(self, outcome: EngineMetadata | Failure) -> None:
         """Pass on to every waiter how the handshake ended."""
@@ -125,6 +143,8 @@ class PeerBook:
         self._thread = LoopThread("pdcluster-peers")
         self._peers: dict[str, KnownPeer] = {}
         self._listeners: list[OnGone] = []
+        self._silence_listeners: list[OnGone] = []
+        self._asked_at: dict[Address, float] = {}  # of questions that are not answered yet
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -168,9 +188,30 @@ class PeerBook:
         peer = self._peers.get(engine_id)
         return None if peer is None else peer.skew
 
-    def listen(self, on_gone: OnGone) -> None:
-        """Also call ``on_gone`` when a connected peer is gone or was forgotten."""
+    def listen(self, on_gone: OnGone, *, silence: bool = False) -> None:
+        """Also call ``on_gone`` when a connected peer is gone or was forgotten.
+
+        ``silence``: and when it has become silent.
+        """
         self._listeners.append(on_gone)
+        if silence:
+            self._silence_listeners.append(on_gone)
+
+    def questioned(self, address: Address) -> None:
+        """Note that a question is sent to ``address``. Thread-safe."""
+        if len(self._asked_at) >= MAX_PEERS:  # of engines that are long gone
+            self._asked_at.clear()
+        self._asked_at.setdefault(address, time.monotonic())
+
+    def heard(self, address: Address, outcome: object) -> None:
+        """Note how a question to ``address`` ended. Thread-safe."""
+        if not (isinstance(outcome, handshake.TryAgain) and outcome.silent):
+            self._asked_at.pop(address, None)
+
+    def silence(self, host: str, port: int) -> float:
+        """Return for how many seconds questions to an address have had no answer. Thread-safe."""
+        since = self._asked_at.get((host, port))
+        return 0.0 if since is None else time.monotonic() - since
 
     # From here on: the loop's thread only.
 
@@ -183,14 +224,25 @@ class PeerBook:
                 waiter.answer(Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message))
                 return
             peer = self._peers[engine_id] = KnownPeer(engine_id, host, port)
-        if peer.metadata is not None:
+        is_silent = self.is_silent(host, port)
+        if peer.metadata is not None and not is_silent:
             waiter.answer(peer.metadata)
             return
         peer.host, peer.port = host, port
+        if is_silent:
+            soon, lease_end = time.monotonic() + ANSWER_SECONDS, waiter.deadline
+            waiter.deadline = lambda: (
+                min(soon, lease_end()) if self.is_silent(host, port) else lease_end()
+            )
+            peer.question = loop.create_task(self._health(peer, ANSWER_SECONDS))
         peer.waiters.append(waiter)
         self._wait(peer, waiter)
         if peer.task is None:
             peer.task = loop.create_task(self._attend(peer))
+
+    def is_silent(self, host: str, port: int) -> bool:
+        """Whether nothing new is begun with a peer before it answers. Thread-safe."""
+        return self.silence(host, port) >= SILENT_SECONDS
 
     def _wait(self, peer: KnownPeer, waiter: Waiter) -> None:
         wait = max(0.0, waiter.deadline() - time.monotonic())
@@ -204,15 +256,22 @@ class PeerBook:
                 self._gone(peer, await self._why_gone(peer))
         finally:
             peer.task = None
+            if peer.metadata is None and self._peers.get(peer.engine_id) is peer:
+                del self._peers[peer.engine_id]
 
     async def _shake_hands(self, peer: KnownPeer) -> None:
         pause = FIRST_RETRY_SECONDS
         while peer.waiters:
+            self.questioned(peer.address)
             outcome = await handshake.shake_hands(
                 self._http(), self._me, peer.engine_id, peer.host, peer.port, self._tls
             )
+            self.heard(peer.address, outcome)
             if isinstance(outcome, handshake.TryAgain):
                 peer.last_error = outcome
+                if self._is_gone(peer, outcome):
+                    peer.answer_all(handshake.unreachable(outcome))
+                    return
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
                 pause = min(2 * pause, LAST_RETRY_SECONDS)
                 continue
@@ -223,14 +282,33 @@ class PeerBook:
                 peer.metadata = outcome
             peer.answer_all(outcome)
 
+    def _is_gone(self, peer: KnownPeer, outcome: handshake.TryAgain) -> bool:
+        """Whether connections are refused for long enough to believe it."""
+        if not outcome.refused:
+            peer.refused_at = None
+            return False
+        if peer.refused_at is None:
+            peer.refused_at = time.monotonic()
+        return time.monotonic() - peer.refused_at >= REFUSED_SECONDS
+
     async def _why_gone(self, peer: KnownPeer) -> Failure:
         """Ask whether a peer lives, the first rank every second; return why it is gone, once so."""
+        was_silent = False
         while True:
             rarely = random.uniform(*RARE_POLL_SECONDS)  # noqa: S311
-            await asyncio.sleep(POLL_SECONDS if self._asks_often else rarely)
+            often = self._asks_often or was_silent
+            await asyncio.sleep(POLL_SECONDS if often else rarely)
             reply = await self._health(peer, HEALTH_SECONDS[0])
             if isinstance(reply, handshake.TryAgain):  # the second time over a fresh connection
                 reply = await self._health(peer, HEALTH_SECONDS[1])
+            if isinstance(reply, handshake.TryAgain) and reply.silent:
+                if not was_silent:
+                    logger.warning("peer %s is silent: %s", peer.engine_id, reply.message)
+                    for listener in self._silence_listeners:
+                        call(listener, peer.engine_id, handshake.unreachable(reply))
+                was_silent, peer.last_error = True, reply
+                continue
+            was_silent = False
             if isinstance(reply, handshake.TryAgain):
                 return handshake.unreachable(reply)
             if isinstance(reply, Failure):
@@ -239,14 +317,18 @@ class PeerBook:
                 return handshake.restarted(
                     peer.engine_id, reply.engine_id, f"{peer.host}:{peer.port}"
                 )
+            if peer.metadata is not None:  # to those that came while it was silent
+                peer.answer_all(peer.metadata)
 
     async def _health(
         self, peer: KnownPeer, seconds: float
     ) -> HealthReply | Failure | handshake.TryAgain:
         asked = time.time()
+        self.questioned(peer.address)
         reply = await handshake.ask_health(
             self._http(), peer.engine_id, peer.host, peer.port, seconds, self._tls
         )
+        self.heard(peer.address, reply)
         if isinstance(reply, HealthReply) and reply.time is not None:
             self._note_skew(peer, reply.time - (asked + time.time()) / 2)
         return reply
@@ -263,6 +345,7 @@ class PeerBook:
     def _gone(self, peer: KnownPeer, failure: Failure) -> None:
         logger.warning("peer %s is gone: %s", peer.engine_id, failure)
         self._drop(peer)
+        peer.answer_all(failure)
         if self.on_gone is not None:
             call(self.on_gone, peer.engine_id, failure)
         self._tell_listeners(peer, failure)
@@ -288,8 +371,11 @@ class PeerBook:
                 f"{peer.host}:{peer.port} has not answered yet"
             )
             message = f"no handshake before the deadline; last: {last.message}"
+            if self.is_silent(peer.host, peer.port):
+                seconds = self.silence(peer.host, peer.port)
+                message = f"no answer for {seconds:.0f} s; last: {last.message}"
             waiter.answer(Failure(last.reason, message))
-            if not peer.waiters and peer.task is not None:
+            if not peer.waiters and peer.metadata is None and peer.task is not None:
                 peer.task.cancel()
                 self._drop(peer)
 

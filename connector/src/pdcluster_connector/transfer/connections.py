@@ -51,11 +51,11 @@ class Connections:
         receives: of the same worker.
         shard: this rank's KV.
         memory: what to register for reading into.
-        peers: where handshakes come from.
         answer: passes a handshake's answer for one job to :meth:`answered`, on this thread.
         probe_memory: what probes are read into.
 
     Attributes:
+        peers: where handshakes come from.
         by_engine: every connection, whatever its state, by the peer's engine id.
         probing: its warm-ups, probes and checks.
         fence_words: the memory that lease words are read into.
@@ -75,7 +75,7 @@ class Connections:
         self._shard = replace(shard, seams=slices.seams(item.span for item in memory))
         self._memory = memory
         self._make_agent = make_agent
-        self._peers = peers
+        self.peers = peers
         self._answer = answer
         self._agent: ReadingAgent | None = None
         self.by_engine: dict[str, Connection] = {}
@@ -211,7 +211,7 @@ class Connections:
         ticket = job.request.ticket
         done = partial(self._answer, job)
         machine = job.machine  # its lease is renewed while the peer takes its time
-        self._peers.connect(
+        self.peers.connect(
             ticket.engine_id, ticket.host, ticket.port, lambda: machine.deadline, done
         )
 
@@ -260,13 +260,13 @@ class Connections:
     def broken(self, connection: Connection, failure: Failure) -> None:
         """Take in that a transfer found a connection broken; the next receive shakes hands."""
         self.break_off(connection, failure)
-        self._peers.forget(connection.engine_id, failure)
+        self.peers.forget(connection.engine_id, failure)
 
     def _warmed(self, connection: Connection, failure: Failure | None) -> None:
         """Let those go on that waited for a warm-up, or fail them with it."""
         if failure is not None:
             logger.warning("the connection to %s failed: %s", connection.engine_id, failure)
-            self._peers.forget(connection.engine_id, failure)
+            self.peers.forget(connection.engine_id, failure)
         for job in connection.waiting or ():
             self._receives.dispatch(job, Signal.CONNECTED if failure is None else Failed(failure))
 

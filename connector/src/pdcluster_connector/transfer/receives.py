@@ -208,7 +208,9 @@ class Receives:
                 self.dispatch(job, Signal.CONNECTED)
                 return
             connection = self.connections.by_engine.get(job.request.ticket.engine_id)
-            if connection is None or connection.broken is not None or self._draining:
+            ticket = job.request.ticket
+            silent = self.connections.peers.is_silent(ticket.host, ticket.port)
+            if connection is None or connection.broken is not None or self._draining or silent:
                 self.connections.shake_hands(job)
             elif connection.waiting is not None:
                 self.connections.join(job, connection)

@@ -320,11 +320,14 @@ class DecodeRole:
             receipts: of one rank or several.
             finished: requests that all ranks are through with; ``failed`` is a subset.
         """
+        finished = set(finished)
         for request_id, receipt in receipts.items():
             incoming = self._requests.get(request_id) or self._aborted.get(request_id)
             if incoming is not None:
                 known = incoming.receipt
                 incoming.receipt = receipt if known is None else known + receipt
+                if receipt.reason and request_id in self._requests.keys() - finished:
+                    self._abandoned.append(request_id)  # the other ranks would wait for nothing
         for request_id in finished:
             incoming = self._requests.get(request_id) or self._aborted.get(request_id)
             if incoming is not None and incoming.stage is not Stage.SETTLED:

@@ -1,0 +1,234 @@
+"""A peer that is silent may live; one that refuses connections is gone. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+
+import pytest
+from loopback_engines import DECODE, PREFILL, SHAPE, shards_of
+from own_loop import Here, now
+
+import virtual_time
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol import messages as m
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.sidechannel import peers
+from pdcluster_connector.sidechannel.handshake import TryAgain
+from pdcluster_connector.sidechannel.peers import ANSWER_SECONDS, SILENT_SECONDS, PeerBook
+
+ADDRESS = ("10.0.0.1", 5600)
+METADATA = m.EngineMetadata(3, PREFILL, SHAPE, shards_of(PREFILL))
+REFUSED = TryAgain("10.0.0.1:5600: connection refused", refused=True)
+Told = tuple[float, m.EngineMetadata | Failure]
+
+
+class Network:
+    """A book and its peer, which answers, drops packets or refuses connections."""
+
+    def __init__(self, book: PeerBook) -> None:
+        self.book = book
+        self.refuses = False
+        self.answers = asyncio.Event()
+        self.silences: list[tuple[float, str, Failure]] = []
+        self.gone: list[tuple[float, str, Failure]] = []
+        book.listen(self._listen(self.silences), silence=True)
+        book.on_gone = self._listen(self.gone)
+
+    @staticmethod
+    def _listen(
+        kept: list[tuple[float, str, Failure]],
+    ) -> Callable[[str, Failure], None]:
+        return lambda engine_id, failure: kept.append((now(), engine_id, failure))
+
+    async def _answer(self, seconds: float, answer: object) -> object:
+        if self.refuses:
+            return REFUSED
+        try:
+            await asyncio.wait_for(self.answers.wait(), seconds)
+        except TimeoutError:
+            return TryAgain("10.0.0.1:5600: no answer in time", silent=True)
+        return answer
+
+    async def shake_hands(self, *_: object) -> object:
+        return await self._answer(15.0, METADATA)
+
+    async def ask_health(self, *question: object) -> object:
+        return await self._answer(float(str(question[-2])), m.HealthReply(PREFILL, "prefill", 1))
+
+    def connect(self, seconds: float = 60.0) -> list[Told]:
+        """Ask for the peer; a lease of so many seconds is the deadline."""
+        told: list[Told] = []
+        ends = now() + seconds
+        self.book.connect(
+            PREFILL, *ADDRESS, lambda: ends, lambda outcome: told.append((now(), outcome))
+        )
+        return told
+
+
+Play = Callable[[Callable[[Network], Awaitable[None]]], None]
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    def played(story: Callable[[Network], Awaitable[None]]) -> None:
+        book = PeerBook(DECODE, SHAPE, (0, 0))
+        book.close()
+        book._closed = False
+
+        async def run() -> None:
+            network = Network(book)
+            monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=now, time=now))
+            monkeypatch.setattr(peers.handshake, "shake_hands", network.shake_hands)
+            monkeypatch.setattr(peers.handshake, "ask_health", network.ask_health)
+            monkeypatch.setattr(book, "_thread", Here())
+            monkeypatch.setattr(book, "_session", object())
+            await story(network)
+            for peer in book._peers.values():
+                if peer.task is not None:
+                    peer.task.cancel()
+
+        virtual_time.run(run())
+
+    return played
+
+
+def failed_within_two_seconds(told: list[Told], since: float) -> str:
+    ((at, failure),) = told
+    assert isinstance(failure, Failure)
+    assert failure.reason is Reason.SIDE_CHANNEL_UNREACHABLE
+    assert at - since <= 2.0
+    return failure.message
+
+
+def test_who_comes_after_five_seconds_of_silence_waits_no_more_than_two(play: Play) -> None:
+    async def story(network: Network) -> None:
+        network.answers.set()
+        network.connect()
+        await asyncio.sleep(10.0)
+        network.answers.clear()
+        await asyncio.sleep(4.0)
+        assert network.connect() == [(14.0, METADATA)], "a short silence is nothing"
+        await asyncio.sleep(6.0)
+        late = network.connect()
+        await asyncio.sleep(2.0)
+        assert "no answer for 1" in failed_within_two_seconds(late, 20.0)
+        await asyncio.sleep(3600.0)
+        hours = network.connect()
+        await asyncio.sleep(2.0)
+        assert "no answer for 36" in failed_within_two_seconds(hours, 3622.0)
+        assert network.gone == [], "silent is not gone"
+        ((at, engine_id, failure),) = network.silences
+        assert (engine_id, failure.reason) == (PREFILL, Reason.SIDE_CHANNEL_UNREACHABLE)
+        assert at <= 15.0, "the link says so within five seconds, and once"
+
+    play(story)
+
+
+def test_a_peer_that_answers_again_is_used_again_at_once(play: Play) -> None:
+    async def story(network: Network) -> None:
+        network.answers.set()
+        network.connect()
+        await asyncio.sleep(1.5)
+        network.answers.clear()
+        await asyncio.sleep(20.0)
+        waits = network.connect()
+        await asyncio.sleep(1.0)
+        assert waits == []
+        network.answers.set()
+        await asyncio.sleep(ANSWER_SECONDS)
+        assert [outcome for _, outcome in waits] == [METADATA]
+        assert network.connect() == [(now(), METADATA)]
+        assert network.book.silence(*ADDRESS) == 0.0
+        network.answers.clear()
+        await asyncio.sleep(20.0)
+        assert len(network.silences) == 2, "each silence is said"
+
+    play(story)
+
+
+def test_who_waited_before_the_silence_goes_on_while_its_lease_stands(play: Play) -> None:
+    """The first contact with an engine that has just stopped, for twenty seconds."""
+
+    async def story(network: Network) -> None:
+        first = network.connect()
+        await asyncio.sleep(SILENT_SECONDS + 1.0)
+        second = network.connect()
+        await asyncio.sleep(2.0)
+        failed_within_two_seconds(second, SILENT_SECONDS + 1.0)
+        await asyncio.sleep(12.0)
+        assert first == []
+        network.answers.set()
+        await asyncio.sleep(2.0)
+        assert [outcome for _, outcome in first] == [METADATA]
+
+    play(story)
+
+
+def test_what_is_asked_beside_the_book_counts_too(play: Play) -> None:
+    """A link that was never established is asked for by its keeper alone."""
+
+    async def story(network: Network) -> None:
+        network.book.questioned(ADDRESS)
+        network.book.heard(ADDRESS, TryAgain("no answer in time", silent=True))
+        await asyncio.sleep(30.0)
+        late = network.connect()
+        await asyncio.sleep(2.0)
+        failed_within_two_seconds(late, 30.0)
+        waits = network.connect()
+        await asyncio.sleep(1.0)
+        network.book.heard(ADDRESS, m.HealthReply(PREFILL, "prefill", 1))
+        await asyncio.sleep(4.0)
+        assert waits == [], "the handshake may take its time with a peer that answers"
+
+    play(story)
+
+
+def test_a_refused_connection_is_the_end_at_once(play: Play) -> None:
+    async def story(network: Network) -> None:
+        network.refuses = True
+        told = network.connect()
+        await asyncio.sleep(2.0)
+        assert "connection refused" in failed_within_two_seconds(told, 0.0)
+        network.refuses = False
+        network.answers.set()
+        again = network.connect()
+        await asyncio.sleep(0.1)
+        assert [outcome for _, outcome in again] == [METADATA], "a refusal is not remembered"
+        network.refuses = True
+        await asyncio.sleep(2.0)
+        assert [engine_id for _, engine_id, _ in network.gone] == [PREFILL]
+
+    play(story)
+
+
+def test_a_silent_peer_that_is_gone_after_all_ends_what_waits(play: Play) -> None:
+    async def story(network: Network) -> None:
+        network.answers.set()
+        network.connect()
+        await asyncio.sleep(1.5)
+        network.answers.clear()
+        await asyncio.sleep(20.0)
+        waits = network.connect()
+        network.refuses = True
+        await asyncio.sleep(6.0)
+        assert [engine_id for _, engine_id, _ in network.gone] == [PREFILL]
+        assert [outcome.reason for _, outcome in waits if isinstance(outcome, Failure)] == [
+            Reason.SIDE_CHANNEL_UNREACHABLE
+        ]
+
+    play(story)
+
+
+def test_questions_of_engines_that_are_long_gone_are_forgotten(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "MAX_PEERS", 10)
+
+    async def story(network: Network) -> None:
+        for number in range(1000):
+            network.book.questioned(("10.0.1.1", number))
+        assert len(network.book._asked_at) <= 10
+
+    play(story)
