@@ -209,7 +209,7 @@ async def shaken(outcome: Response | Exception) -> object:
         ),
         (Response(503, b"not yet"), TryAgain(f"{WHERE} answered 503: not yet")),
         (Response(404, b"\xff?"), TryAgain(f"{WHERE} answered 404: \ufffd?")),
-        (TimeoutError(), TryAgain(f"{WHERE}: no answer in time")),
+        (TimeoutError(), TryAgain(f"{WHERE}: no answer in time", silent=True)),
         (ConnectionResetError("reset"), TryAgain(f"{WHERE}: reset")),
         (
             ValueError("no host"),
@@ -246,7 +246,7 @@ async def test_metadata_and_refusals_are_judged(status: int) -> None:
             Response(200, b"hello"),
             TryAgain(f"{WHERE} answered 200, which is not the answer of a side channel"),
         ),
-        (TimeoutError(), TryAgain(f"{WHERE}: no answer in time")),
+        (TimeoutError(), TryAgain(f"{WHERE}: no answer in time", silent=True)),
         (ValueError("no host"), TryAgain(f"{WHERE}: no host")),
     ],
     ids=["lives", "another status", "another server", "timeout", "no address"],

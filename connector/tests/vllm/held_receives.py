@@ -64,7 +64,7 @@ def _hold_orders(receiver: Any) -> None:
 def _hold_handshakes(receiver: Any) -> None:
     """Disconnect, and ask no peer."""
     _disconnect(receiver)
-    peers, waiting = receiver._connections._peers, []
+    peers, waiting = receiver._connections.peers, []
     connect, lock, held = peers.connect, threading.Lock(), [True]
 
     def ask_later(*args: Any) -> None:
@@ -129,7 +129,7 @@ def _disconnect(receiver: Any) -> None:
     def close() -> None:
         connections = receiver._connections
         for connection in list(connections.by_engine.values()):
-            receiver._connections._peers.forget(connection.engine_id, failure)
+            receiver._connections.peers.forget(connection.engine_id, failure)
             connections.break_off(connection, failure)
         done.set()
 

@@ -6,9 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
@@ -23,6 +20,8 @@ from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.scheduler_side.prefill import PrefillRole, digest_of_prompt
 from pdcluster_connector.vllm.step_messages import StepOrders
 from ticket_key import KEY_FILE
+
+pytestmark = pytest.mark.vllm
 
 BLOCK, TOKENS, SECONDS = 16, 40, 10.0
 BLOCKS = ([5, 6, 7],)
