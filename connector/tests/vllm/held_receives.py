@@ -48,9 +48,9 @@ def _hold_orders(receiver: Any) -> None:
     receiver._thread.put(event.wait)
     _queued.clear()
 
-    def queue(requests: Iterable[Any]) -> None:
+    def queue(requests: Iterable[Any], *leases: Any) -> None:
         batch = tuple(requests)
-        receive(batch)
+        receive(batch, *leases)
         _queued.extend(batch)
 
     def let_go() -> None:
