@@ -60,7 +60,7 @@ REASONS: Mapping[R, tuple[str, str]] = {
     R.NO_PAIRS: ("There is no pair of engines.", "`replicas` of both roles."),
     R.CANARY_PASSED: ("KV was seen to move over every link.", ""),
     R.CANARY_PENDING: (
-        "No canary request has passed since the link was made, or none had a result for an hour.",
+        "No canary request has passed since the link was made.",
         "Wait. If engines are busy for long, or refuse the request, the message says how.",
     ),
     R.BANDWIDTH_SUFFICIENT: ("Every link is as fast as was asked for.", ""),

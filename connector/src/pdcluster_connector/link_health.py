@@ -112,11 +112,10 @@ class LinkKeeper:
     async def _once(self, session: aiohttp.ClientSession) -> Failure:
         """Establish the link and hold it; return why it could not be, or was lost."""
         address = self.entry.address(self._data_rank)
-        self._peers.questioned(address)
-        health = await handshake.ask_health(
-            session, self.entry.engine, *address, HEALTH_SECONDS, self._tls
+        health = await self._peers.asking(
+            address,
+            handshake.ask_health(session, self.entry.engine, *address, HEALTH_SECONDS, self._tls),
         )
-        self._peers.heard(address, health)
         if isinstance(health, handshake.TryAgain):
             return handshake.unreachable(health)
         if isinstance(health, Failure):

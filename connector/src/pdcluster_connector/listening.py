@@ -58,8 +58,11 @@ def connection_limit() -> int:
 
 def open_port(host: str, port: int) -> socket.socket:
     """Return a socket that listens and does not block; raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    both = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ":" in host or both else socket.AF_INET
+    listener = socket.create_server(
+        (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both
+    )
     listener.setblocking(False)
     return listener
 
@@ -107,6 +110,7 @@ class ConnectionGuard:
         listener: see :func:`open_port`.
         tls: for HTTPS; None for plain HTTP.
         finish: ends the server's own work when the guard closes.
+        idle_seconds: how long a connection may have no request.
     """
 
     def __init__(
@@ -115,7 +119,9 @@ class ConnectionGuard:
         listener: socket.socket,
         tls: ssl.SSLContext | None = None,
         finish: Callable[[], Awaitable[None]] | None = None,
+        idle_seconds: float | None = None,
     ) -> None:
+        self._idle_seconds = IDLE_SECONDS if idle_seconds is None else idle_seconds
         self._make_handler = make_handler
         self.listener = listener
         self._tls = tls
@@ -222,12 +228,20 @@ class ConnectionGuard:
 
     async def _sweep(self) -> None:
         """Close connections that take too long, and forget closed ones. Runs until cancelled."""
+        late: dict[_Connection, float] = {}
         while True:
-            now = self._loop.time()
+            now, late_before = self._loop.time(), late
+            late = {}
             for connection in list(self._held.values()):
-                longest = BUSY_SECONDS if connection.state == "busy" else IDLE_SECONDS
-                if connection.socket.fileno() < 0 or now - connection.since > longest:
+                longest = BUSY_SECONDS if connection.state == "busy" else self._idle_seconds
+                if connection.socket.fileno() < 0:
                     self._close(connection)
+                elif now - connection.since > longest:
+                    # A request of it may have come while the loop was busy: give it one turn.
+                    if late_before.get(connection) == connection.since:
+                        self._close(connection)
+                    else:
+                        late[connection] = connection.since
             self._addresses = {each: group for each, group in self._addresses.items() if len(group)}
             await asyncio.sleep(1.0)
 
@@ -236,6 +250,8 @@ async def serve(
     app: web.Application,
     listener: socket.socket,
     tls: ssl.SSLContext | None = None,
+    *,
+    idle_seconds: float | None = None,
     **options: Any,
 ) -> ConnectionGuard:
     """Serve an application; ``options`` are those of aiohttp's AppRunner."""
@@ -253,5 +269,6 @@ async def serve(
     app.middlewares.insert(0, watch)
     runner = web.AppRunner(app, access_log=None, **options)
     await runner.setup()
-    guard = ConnectionGuard(runner.server, listener, tls, runner.cleanup)  # type: ignore[arg-type]
+    make_handler: Any = runner.server
+    guard = ConnectionGuard(make_handler, listener, tls, runner.cleanup, idle_seconds)
     return guard

@@ -214,3 +214,23 @@ async def test_a_crowd_that_comes_at_once_leaves_nothing_open(
     await guard.close()
     await wait_for_the_end(clients[-LIMIT // 2 :])
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_a_request_that_came_while_the_loop_was_busy_is_answered(crowd: Crowd) -> None:
+    """The guard and the request are woken in one turn of the loop, the guard first."""
+    late, quiet = await crowd.connect("late"), await crowd.connect("quiet")
+    await crowd.ask(late)
+    await crowd.ask(quiet)
+    crowd.now += 3600.0
+    await crowd.pass_time(1)
+    await crowd.ask(late, wait=True)
+    await crowd.pass_time(3)
+    assert crowd.there == names("late")
+
+
+async def test_no_host_is_both_families() -> None:
+    listener = open_port("", 0)
+    with listener:
+        hosts = ["127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])]
+        for host in hosts:
+            socket.create_connection((host, listener.getsockname()[1]), 5.0).close()

@@ -118,9 +118,8 @@ class NoPeers:
     def skew(self, _: object) -> None:
         """No clock is known."""
 
-    def questioned(self, *_: object) -> None: ...
-
-    def heard(self, *_: object) -> None: ...
+    async def asking(self, _: object, question: Awaitable[Any]) -> Any:
+        return await question
 
 
 def no_probe(*_: object, **__: object) -> Future[Any]:

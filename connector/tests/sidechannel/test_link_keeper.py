@@ -42,7 +42,7 @@ class Peer:
         self.shaken: list[tuple[str, str, int]] = []
         self.probes: list[tuple[float, bool, Future[Any]]] = []
         self.tls: list[object] = []
-        self.noted: list[tuple[tuple[str, int], object]] = []
+        self.noted: list[tuple[str, int]] = []
 
     @property
     def now(self) -> float:
@@ -71,11 +71,9 @@ class Peer:
         answer = late if ready > deadline() else self.handshake or metadata
         asyncio.get_running_loop().call_at(min(ready, deadline()), done, answer)
 
-    def questioned(self, address: tuple[str, int]) -> None:
-        self.noted.append((address, None))
-
-    def heard(self, address: tuple[str, int], outcome: object) -> None:
-        self.noted.append((address, outcome))
+    async def asking(self, address: tuple[str, int], question: Awaitable[Any]) -> Any:
+        self.noted.append(address)
+        return await question
 
     def probe(self, _metadata: m.EngineMetadata, /, *, check: bool = False) -> Future[Any]:
         future: Future[Any] = Future()

@@ -44,6 +44,7 @@ class FakePeers:
         port: int,
         deadline: Callable[[], float],
         done: Callable[[EngineMetadata | Failure], None],
+        since: float | None = None,
     ) -> None:
         assert (host, port) == ("127.0.0.1", 5600)
         assert deadline() > 0

@@ -82,7 +82,8 @@ class _ReviewServer(kopf.WebhookServer):
         app = web.Application()
         app.router.add_post("/{id}", answer)
         listener = listening.open_port(self.addr or "", self.port or 0)
-        guard = await listening.serve(app, listener, self.context)
+        # The API server keeps a connection for 90 s, and does not repeat a review that got lost.
+        guard = await listening.serve(app, listener, self.context, idle_seconds=100.0)
         try:
             yield {}  # kopf manages no configuration of webhooks
             await asyncio.Event().wait()

@@ -175,6 +175,8 @@ def test_images_that_one_of_both_caches_hashes_are_not_refused():
     assert not errors(engine={"extraArgs": NO_IMAGES})
     for words in ([], ["--mm-processor-cache-gb", "0.5"], [*NO_IMAGES, "--enable-prefix-caching"]):
         assert not errors(engine={"extraArgs": words, "prefixCaching": "Disabled"}), words
+    text = {"extraArgs": [*NO_IMAGES, "--language-model-only"], "prefixCaching": "Disabled"}
+    assert not errors(engine=text)
     (abbreviated,) = errors(engine={"extraArgs": ["--mm-processor-cache-g", "0"]}).values()
     assert abbreviated.rule == "UnreadableFlag"
 

@@ -145,10 +145,11 @@ async def test_a_busy_engine_stays_verified_and_a_result_that_is_old_is_told(
             assert conditions["Ready"][:2] == ("True", "Ready"), later
         conditions = launcher.conditions(HOUR + INTERVAL + 60)
         status, reason, message = conditions["KVPathVerified"]
-        assert (status, reason) == ("Unknown", "CanaryPending")
+        assert (status, reason) == ("True", "CanaryPassed")
         assert "no canary had a result for more than an hour: no newer result: " in message
         assert said in message
-        assert conditions["Ready"][0] == "Unknown"
+        assert conditions["Ready"][:2] == ("True", "Ready"), "a saturated cluster serves"
+        assert conditions["Progressing"][1] == "Complete"
         assert conditions["Available"][:2] == ("True", "Serving"), "nothing shows that it is not"
         assert launcher.conditions(9 * HOUR)["KVPathVerified"][2] == message, "no number changes"
         launcher.prefill = launcher.decode = None

@@ -247,6 +247,9 @@ PAIRING = {
     "the block size": {"engine": {"blockSize": 64}},
     "the attention backend": {"engine": {"attentionBackend": "FLASH_ATTN"}},
     "a model flag": {"engine": {"extraArgs": ["--hf-overrides", '{"a": 1}']}},
+    "the draft model": {
+        "engine": {"extraArgs": ["--speculative-config", '{"method": "eagle", "model": "o/draft"}']}
+    },
     "the model": {"model": {"source": {"hostPath": {"path": "/models/other"}}}},
     "the memory": {"transfer": {"device": "CUDA"}},
 }

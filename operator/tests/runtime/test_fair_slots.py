@@ -369,7 +369,37 @@ def test_a_key_that_was_begun_does_not_wait_behind_a_crowd_of_new_ones() -> None
         keys.add(begun)
         await asyncio.sleep(5.0)
         assert started[begun] == pytest.approx(25.0)
-        assert len(started) == 13, "half of the workers take new keys, and never wait meanwhile"
+        assert len(started) == 16, "five of eight take new keys of one namespace, and never wait"
         await keys.stop()
 
     virtual_time.run(crowd())
+
+
+@pytest.mark.parametrize(("namespaces", "each", "longest"), [(1, 40, 1.0), (4, 10, 10.0)])
+def test_namespaces_that_hang_delay_no_new_key_of_another(
+    namespaces: int, each: int, longest: float
+) -> None:
+    begun: dict[Key, float] = {}
+
+    async def work(key: Key) -> None:
+        begun[key] = now()
+        await asyncio.sleep(30.0 if key.namespace.startswith("hangs") else 0.5)
+
+    async def story() -> None:
+        keys = KeyedQueue(work, is_new=lambda _: True)
+        keys.start()
+        for number in range(each):
+            for namespace in range(namespaces):
+                keys.add(Key(f"hangs-{namespace}", str(number)))
+        waits = []
+        for number in range(40):
+            await asyncio.sleep(1.0)
+            key, since = Key("good", str(number)), now()
+            keys.add(key)
+            while key not in begun:  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.1)
+            waits.append(begun[key] - since)
+        assert max(waits) <= longest
+        await keys.stop(grace=0.0)
+
+    virtual_time.run(story())

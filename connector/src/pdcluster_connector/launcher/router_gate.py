@@ -126,6 +126,7 @@ def main() -> int:
         print(f"pdcluster: {wrong}", file=sys.stderr, flush=True)
         return EX_CONFIG
     url = f"http://{_reachable(known.host)}:{known.port}{CHECK}"
+    listening.allow_many_connections()
     Gate((known.host, known.port), key, (_reachable(at.host), at.port))
     environment = {**os.environ, ROUTER_KEY: key}
     try:

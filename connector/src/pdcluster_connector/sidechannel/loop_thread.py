@@ -47,6 +47,15 @@ class LoopThread:
             self.loop.close()
 
     def _run(self) -> None:
-        # At its end, the runner cancels every task and closes the loop.
-        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-            runner.run(self._stopping.wait())
+        # A router's image may have Python 3.10, which has no asyncio.Runner.
+        loop = self.loop
+        try:
+            loop.run_until_complete(self._stopping.wait())
+        finally:
+            if tasks := asyncio.all_tasks(loop):
+                for task in tasks:
+                    task.cancel()
+                loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(loop.shutdown_default_executor())
+            loop.close()

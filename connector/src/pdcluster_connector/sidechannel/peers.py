@@ -17,8 +17,9 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import aiohttp
 
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 Done = Callable[[EngineMetadata | Failure], None]
 OnGone = Callable[[str, Failure], None]
+T = TypeVar("T")
 Address = tuple[str, int]
 
 POLL_SECONDS = 1.0
@@ -44,6 +46,7 @@ RARE_POLL_SECONDS = (16.0, 24.0)
 HEALTH_SECONDS = (2.0, 1.0)
 SILENT_SECONDS = 5.0  # whoever asks after a longer silence does not wait for the lease's end
 ANSWER_SECONDS = 1.5  # but for as long as this
+FORGET_SECONDS = 300.0  # no lease stands so long; a deleted pod's address answers never again
 REFUSED_SECONDS = 1.0  # for so long a connection is tried that is refused
 FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 1.0
@@ -97,7 +100,7 @@ class KnownPeer:
     last_error: handshake.TryAgain | None = None
     task: asyncio.Task[None] | None = None
     skew: float | None = None
-    question: asyncio.Task[object] | None = None
+    question: asyncio.Task[None] | None = None
     refused_at: float | None = None
 
     @property
@@ -160,16 +163,26 @@ class PeerBook:
         self._thread.stop()
 
     def connect(
-        self, engine_id: str, host: str, port: int, deadline: Callable[[], float], done: Done
+        self,
+        engine_id: str,
+        host: str,
+        port: int,
+        deadline: Callable[[], float],
+        done: Done,
+        since: float | None = None,
     ) -> None:
         """Ask for an engine's metadata; ``done`` is called once, on the book's thread.
 
         Never blocks and never raises. Attempts go on until ``deadline()`` (time.monotonic
         seconds), which may move meanwhile; concurrent calls for one engine share the attempts;
         the metadata is kept until the engine is gone or forgotten. A refusal is reported at once.
+
+        ``since``: when what needs it began, time.monotonic seconds; None for now.
         """
         waiter = Waiter(done, deadline)
-        if self._closed or not self._thread.call(self._connect, engine_id, host, port, waiter):
+        if self._closed or not self._thread.call(
+            self._connect, engine_id, host, port, waiter, since
+        ):
             done(Failure(Reason.SIDE_CHANNEL_UNREACHABLE, CLOSING))
 
     def forget(self, engine_id: str, failure: Failure) -> None:
@@ -197,16 +210,20 @@ class PeerBook:
         if silence:
             self._silence_listeners.append(on_gone)
 
-    def questioned(self, address: Address) -> None:
-        """Note that a question is sent to ``address``. Thread-safe."""
+    async def asking(self, address: Address, question: Awaitable[T]) -> T:
+        """Await a question to ``address``, and note whether it is answered. Thread-safe."""
         if len(self._asked_at) >= MAX_PEERS:  # of engines that are long gone
             self._asked_at.clear()
-        self._asked_at.setdefault(address, time.monotonic())
-
-    def heard(self, address: Address, outcome: object) -> None:
-        """Note how a question to ``address`` ended. Thread-safe."""
-        if not (isinstance(outcome, handshake.TryAgain) and outcome.silent):
-            self._asked_at.pop(address, None)
+        asked = time.monotonic()
+        is_first = self._asked_at.setdefault(address, asked) == asked
+        is_answered = is_first  # a question that is given up says nothing
+        try:
+            outcome = await question
+            is_answered = not (isinstance(outcome, handshake.TryAgain) and outcome.silent)
+        finally:
+            if is_answered:
+                self._asked_at.pop(address, None)
+        return outcome
 
     def silence(self, host: str, port: int) -> float:
         """Return for how many seconds questions to an address have had no answer. Thread-safe."""
@@ -215,7 +232,9 @@ class PeerBook:
 
     # From here on: the loop's thread only.
 
-    def _connect(self, engine_id: str, host: str, port: int, waiter: Waiter) -> None:
+    def _connect(
+        self, engine_id: str, host: str, port: int, waiter: Waiter, since: float | None = None
+    ) -> None:
         loop = self._thread.loop
         peer = self._peers.get(engine_id)
         if peer is None:
@@ -229,20 +248,38 @@ class PeerBook:
             waiter.answer(peer.metadata)
             return
         peer.host, peer.port = host, port
-        if is_silent:
+        if is_silent and self.is_silent(host, port, since):
             soon, lease_end = time.monotonic() + ANSWER_SECONDS, waiter.deadline
             waiter.deadline = lambda: (
                 min(soon, lease_end()) if self.is_silent(host, port) else lease_end()
             )
-            peer.question = loop.create_task(self._health(peer, ANSWER_SECONDS))
+            if peer.question is None or peer.question.done():
+                peer.question = loop.create_task(self._ask_now(peer))
         peer.waiters.append(waiter)
         self._wait(peer, waiter)
         if peer.task is None:
             peer.task = loop.create_task(self._attend(peer))
 
-    def is_silent(self, host: str, port: int) -> bool:
-        """Whether nothing new is begun with a peer before it answers. Thread-safe."""
-        return self.silence(host, port) >= SILENT_SECONDS
+    async def _ask_now(self, peer: KnownPeer) -> None:
+        """Ask a silent peer whether it lives, and answer those that wait if it does."""
+        reply = await self._health(peer, ANSWER_SECONDS)
+        if not isinstance(reply, HealthReply) or peer.metadata is None:
+            return
+        if reply.engine_id == peer.engine_id:
+            peer.answer_all(peer.metadata)
+        elif peer.task is not None:
+            peer.task.cancel()
+            where = f"{peer.host}:{peer.port}"
+            self._gone(peer, handshake.restarted(peer.engine_id, reply.engine_id, where))
+
+    def is_silent(self, host: str, port: int, since: float | None = None) -> bool:
+        """Whether nothing new is begun with a peer before it answers. Thread-safe.
+
+        ``since``: when what asks began; it is not new if it began before the peer was silent.
+        """
+        asked = self._asked_at.get((host, port))
+        begun = time.monotonic() if since is None else since
+        return asked is not None and begun - asked >= SILENT_SECONDS
 
     def _wait(self, peer: KnownPeer, waiter: Waiter) -> None:
         wait = max(0.0, waiter.deadline() - time.monotonic())
@@ -262,11 +299,12 @@ class PeerBook:
     async def _shake_hands(self, peer: KnownPeer) -> None:
         pause = FIRST_RETRY_SECONDS
         while peer.waiters:
-            self.questioned(peer.address)
-            outcome = await handshake.shake_hands(
-                self._http(), self._me, peer.engine_id, peer.host, peer.port, self._tls
+            outcome = await self.asking(
+                peer.address,
+                handshake.shake_hands(
+                    self._http(), self._me, peer.engine_id, peer.host, peer.port, self._tls
+                ),
             )
-            self.heard(peer.address, outcome)
             if isinstance(outcome, handshake.TryAgain):
                 peer.last_error = outcome
                 if self._is_gone(peer, outcome):
@@ -291,6 +329,11 @@ class PeerBook:
             peer.refused_at = time.monotonic()
         return time.monotonic() - peer.refused_at >= REFUSED_SECONDS
 
+    def _may_live(self, peer: KnownPeer, outcome: handshake.TryAgain) -> bool:
+        """Whether a peer is only silent, and not for too long."""
+        is_long = self.silence(peer.host, peer.port) >= FORGET_SECONDS and not peer.waiters
+        return outcome.silent and not is_long
+
     async def _why_gone(self, peer: KnownPeer) -> Failure:
         """Ask whether a peer lives, the first rank every second; return why it is gone, once so."""
         was_silent = False
@@ -301,7 +344,7 @@ class PeerBook:
             reply = await self._health(peer, HEALTH_SECONDS[0])
             if isinstance(reply, handshake.TryAgain):  # the second time over a fresh connection
                 reply = await self._health(peer, HEALTH_SECONDS[1])
-            if isinstance(reply, handshake.TryAgain) and reply.silent:
+            if isinstance(reply, handshake.TryAgain) and self._may_live(peer, reply):
                 if not was_silent:
                     logger.warning("peer %s is silent: %s", peer.engine_id, reply.message)
                     for listener in self._silence_listeners:
@@ -324,11 +367,12 @@ class PeerBook:
         self, peer: KnownPeer, seconds: float
     ) -> HealthReply | Failure | handshake.TryAgain:
         asked = time.time()
-        self.questioned(peer.address)
-        reply = await handshake.ask_health(
-            self._http(), peer.engine_id, peer.host, peer.port, seconds, self._tls
+        reply = await self.asking(
+            peer.address,
+            handshake.ask_health(
+                self._http(), peer.engine_id, peer.host, peer.port, seconds, self._tls
+            ),
         )
-        self.heard(peer.address, reply)
         if isinstance(reply, HealthReply) and reply.time is not None:
             self._note_skew(peer, reply.time - (asked + time.time()) / 2)
         return reply

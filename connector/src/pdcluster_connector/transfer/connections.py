@@ -212,7 +212,12 @@ class Connections:
         done = partial(self._answer, job)
         machine = job.machine  # its lease is renewed while the peer takes its time
         self.peers.connect(
-            ticket.engine_id, ticket.host, ticket.port, lambda: machine.deadline, done
+            ticket.engine_id,
+            ticket.host,
+            ticket.port,
+            lambda: machine.deadline,
+            done,
+            machine.entered.get(State.HANDSHAKE),
         )
 
     def answered(self, job: Job, answer: EngineMetadata | Failure) -> None:

@@ -209,10 +209,10 @@ class FairSlots:
     Keys wait in three lines, urgent ones, new ones and the others, which take turns. In each line
     the namespaces take turns, and within a namespace the oldest key is first.
 
-    **New keys** have half of the slots at most. Each holds its slot for a dozen requests, and the
-    others mostly need none. With one line for both, a PDCluster among a thousand new ones becomes
-    Ready only when all have their children: it has two statuses and events more on the way
-    (``operator/tests/runtime/test_crowd.py``).
+    **New keys** have three quarters of the slots at most, and namespaces share these. Each holds
+    its slot for a dozen requests, and the others mostly need none. With one line for both, a
+    PDCluster among a thousand new ones becomes Ready only when all have their children: it has two
+    statuses and events more on the way (``operator/tests/runtime/test_crowd.py``).
 
     Each call into a namespace may hang for half a minute: it is enough that an admission webhook
     for that namespace does not answer. If the calls into one namespace held all workers, no
@@ -319,14 +319,16 @@ class FairSlots:
         free = self._total + beyond - sum(map(len, self._since.values()))
         if free <= 0:  # thousands of namespaces may wait
             return None
+        new = sum(key.namespace not in hanging for key in self._new_holders)
+        room = max(1, self._total - quarter) - new  # what hangs computes nothing
         for _ in range(len(self._turns)):
             line = self._turns[0]
             self._turns.rotate(-1)
-            if line is self._new and len(self._new_holders) >= max(1, self._total // 2):
+            if line is self._new and room <= 0:
                 continue
             for namespace, keys in line.items():
                 own = of_hanging if namespace in hanging else len(self._since.get(namespace, ()))
-                if own < TIMES_FREE * free:
+                if own < TIMES_FREE * (min(free, room) if line is self._new else free):
                     key = next(iter(keys))
                     line.move_to_end(namespace)
                     _drop(line, key)

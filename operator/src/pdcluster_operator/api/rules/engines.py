@@ -79,7 +79,8 @@ def numbered_image_errors(cluster: Cluster) -> Iterator[FieldError]:
     for role in Role:
         engine = resolve_engine(cluster, role)
         cache, shape = engine.last("--mm-processor-cache-gb"), engine_shape(cluster, engine)
-        if cache and not cache.value.strip("0.") and not shape.prefix_caching:
+        is_off = cache and not cache.value.strip("0.") and not shape.prefix_caching
+        if cache and is_off and engine.last("--language-model-only") is None:
             yield FieldError(
                 flag_path(cluster, role, cache.name),
                 shown(" ".join(cache.words)),

@@ -119,7 +119,7 @@ def flag_path(cluster: Cluster, role: Role, name: str) -> str:
     return f"{place}.extraArgs"
 
 
-# Flags that change the KV of a prompt. Those of speculation change the KV of a draft model only.
+# Flags that change the KV of a prompt. Draft models are compared by ``EngineShape.draft``.
 MODEL_FLAGS = (
     "--model", "--revision", "--hf-overrides", "--quantization", "--rope-scaling", "--rope-theta",
     "--hf-config-path", "--lora-modules",
@@ -132,7 +132,7 @@ DRAFTS_WITH_KV = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark")
 READ_FLAGS = frozenset({
     *MODEL_FLAGS, *CONTEXT_FLAGS, *DRAFT_FLAGS, "--attention-backend", "--block-size", "--dtype",
     "--enable-prefix-caching", "--enforce-eager", "--kv-cache-dtype", "--max-model-len",
-    "--mm-processor-cache-gb",
+    "--mm-processor-cache-gb", "--language-model-only",
 })  # fmt: skip
 # Flags that only a model with Mamba layers has a use for.
 HYBRID_FLAGS = ("--mamba-", "--enable-mamba-")

@@ -224,6 +224,8 @@ def pairing_key(cluster: Cluster) -> str:
             "memory": shape.memory,
             "attention_backend": engine.attention_backend,
             "flags": sorted(flag.words for flag in engine.flags if flag.head in MODEL_FLAGS),
+            # Engines of before have no entry, and those without a draft model keep their key.
+            **({"draft": shape.draft} if shape.draft else {}),
         }
     return short_hash(document)
 

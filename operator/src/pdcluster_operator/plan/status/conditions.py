@@ -165,8 +165,7 @@ def path_verified(
         if (pair.canary.age_seconds or 0) > interval + CANARY_STANDS_SECONDS
     ]
     seen = f"KV was seen to move over {counted(len(pairs), 'link')}"
-    passed = yes(StatusReason.CANARY_PASSED, seen)
-    return unknown(StatusReason.CANARY_PENDING, old[0]) if old else passed
+    return yes(StatusReason.CANARY_PASSED, joined(seen, old[0]) if old else seen)
 
 
 def transport_healthy(pairs: Sequence[PairView], transfer: Transfer) -> Verdict:
