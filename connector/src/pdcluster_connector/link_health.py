@@ -112,7 +112,7 @@ class LinkKeeper:
     async def _once(self, session: aiohttp.ClientSession) -> Failure:
         """Establish the link and hold it; return why it could not be, or was lost."""
         address = self.entry.address(self._data_rank)
-        health = await self._peers.asking(
+        health = await self._peers.silence.asking(
             address,
             handshake.ask_health(session, self.entry.engine, *address, HEALTH_SECONDS, self._tls),
         )

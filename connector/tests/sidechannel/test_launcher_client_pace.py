@@ -118,6 +118,10 @@ class NoPeers:
     def skew(self, _: object) -> None:
         """No clock is known."""
 
+    @property
+    def silence(self) -> NoPeers:
+        return self
+
     async def asking(self, _: object, question: Awaitable[Any]) -> Any:
         return await question
 

@@ -71,6 +71,10 @@ class Peer:
         answer = late if ready > deadline() else self.handshake or metadata
         asyncio.get_running_loop().call_at(min(ready, deadline()), done, answer)
 
+    @property
+    def silence(self) -> Peer:
+        return self
+
     async def asking(self, address: tuple[str, int], question: Awaitable[Any]) -> Any:
         self.noted.append(address)
         return await question

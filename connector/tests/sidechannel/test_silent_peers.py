@@ -14,9 +14,10 @@ import virtual_time
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.sidechannel import peers
+from pdcluster_connector.sidechannel import peers, silence
 from pdcluster_connector.sidechannel.handshake import TryAgain
-from pdcluster_connector.sidechannel.peers import ANSWER_SECONDS, SILENT_SECONDS, PeerBook
+from pdcluster_connector.sidechannel.peers import ANSWER_SECONDS, PeerBook
+from pdcluster_connector.sidechannel.silence import SILENT_SECONDS
 
 ADDRESS = ("10.0.0.1", 5600)
 METADATA = m.EngineMetadata(3, PREFILL, SHAPE, shards_of(PREFILL))
@@ -85,7 +86,8 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
 
         async def run() -> None:
             network = Network(book)
-            monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=now, time=now))
+            for module in (peers, silence):
+                monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=now, time=now))
             monkeypatch.setattr(peers.handshake, "shake_hands", network.shake_hands)
             monkeypatch.setattr(peers.handshake, "ask_health", network.ask_health)
             monkeypatch.setattr(book, "_thread", Here())
@@ -154,7 +156,7 @@ def test_a_peer_that_answers_again_is_used_again_at_once(play: Play) -> None:
         await asyncio.sleep(ANSWER_SECONDS)
         assert [outcome for _, outcome in waits] == [METADATA]
         assert network.connect() == [(now(), METADATA)]
-        assert network.book.silence(*ADDRESS) == 0.0
+        assert network.book.silence.seconds(ADDRESS) == 0.0
         network.answers.clear()
         await asyncio.sleep(20.0)
         assert len(network.silences) == 2, "each silence is said"
@@ -184,14 +186,16 @@ def test_what_is_asked_beside_the_book_counts_too(play: Play) -> None:
     """A link that was never established is asked for by its keeper alone."""
 
     async def story(network: Network) -> None:
-        await network.book.asking(ADDRESS, answers(TryAgain("no answer in time", silent=True)))
+        await network.book.silence.asking(
+            ADDRESS, answers(TryAgain("no answer in time", silent=True))
+        )
         await asyncio.sleep(30.0)
         late = network.connect()
         await asyncio.sleep(2.0)
         failed_within_two_seconds(late, 30.0)
         waits = network.connect()
         await asyncio.sleep(1.0)
-        await network.book.asking(ADDRESS, answers(m.HealthReply(PREFILL, "prefill", 1)))
+        await network.book.silence.asking(ADDRESS, answers(m.HealthReply(PREFILL, "prefill", 1)))
         await asyncio.sleep(4.0)
         assert waits == [], "the handshake may take its time with a peer that answers"
 
@@ -229,7 +233,7 @@ def test_many_that_come_in_a_silence_ask_once_and_go_on_with_the_answer(
         network.answers.set()
         network.connect()
         await asyncio.sleep(0.1)
-        await network.book.asking(ADDRESS, answers(TryAgain("", silent=True)))
+        await network.book.silence.asking(ADDRESS, answers(TryAgain("", silent=True)))
         network.answers.clear()
         await asyncio.sleep(6.0)
         asked, network.asked = network.asked, 0
@@ -247,9 +251,9 @@ def test_a_question_that_is_given_up_is_no_silence(play: Play) -> None:
     async def story(network: Network) -> None:
         never: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(network.book.asking(ADDRESS, never), 1.0)
+            await asyncio.wait_for(network.book.silence.asking(ADDRESS, never), 1.0)
         await asyncio.sleep(10.0)
-        assert network.book.silence(*ADDRESS) == 0.0
+        assert network.book.silence.seconds(ADDRESS) == 0.0
 
     play(story)
 
@@ -293,11 +297,13 @@ def test_a_silent_peer_that_is_gone_after_all_ends_what_waits(play: Play) -> Non
 def test_questions_of_engines_that_are_long_gone_are_forgotten(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "MAX_PEERS", 10)
+    monkeypatch.setattr(silence, "MOST_ADDRESSES", 10)
 
     async def story(network: Network) -> None:
         for number in range(1000):
-            await network.book.asking(("10.0.1.1", number), answers(TryAgain("", silent=True)))
-        assert len(network.book._asked_at) <= 10
+            await network.book.silence.asking(
+                ("10.0.1.1", number), answers(TryAgain("", silent=True))
+            )
+        assert len(network.book.silence._asked_at) <= 10
 
     play(story)

@@ -34,7 +34,11 @@ class FakePeers:
         self.causes: list[Failure] = []
         self.silent = False
 
-    def is_silent(self, host: str, port: int) -> bool:
+    @property
+    def silence(self) -> FakePeers:
+        return self
+
+    def is_long(self, _: tuple[str, int]) -> bool:
         return self.silent
 
     def connect(

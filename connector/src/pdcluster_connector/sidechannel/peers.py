@@ -17,9 +17,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import aiohttp
 
@@ -30,13 +29,12 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata, HealthReply
 from pdcluster_connector.sidechannel import handshake
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
+from pdcluster_connector.sidechannel.silence import Address, Silence
 
 logger = logging.getLogger(__name__)
 
 Done = Callable[[EngineMetadata | Failure], None]
 OnGone = Callable[[str, Failure], None]
-T = TypeVar("T")
-Address = tuple[str, int]
 
 POLL_SECONDS = 1.0
 # Of the other ranks. No connection is kept between two questions: servers close it after 15 s.
@@ -44,7 +42,6 @@ RARE_POLL_SECONDS = (16.0, 24.0)
 # A peer is silent after two questions without an answer, three seconds in all. One is not enough:
 # it also times out if this loop itself was held up.
 HEALTH_SECONDS = (2.0, 1.0)
-SILENT_SECONDS = 5.0  # whoever asks after a longer silence does not wait for the lease's end
 ANSWER_SECONDS = 1.5  # but for as long as this
 FORGET_SECONDS = 300.0  # no lease stands so long; a deleted pod's address answers never again
 REFUSED_SECONDS = 1.0  # for so long a connection is tried that is refused
@@ -140,6 +137,7 @@ class PeerBook:
         self, engine_id: str, shape: EngineShape, rank: tuple[int, int], tls: Tls | None = None
     ) -> None:
         self.on_gone: OnGone | None = None
+        self.silence = Silence()
         self._me = handshake.introduction(engine_id, shape)
         self._tls = tls
         self._asks_often = rank == FIRST_RANK
@@ -147,7 +145,6 @@ class PeerBook:
         self._peers: dict[str, KnownPeer] = {}
         self._listeners: list[OnGone] = []
         self._silence_listeners: list[OnGone] = []
-        self._asked_at: dict[Address, float] = {}  # of questions that are not answered yet
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -210,26 +207,6 @@ class PeerBook:
         if silence:
             self._silence_listeners.append(on_gone)
 
-    async def asking(self, address: Address, question: Awaitable[T]) -> T:
-        """Await a question to ``address``, and note whether it is answered. Thread-safe."""
-        if len(self._asked_at) >= MAX_PEERS:  # of engines that are long gone
-            self._asked_at.clear()
-        asked = time.monotonic()
-        is_first = self._asked_at.setdefault(address, asked) == asked
-        is_answered = is_first  # a question that is given up says nothing
-        try:
-            outcome = await question
-            is_answered = not (isinstance(outcome, handshake.TryAgain) and outcome.silent)
-        finally:
-            if is_answered:
-                self._asked_at.pop(address, None)
-        return outcome
-
-    def silence(self, host: str, port: int) -> float:
-        """Return for how many seconds questions to an address have had no answer. Thread-safe."""
-        since = self._asked_at.get((host, port))
-        return 0.0 if since is None else time.monotonic() - since
-
     # From here on: the loop's thread only.
 
     def _connect(
@@ -243,15 +220,15 @@ class PeerBook:
                 waiter.answer(Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message))
                 return
             peer = self._peers[engine_id] = KnownPeer(engine_id, host, port)
-        is_silent = self.is_silent(host, port)
+        is_silent = self.silence.is_long((host, port))
         if peer.metadata is not None and not is_silent:
             waiter.answer(peer.metadata)
             return
         peer.host, peer.port = host, port
-        if is_silent and self.is_silent(host, port, since):
+        if is_silent and self.silence.is_long((host, port), since):
             soon, lease_end = time.monotonic() + ANSWER_SECONDS, waiter.deadline
             waiter.deadline = lambda: (
-                min(soon, lease_end()) if self.is_silent(host, port) else lease_end()
+                min(soon, lease_end()) if self.silence.is_long((host, port)) else lease_end()
             )
             if peer.question is None or peer.question.done():
                 peer.question = loop.create_task(self._ask_now(peer))
@@ -272,15 +249,6 @@ class PeerBook:
             where = f"{peer.host}:{peer.port}"
             self._gone(peer, handshake.restarted(peer.engine_id, reply.engine_id, where))
 
-    def is_silent(self, host: str, port: int, since: float | None = None) -> bool:
-        """Whether nothing new is begun with a peer before it answers. Thread-safe.
-
-        ``since``: when what asks began; it is not new if it began before the peer was silent.
-        """
-        asked = self._asked_at.get((host, port))
-        begun = time.monotonic() if since is None else since
-        return asked is not None and begun - asked >= SILENT_SECONDS
-
     def _wait(self, peer: KnownPeer, waiter: Waiter) -> None:
         wait = max(0.0, waiter.deadline() - time.monotonic())
         waiter.timer = self._thread.loop.call_later(wait, self._too_late, peer, waiter)
@@ -299,7 +267,7 @@ class PeerBook:
     async def _shake_hands(self, peer: KnownPeer) -> None:
         pause = FIRST_RETRY_SECONDS
         while peer.waiters:
-            outcome = await self.asking(
+            outcome = await self.silence.asking(
                 peer.address,
                 handshake.shake_hands(
                     self._http(), self._me, peer.engine_id, peer.host, peer.port, self._tls
@@ -331,7 +299,7 @@ class PeerBook:
 
     def _may_live(self, peer: KnownPeer, outcome: handshake.TryAgain) -> bool:
         """Whether a peer is only silent, and not for too long."""
-        is_long = self.silence(peer.host, peer.port) >= FORGET_SECONDS and not peer.waiters
+        is_long = self.silence.seconds(peer.address) >= FORGET_SECONDS and not peer.waiters
         return outcome.silent and not is_long
 
     async def _why_gone(self, peer: KnownPeer) -> Failure:
@@ -367,7 +335,7 @@ class PeerBook:
         self, peer: KnownPeer, seconds: float
     ) -> HealthReply | Failure | handshake.TryAgain:
         asked = time.time()
-        reply = await self.asking(
+        reply = await self.silence.asking(
             peer.address,
             handshake.ask_health(
                 self._http(), peer.engine_id, peer.host, peer.port, seconds, self._tls
@@ -415,8 +383,8 @@ class PeerBook:
                 f"{peer.host}:{peer.port} has not answered yet"
             )
             message = f"no handshake before the deadline; last: {last.message}"
-            if self.is_silent(peer.host, peer.port):
-                seconds = self.silence(peer.host, peer.port)
+            if self.silence.is_long(peer.address):
+                seconds = self.silence.seconds(peer.address)
                 message = f"no answer for {seconds:.0f} s; last: {last.message}"
             waiter.answer(Failure(last.reason, message))
             if not peer.waiters and peer.metadata is None and peer.task is not None:

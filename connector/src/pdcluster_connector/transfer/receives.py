@@ -209,7 +209,7 @@ class Receives:
                 return
             connection = self.connections.by_engine.get(job.request.ticket.engine_id)
             ticket = job.request.ticket
-            silent = self.connections.peers.is_silent(ticket.host, ticket.port)
+            silent = self.connections.peers.silence.is_long((ticket.host, ticket.port))
             if connection is None or connection.broken is not None or self._draining or silent:
                 self.connections.shake_hands(job)
             elif connection.waiting is not None:
