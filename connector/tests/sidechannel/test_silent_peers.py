@@ -73,6 +73,14 @@ class Network:
         )
         return told
 
+    async def met_and_silent(self, met: float, silent: float) -> None:
+        """Meet the peer, which answers for so many seconds, and then nothing for so many."""
+        self.answers.set()
+        self.connect()
+        await asyncio.sleep(met)
+        self.answers.clear()
+        await asyncio.sleep(silent)
+
 
 Play = Callable[[Callable[[Network], Awaitable[None]]], None]
 
@@ -116,11 +124,7 @@ def failed_within_two_seconds(told: list[Told], since: float) -> str:
 
 def test_who_comes_after_five_seconds_of_silence_waits_no_more_than_two(play: Play) -> None:
     async def story(network: Network) -> None:
-        network.answers.set()
-        network.connect()
-        await asyncio.sleep(10.0)
-        network.answers.clear()
-        await asyncio.sleep(4.0)
+        await network.met_and_silent(10.0, 4.0)
         assert network.connect() == [(14.0, METADATA)], "a short silence is nothing"
         await asyncio.sleep(6.0)
         late = network.connect()
@@ -144,11 +148,7 @@ def test_who_comes_after_five_seconds_of_silence_waits_no_more_than_two(play: Pl
 
 def test_a_peer_that_answers_again_is_used_again_at_once(play: Play) -> None:
     async def story(network: Network) -> None:
-        network.answers.set()
-        network.connect()
-        await asyncio.sleep(1.5)
-        network.answers.clear()
-        await asyncio.sleep(20.0)
+        await network.met_and_silent(1.5, 20.0)
         waits = network.connect()
         await asyncio.sleep(1.0)
         assert waits == []
@@ -206,11 +206,7 @@ def test_what_began_before_the_silence_is_not_new(play: Play) -> None:
     """Its reads begin again, because the agent was rebuilt for another's fault."""
 
     async def story(network: Network) -> None:
-        network.answers.set()
-        network.connect()
-        await asyncio.sleep(9.0)
-        network.answers.clear()
-        await asyncio.sleep(11.0)
+        await network.met_and_silent(9.0, 11.0)
         waits, new = network.connect(since=8.0), network.connect()
         await asyncio.sleep(9.0)
         assert waits == []
@@ -278,11 +274,7 @@ def test_a_refused_connection_is_the_end_at_once(play: Play) -> None:
 
 def test_a_silent_peer_that_is_gone_after_all_ends_what_waits(play: Play) -> None:
     async def story(network: Network) -> None:
-        network.answers.set()
-        network.connect()
-        await asyncio.sleep(1.5)
-        network.answers.clear()
-        await asyncio.sleep(20.0)
+        await network.met_and_silent(1.5, 20.0)
         waits = network.connect()
         network.refuses = True
         await asyncio.sleep(6.0)

@@ -42,7 +42,7 @@ RARE_POLL_SECONDS = (16.0, 24.0)
 # A peer is silent after two questions without an answer, three seconds in all. One is not enough:
 # it also times out if this loop itself was held up.
 HEALTH_SECONDS = (2.0, 1.0)
-ANSWER_SECONDS = 1.5  # but for as long as this
+ANSWER_SECONDS = 1.5  # so long waits who comes after SILENT_SECONDS of silence (silence.py)
 FORGET_SECONDS = 300.0  # no lease stands so long; a deleted pod's address answers never again
 REFUSED_SECONDS = 1.0  # for so long a connection is tried that is refused
 FIRST_RETRY_SECONDS = 0.05
@@ -104,6 +104,10 @@ class KnownPeer:
     def address(self) -> Address:
         """Where its side channel listens."""
         return self.host, self.port
+
+    def replaced_by(self, engine_id: str) -> Failure:
+        """Return the failure of a peer in whose place another incarnation answers."""
+        return handshake.restarted(self.engine_id, engine_id, f"{self.host}:{self.port}")
 
     def answer_all(self, outcome: EngineMetadata | Failure) -> None:
         """Pass on to every waiter how the handshake ended."""
@@ -220,12 +224,11 @@ class PeerBook:
                 waiter.answer(Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message))
                 return
             peer = self._peers[engine_id] = KnownPeer(engine_id, host, port)
-        is_silent = self.silence.is_long((host, port))
-        if peer.metadata is not None and not is_silent:
+        if peer.metadata is not None and not self.silence.is_long((host, port)):
             waiter.answer(peer.metadata)
             return
         peer.host, peer.port = host, port
-        if is_silent and self.silence.is_long((host, port), since):
+        if self.silence.is_long((host, port), since):
             soon, lease_end = time.monotonic() + ANSWER_SECONDS, waiter.deadline
             waiter.deadline = lambda: (
                 min(soon, lease_end()) if self.silence.is_long((host, port)) else lease_end()
@@ -246,8 +249,7 @@ class PeerBook:
             peer.answer_all(peer.metadata)
         elif peer.task is not None:
             peer.task.cancel()
-            where = f"{peer.host}:{peer.port}"
-            self._gone(peer, handshake.restarted(peer.engine_id, reply.engine_id, where))
+            self._gone(peer, peer.replaced_by(reply.engine_id))
 
     def _wait(self, peer: KnownPeer, waiter: Waiter) -> None:
         wait = max(0.0, waiter.deadline() - time.monotonic())
@@ -261,8 +263,8 @@ class PeerBook:
                 self._gone(peer, await self._why_gone(peer))
         finally:
             peer.task = None
-            if peer.metadata is None and self._peers.get(peer.engine_id) is peer:
-                del self._peers[peer.engine_id]
+            if peer.metadata is None:
+                self._drop(peer)
 
     async def _shake_hands(self, peer: KnownPeer) -> None:
         pause = FIRST_RETRY_SECONDS
@@ -325,9 +327,7 @@ class PeerBook:
             if isinstance(reply, Failure):
                 return reply
             if reply.engine_id != peer.engine_id:
-                return handshake.restarted(
-                    peer.engine_id, reply.engine_id, f"{peer.host}:{peer.port}"
-                )
+                return peer.replaced_by(reply.engine_id)
             if peer.metadata is not None:  # to those that came while it was silent
                 peer.answer_all(peer.metadata)
 

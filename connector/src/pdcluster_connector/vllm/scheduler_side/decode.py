@@ -326,7 +326,8 @@ class DecodeRole:
             if incoming is not None:
                 known = incoming.receipt
                 incoming.receipt = receipt if known is None else known + receipt
-                if receipt.reason and request_id in self._requests.keys() - finished:
+                is_live = request_id in self._requests and request_id not in finished
+                if receipt.reason and is_live:
                     self._abandoned.append(request_id)  # the other ranks would wait for nothing
         for request_id in finished:
             incoming = self._requests.get(request_id) or self._aborted.get(request_id)
