@@ -167,7 +167,7 @@ def test_a_probe_lasts_as_long_as_it_may_and_no_longer(bench: Bench) -> None:
     assert not probed.done()
     bench.pass_time(0.25)
     assert probed.done()
-    assert bench.peers.forgotten == ["p/1"]
+    assert bench.connections.by_engine["p/1"].stalled == probed.result(0).failure
 
 
 def test_the_agent_is_renewed_for_the_check_that_has_hung_the_longest() -> None:

@@ -236,7 +236,7 @@ def test_a_link_that_carries_nothing_for_a_while_is_named_and_heals(tcp: int) ->
     assert failure is not None
     assert failure.reason is Reason.TRANSFER_STALLED
     assert rig.engine in failure.message
-    eventually(lambda: rig.decode.receiver._connections.by_engine.get(rig.engine) is None)
+    eventually(lambda: rig.decode.receiver._connections.by_engine[rig.engine].stalled is None)
     rig.works("healed")
     assert rig.decode.receiver.probe(metadata).result(timeout=120).failure is None
     rig.end()

@@ -31,7 +31,6 @@ class FakePeers:
         self.held: list[tuple[str, Callable[[EngineMetadata | Failure], None]]] = []
         self.asked: list[str] = []
         self.forgotten: list[str] = []
-        self.causes: list[Failure] = []
         self.silent = False
 
     @property
@@ -60,7 +59,6 @@ class FakePeers:
 
     def forget(self, engine_id: str, failure: Failure) -> None:
         self.forgotten.append(engine_id)
-        self.causes.append(failure)
 
     def release(self) -> None:
         self.hold, held, self.held = False, self.held, []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 from transfer_rig import FakePeers, Prefill
 
@@ -31,17 +32,20 @@ class Bench:
         self,
         options: ReceiverOptions | None = None,
         device: Callable[[Fabric], ProbeMemory] | None = None,
+        peers: Any = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.now = 1000.0
         self.fabric = Fabric()
         self._probe_memory = device(self.fabric) if device else HostMemory()
-        self.peers = FakePeers()
+        self.peers = peers or FakePeers()
         self.cache = LabelledCache(**CACHE)
+        self.prefills: list[Prefill] = []  # their memory may be read until the end
         self.hanging: set[str] = set()
         self.fabric.behave = self._behave
         self.receives = Receives(
             options or ReceiverOptions(drain_deadline_seconds=1e6),
-            lambda: self.now,
+            clock or (lambda: self.now),
             lambda receives: Connections(
                 receives,
                 self.cache.shard,
@@ -65,6 +69,7 @@ class Bench:
     def prefill(self, engine_id: str) -> Prefill:
         made = Prefill(self.fabric, engine_id, probe_memory=self._probe_memory, **CACHE)
         self.peers.table[engine_id] = made.metadata
+        self.prefills.append(made)
         return made
 
     def send(self, prefill: Prefill, blocks: int = 1) -> str:

@@ -79,6 +79,7 @@ class Connections:
         self._answer = answer
         self._agent: ReadingAgent | None = None
         self.by_engine: dict[str, Connection] = {}
+        self._stalled: dict[str, tuple[Failure | None, float]] = {}  # over the last agent
         self.probing = Probing(self, receives.options, receives.clock, probe_memory)
         self._synchronize = probe_memory.synchronize
         self.fence_words = FenceWords()
@@ -123,6 +124,8 @@ class Connections:
         plan = peer_plan.plan_peer(self._shard, [shard.shard for shard in metadata.shards])
         connection = self.agent.open(metadata, plan)
         connection.notice = peer_plan.cost_notice(plan, metadata.shape.layout)
+        stalled = self._stalled.pop(metadata.engine_id, (None, 0.0))
+        connection.stalled, connection.stalled_at = stalled
         if connection.notice:
             logger.warning("%s: %s", metadata.engine_id, connection.notice)
         self.by_engine[metadata.engine_id] = connection
@@ -133,6 +136,9 @@ class Connections:
         """Start nothing new over ``connection``; it closes when its last transfer has ended."""
         if connection.broken is None or failure.reason not in SILENT:
             connection.broken = failure
+        if failure.reason is not Reason.BACKEND_ERROR:  # a warm-up may never end
+            for job in connection.waiting or ():
+                self._receives.dispatch(job, Failed(failure))
         self.settle(connection)
 
     def settle(self, connection: Connection) -> None:
@@ -149,6 +155,9 @@ class Connections:
         self._warmed(connection, failure)
 
     def _warm_up_done(self, connection: Connection, result: ProbeResult) -> None:
+        if result.failure is not None and result.failure is connection.stalled:
+            self.probing.not_warmed(connection.engine_id, result.failure)
+            return  # those that wait go on waiting: silence proves nothing
         failure = connection.broken or result.failure
         if failure is not None:
             self.break_off(connection, failure)
@@ -197,6 +206,7 @@ class Connections:
             connection for connection in self.by_engine.values() if connection.waiting is not None
         ]
         connections, self.by_engine = self.by_engine, {}
+        self._stalled = {name: (c.stalled, c.stalled_at) for name, c in connections.items()}
         for connection in connections.values():
             connection.broken = connection.broken or failure
             connection.sources.clear()

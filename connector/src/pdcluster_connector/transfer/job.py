@@ -28,7 +28,7 @@ from pdcluster_connector.plan.request_descriptors import plan_request
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.lease import CLEARED
 from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.transfer.receive import Receive, State
+from pdcluster_connector.transfer.receive import Event, Failed, Receive, Signal, State
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +131,13 @@ class Job:
         """When the next ``TICK`` of its machine is due, in seconds of the receiver's clock."""
         connecting = self.machine.state is State.HANDSHAKE
         return self.machine.next_tick + (HANDSHAKE_GRACE_SECONDS if connecting else 0.0)
+
+    @property
+    def tick(self) -> Event:
+        """Return the event at :attr:`due`: what it waits for may be why it has waited so long."""
+        stalled = self.connection and self.connection.stalled
+        connecting = self.machine.state is State.HANDSHAKE
+        return Failed(stalled) if connecting and stalled else Signal.TICK
 
     def begin(self) -> None:
         """Forget what was planned over an agent that is destroyed."""

@@ -37,10 +37,11 @@ REMEDY = (
 class ProbeRun:
     """Reads ``size`` bytes of each source's probe region, one source after the other.
 
-    ``done`` is called exactly once, ``seconds`` after the first read at the latest. While KV lands
-    from the same source, the probe may be queued behind it, so the seconds count from the last KV.
-    While KV is under way and does not land, they are at least BEHIND_KV_SECONDS. The run goes on
-    until none of its transfers can write any more. Only then is its slot free.
+    ``done`` is called when it has ended. If a read does not land within ``seconds``, the connection
+    is *stalled* until it lands, and ``done`` is called with that, too: it may still land. While KV
+    lands from the same source, the probe may be queued behind it, so the seconds count from the
+    last KV. While KV is under way and does not land, they are at least BEHIND_KV_SECONDS. The run
+    goes on until none of its transfers can write any more. Only then is its slot free.
 
     A ``check`` is a run over a connection in use. It leaves out sources from which KV has landed
     within the last RECENT_SECONDS.
@@ -58,7 +59,8 @@ class ProbeRun:
     ) -> None:
         self.connection = connection
         self.check = check
-        self.reported = False
+        self.reported = False  # that it has ended or is late
+        self.over = False
         self._seconds = probing.options.check_seconds if check else probing.options.probe_seconds
         self._clock = probing.clock
         self.deadline = self._clock() + self._seconds
@@ -92,6 +94,8 @@ class ProbeRun:
             return True
         if not self.reported:
             self._watch_the_time()
+        elif self._reading is not None and self._reading.moved_at > self.deadline:
+            self.connection.stalled = None
         return True
 
     def _watch_the_time(self) -> None:
@@ -107,14 +111,22 @@ class ProbeRun:
                 f"a read from {self.connection.engine_id} (rank {self._reading.rank}) did not"
                 f" land in time: the KV transport is cut or stuck. {REMEDY}"
             )
-            self.report(Failure(Reason.TRANSFER_STALLED, message))
+            logger.warning("%s", message)
+            stalled = self.connection.stalled = Failure(Reason.TRANSFER_STALLED, message)
+            self.connection.stalled_at = self._clock()
+            self._pass_on(stalled)
 
     def report(self, failure: Failure | None) -> None:
-        """Pass the result on. Later calls do nothing."""
-        if not self.reported:
-            self.reported = True
-            read = self._read_bytes, self._read_seconds
-            self._done(self.connection, ProbeResult(failure, *read, self.connection.notice))
+        """Pass on how it has ended. Later calls do nothing."""
+        if not self.over:
+            self.over = True
+            self.connection.stalled = None
+            self._pass_on(failure)
+
+    def _pass_on(self, failure: Failure | None) -> None:
+        self.reported = True
+        read = self._read_bytes, self._read_seconds
+        self._done(self.connection, ProbeResult(failure, *read, self.connection.notice))
 
     def _run(self) -> Iterator[None]:
         if self._slot is None:
@@ -137,7 +149,7 @@ class ProbeRun:
                 self.report(Failure(Reason.BACKEND_ERROR, f"reading {source.peer}: {error}"))
             while flying:  # only the end of the agent ends the run
                 yield
-            if self.reported:  # it failed or took too long
+            if self.over:  # it failed
                 return
         self.report(None)
 
@@ -216,7 +228,7 @@ class Probing:
 
     @property
     def hanging_since(self) -> float | None:
-        """Return the earliest deadline of the runs that have failed and whose reads still run."""
+        """Return the earliest deadline of the runs that failed or are late and still run."""
         return min((run.deadline for run in self.runs if run.reported), default=None)
 
     def warm_up(
@@ -257,8 +269,9 @@ class Probing:
             return
         try:
             connection = self._connections.open(metadata)
-            if connection.broken is not None or connection.waiting is not None:
-                answer(future, ProbeResult(connection.broken))
+            failure = connection.broken or connection.stalled
+            if failure is not None or connection.waiting is not None:
+                answer(future, ProbeResult(failure))
             else:
                 self._start(
                     connection, serving_agent.WARM_UP_BYTES, self._answering(future), check=True
@@ -294,7 +307,7 @@ class Probing:
                 run.report(failure)
             elif run.check:
                 run.report(failure if final else None)  # unknown; the next check shows it
-            run.reported = True
+            run.over = True
         self._probe = None
         for slots in self.scratch.values():
             slots.reset()
@@ -316,13 +329,14 @@ class Probing:
             runs = len(self.runs)
             try:
                 connection = self._connections.open(metadata)
-                if connection.waiting is not None and connection.broken is None:
+                failure = connection.broken or connection.stalled
+                if connection.waiting is not None and failure is None:
                     if len(self.runs) > runs:
                         return True
                     continue
                 del self.waiting[future]
-                if connection.broken is not None:
-                    answer(future, ProbeResult(connection.broken))
+                if failure is not None:
+                    answer(future, ProbeResult(failure))
                 else:
                     run = self._start(
                         connection, serving_agent.PROBE_BYTES, self._answering(future)
@@ -338,8 +352,8 @@ class Probing:
         """Return what answers ``future``. A connection that has failed is not used any more."""
 
         def done(connection: Connection, result: ProbeResult) -> None:
-            failure = result.failure
-            if failure is not None and failure is not NO_ROOM and connection.broken is None:
+            failure, says_nothing = result.failure, result.failure in {NO_ROOM, connection.stalled}
+            if failure is not None and not says_nothing and connection.broken is None:
                 self._connections.probe_failed(connection, failure)
             answer(future, result)
 
@@ -364,5 +378,5 @@ def _no_probe(message: str) -> ProbeResult:
 
 def answer(future: Future[ProbeResult], result: ProbeResult) -> None:
     """Answer who asked, unless nobody waits any more."""
-    if future.set_running_or_notify_cancel():
+    if not future.done() and future.set_running_or_notify_cancel():
         future.set_result(result)

@@ -39,6 +39,7 @@ from pdcluster_connector.transfer.receive import (
     Failed,
     Receive,
     Signal,
+    State,
 )
 from pdcluster_connector.transfer.transfers import Transfers
 
@@ -136,7 +137,7 @@ class Receives:
             return
         for job in list(self.jobs.values()):
             if job.due <= now:
-                self.dispatch(job, Signal.TICK)
+                self.dispatch(job, job.tick)
         self.due = min((job.due for job in self.jobs.values()), default=inf)
 
     def turn(self) -> bool:
@@ -209,6 +210,10 @@ class Receives:
                 return
             connection = self.connections.by_engine.get(job.request.ticket.engine_id)
             ticket = job.request.ticket
+            stalled = connection and connection.stalled
+            if stalled and job.machine.entered[State.HANDSHAKE] >= connection.stalled_at:
+                self.dispatch(job, Failed(stalled))
+                return
             silent = self.connections.peers.silence.is_long((ticket.host, ticket.port))
             if connection is None or connection.broken is not None or self._draining or silent:
                 self.connections.shake_hands(job)
