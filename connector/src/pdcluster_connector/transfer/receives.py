@@ -210,9 +210,9 @@ class Receives:
                 return
             connection = self.connections.by_engine.get(job.request.ticket.engine_id)
             ticket = job.request.ticket
-            stalled = connection and connection.stalled
-            if stalled and job.machine.entered[State.HANDSHAKE] >= connection.stalled_at:
-                self.dispatch(job, Failed(stalled))
+            began = job.machine.entered[State.HANDSHAKE]
+            if connection and connection.stalled and began >= connection.stalled_at:
+                self.dispatch(job, Failed(connection.stalled))
                 return
             silent = self.connections.peers.silence.is_long((ticket.host, ticket.port))
             if connection is None or connection.broken is not None or self._draining or silent:
