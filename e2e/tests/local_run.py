@@ -259,7 +259,8 @@ class LocalRun:
             yield
         finally:
             for process in processes:
-                process.resume()
+                with contextlib.suppress(psutil.NoSuchProcess):  # killed meanwhile
+                    process.resume()
 
     def engine_id(self, role: str) -> str:
         return str(json.loads(self.get(role, LAUNCHER_PORT, "/readyz"))["engine_id"])

@@ -121,7 +121,7 @@ def test_the_handshake_refuses_what_admission_could_not_see(
             return bool(run.failed_links(HANDSHAKE_RULE))
 
         run.wait(f"link refused as {HANDSHAKE_RULE}", refused)
-        for role in ("decode", "router"):
+        for role in ("prefill", "decode"):
             run.wait_pod(role)
         status = run.status()
         [link] = status["failedLinks"]
@@ -139,14 +139,13 @@ def test_the_handshake_refuses_what_admission_could_not_see(
         )
         assert condition(status, "Ready")["status"] == "False"
         assert "True" not in seen
-        statuses: list[int] = []
-
-        def failed() -> bool:
-            """Whether decode answered. Until the router has found both engines, it refuses."""
-            prompt = "A prompt of several blocks, as both compute it. " * 2
-            statuses.append(run.complete(prompt).status)
-            return statuses[-1] == 500
-
-        run.wait("error of decode", failed, 120)
-        assert 200 not in statuses
+        prompt = "A prompt of several blocks, as both compute it. " * 2
+        asked = {"do_remote_decode": True}
+        fetch = run.complete(prompt, role="prefill", tokens=1, kv_transfer_params=asked).document
+        params = {"kv_transfer_params": fetch["kv_transfer_params"]}
+        reply = run.complete(prompt, role="decode", **params)
+        assert reply.status == 503
+        assert HANDSHAKE_RULE in reply.document["error"]["message"]
+        router = run.pods("router")[0]["status"]["conditions"]
+        assert ("Ready", "True") not in [(one["type"], one["status"]) for one in router]
         assert run.complete("x", role="decode").status == 200, "the engine lives"

@@ -109,6 +109,7 @@ def launch(
         cgroup: Path | None = None,
         bundle: Path | None = None,
         files: int = 0,
+        policy: str = "fail",
         **environment: str,
     ) -> Launched:
         folder = tmp_path / f"launcher-{len(started)}"
@@ -117,7 +118,7 @@ def launch(
         port, api, side = port or free_port(), free_port(), free_port()
         kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
         own = {"side_channel_port": side, "ticket_key_file": KEY_FILE}
-        extra = {"kv_connector_extra_config": own}
+        extra = {"kv_connector_extra_config": own, "kv_load_failure_policy": policy}
         config = json.dumps({**CONFIG, "kv_role": kv_role, **extra})
         arguments = vllm or (str(model), "--host", "127.0.0.1", "--port", str(api))
         command = [

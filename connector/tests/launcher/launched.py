@@ -21,11 +21,13 @@ CONFIG = {
 }
 
 
-def http(url: str, body: Any = None, method: str = "GET") -> tuple[int, Any]:
+def http(url: str, body: Any = None, method: str = "GET", token: str = "") -> tuple[int, Any]:
     """(status, JSON or text); 0 where nothing listens."""
     data = None if body is None else json.dumps(body).encode()
-    json_body = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, data=data, method=method, headers=json_body)
+    headers = {"Content-Type": "application/json"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    request = urllib.request.Request(url, data=data, method=method, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             status, text = answer.status, answer.read()

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pdcluster_connector.launcher import inside_vllm
-from pdcluster_connector.launcher.arguments import ArgumentError, EngineCommand, engine_command
+from pdcluster_connector.launcher.arguments import (
+    KV_FAILURES,
+    KV_ROLE,
+    ArgumentError,
+    EngineCommand,
+    engine_command,
+)
 from pdcluster_connector.protocol.engine_id import new_engine_id
 
 CONFIG = json.dumps({"kv_connector": "PDClusterConnector", "kv_role": "kv_producer"})
@@ -44,6 +50,18 @@ def test_engine_id_is_written_and_nothing_else_changes(form):
     added = ("--middleware", inside_vllm.DOOR, "--middleware", inside_vllm.PLAIN_REQUEST_IDS)
     assert command.arguments[-6:] == ("--seed", "3", *added)
     assert len(command.arguments) == 9 + len(form)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("policy", ["fail", "recompute", None])
+def test_what_a_failed_transfer_costs_is_read(role, policy):
+    config = {"kv_role": KV_ROLE[role]}
+    if policy is not None:
+        config["kv_load_failure_policy"] = policy
+    words = ["m", "--kv-transfer-config", json.dumps(config)]
+    command = engine_command(words, engine_id="a/b", role=role)
+    assert command.recomputes is (policy == "recompute")
+    assert (KV_FAILURES in command.arguments) is (role == "decode")
 
 
 @pytest.mark.parametrize(("port", "ranks"), [(65535, 2), (61441, 4096), (0, 1), (65536, 1)])

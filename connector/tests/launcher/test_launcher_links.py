@@ -79,6 +79,29 @@ def test_state_of_all_mixtures(states):
         assert row.report.state is (UP if states == [UP] * 4 else WAIT)
 
 
+@given(st.lists(st.sampled_from([UP, DOWN, WAIT, None]), max_size=3))
+def test_no_link_works_only_if_each_is_known_to_have_failed(states):
+    """An engine without peers, or whose links are still made, stays with the routers."""
+    peers = [msgspec.structs.replace(P0, engine=f"ns.c.prefill.r.{n}") for n in range(len(states))]
+    links = table(*peers, shards=(1, 1))
+    found = [
+        link(state, peer, reason="PeerRestarted")
+        for peer, state in zip(peers, states, strict=True)
+        if state is not None
+    ]
+    links.add(RankReport((0, 0), (1, 1), tuple(found)), 0.0)
+    none_works = bool(states) and set(states) == {DOWN}
+    assert links.why_none_works(0.0) == ("PeerRestarted" if none_works else "")
+    assert links.why_none_works(REPORT_LIFETIME + 1) == "", "what is not known is no failure"
+
+
+def test_one_failed_rank_of_tensor_parallelism_fails_every_request():
+    links = table(P0)
+    links.add(RankReport((0, 0), (1, 2), (link(UP),)), 0.0)
+    links.add(RankReport((0, 1), (1, 2), (link(DOWN, reason="BackendError"),)), 0.0)
+    assert links.why_none_works(0.0) == "BackendError"
+
+
 # Data-parallel engines: P2 is one of two ranks, each with a side channel.
 
 P2 = PeerEntry(P0.engine, "10.0.0.1:5600", P0.engine_id, data_parallel_size=2)
@@ -123,6 +146,16 @@ def test_the_failure_of_one_of_several_ranks_names_it_and_only_the_end_that_has_
     (row,) = links.rows(0.0)
     assert row.report.message == "prefill's data-parallel rank 1: connection refused"
     assert (row.report.reason, row.report.shards) == ("SideChannelUnreachable", "1/2")
+
+
+def test_a_link_between_data_parallel_engines_works_while_a_part_of_it_does():
+    links = LinkTable((1, 1), 2)
+    links.set_peers(PeersDocument(1, (P2,), "llama", 60))
+    told(links, 0, {0: UP, 1: DOWN}, reason="PeerRestarted")
+    told(links, 1, {0: DOWN, 1: DOWN}, reason="PeerRestarted")
+    assert links.why_none_works(0.0) == ""
+    told(links, 0, {0: DOWN, 1: DOWN}, reason="PeerRestarted")
+    assert links.why_none_works(0.0) == "PeerRestarted"
 
 
 def test_ranks_of_two_incarnations_are_not_established():

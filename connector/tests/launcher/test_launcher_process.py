@@ -14,8 +14,11 @@ import pytest
 from launched import HERE, http, wait_for
 
 import pdcluster_connector
+from pdcluster_connector.launcher import inside_vllm
 
 pytestmark = pytest.mark.process
+
+PEER = {"engine": "default.tiny.prefill.r1.1", "side_channel": "127.0.0.1:5600"}
 
 
 def alive(pid: int) -> bool:
@@ -256,6 +259,40 @@ def test_drain_on_request_keeps_the_engine(launch, work):
 
 
 # Before the start.
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_routers_leave_out_a_decode_engine_whose_links_have_failed(launch, policy):
+    """It stays ready, so nobody restarts it, and comes back without a request."""
+    engine = launch(role="decode", policy=policy)
+    engine.ready()
+    environment = engine.told()["environment"]
+    left_out = Path(f"{environment[inside_vllm.DOOR_VARIABLE]}-no-link")
+    token = environment["PDCLUSTER_CONTROL_TOKEN"]
+    peers = {"generation": 1, "peers": [PEER], "model": "m", "canary_interval_seconds": 3600}
+    assert http(f"{engine.url}/v1/peers", peers, "PUT")[0] == 204
+
+    def report(state: str) -> None:
+        link = {"engine": PEER["engine"], "engine_id": f"{PEER['engine']}/aa", "state": state}
+        body = {"rank": [0, 0], "of": [1, 1], "links": [{**link, "reason": "PeerRestarted"}]}
+        assert http(f"{engine.url}/v1/reports", body, "POST", token)[0] == 204
+
+    time.sleep(1.5)
+    assert not left_out.exists(), "a link that is still made is no failure"
+    report("Failed")
+    if policy == "recompute":
+        time.sleep(2.5)
+        assert not left_out.exists(), "it serves without prefill, too"
+        return
+    wait_for(left_out.exists, 10)
+    assert engine.ready()["ready"]
+    report("Established")
+    wait_for(lambda: not left_out.exists(), 10)
+    report("Failed")
+    wait_for(left_out.exists, 10)
+    engine.process.send_signal(signal.SIGTERM)
+    engine.end()
+    assert not left_out.exists(), "nothing is left behind"
 
 
 def test_every_obstacle_is_named_at_once(launch, tmp_path):

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pdcluster_connector.launcher import inside_vllm
-from pdcluster_connector.launcher.arguments import engine_command
+from pdcluster_connector.launcher.arguments import KV_FAILURES, engine_command
 from pdcluster_connector.launcher.inside_vllm import PLAIN_REQUEST_IDS, PlainRequestIds, plain
+from pdcluster_connector.vllm.client_errors import KVFailures
 
 UUID = str(uuid.UUID(int=0x1234 << 100))
 HEX = uuid.UUID(int=0x1234 << 100).hex
@@ -74,11 +75,17 @@ def test_an_engine_has_the_middleware_unless_names_are_shown(shown):
     words = ["m", "--middleware", "mine.Own", "--kv-transfer-config", json.dumps(config)]
     command = engine_command(words, engine_id="a/b", role="decode")
     given = [w for n, w in enumerate(command.arguments) if command.arguments[n - 1] == words[1]]
-    assert given == ["mine.Own", inside_vllm.DOOR, *([] if shown is True else [PLAIN_REQUEST_IDS])]
+    always = ["mine.Own", inside_vllm.DOOR, KV_FAILURES]
+    assert given == [*always, *([] if shown is True else [PLAIN_REQUEST_IDS])]
 
 
 @pytest.mark.parametrize(
-    ("flag", "found"), [(PLAIN_REQUEST_IDS, PlainRequestIds), (inside_vllm.DOOR, inside_vllm.Door)]
+    ("flag", "found"),
+    [
+        (PLAIN_REQUEST_IDS, PlainRequestIds),
+        (inside_vllm.DOOR, inside_vllm.Door),
+        (KV_FAILURES, KVFailures),
+    ],
 )
 def test_vllm_finds_the_class_where_the_flag_points(flag, found):
     module, _, name = flag.rpartition(".")

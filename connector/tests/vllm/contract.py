@@ -148,6 +148,7 @@ class ContractEngine:
             )
         self.params: dict[str, Any] = {}
         self.finished: dict[str, str] = {}
+        self.headers: dict[str, Any] = {}
         self.tokens: dict[str, int] = {}
         self.stats: list[dict[str, Any]] = []
         self._tokens = itertools.count(1000)
@@ -213,6 +214,7 @@ class ContractEngine:
                 if output.finished:
                     self.finished[output.request_id] = str(output.finish_reason)
                     self.params[output.request_id] = output.kv_transfer_params
+                    self.headers[output.request_id] = output.trace_headers
             stats = client.scheduler_stats and client.scheduler_stats.kv_connector_stats
             if stats and self.offloads:
                 stats = stats.get("PDClusterConnector")

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from contract import ContractEngine, closing_engines, prompt
 
-from pdcluster_connector.protocol.kv_path import KEY_PARAMETER, key_of
+from pdcluster_connector.protocol.kv_path import FAILURE_HEADER, KEY_PARAMETER, key_of
 
 pytestmark = pytest.mark.vllm
 
@@ -58,3 +58,12 @@ def test_names_are_shown_where_the_spec_says_so(engines: Any) -> None:
     both = pair(engines, shown=True)
     named = path(both, 0)
     assert (named["prefill"], named["decode"]) == tuple(one.engine_id for one in both)
+
+
+def test_the_client_of_a_failed_request_learns_the_reason_and_no_name(engines: Any) -> None:
+    prefill, decode = pair(engines, shown=False)
+    decode.add("r", prompt(40), prefill.prefill("r", prompt(40)))
+    decode.run(lambda: "r" in decode.parked())
+    decode.land("r", reason="PeerRestarted")
+    decode.run(lambda: "r" in decode.finished)
+    assert decode.headers["r"] == {FAILURE_HEADER: "KV was not received: PeerRestarted (request r)"}

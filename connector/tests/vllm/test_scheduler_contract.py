@@ -19,6 +19,7 @@ from vllm.v1.request import RequestStatus
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.kv_path import FAILURE_HEADER
 from pdcluster_connector.protocol.ticket import Ticket, encode, ticket_of
 from pdcluster_connector.sidechannel.ticket_key_file import ROTATION_SECONDS, parse_keys
 from ticket_key import KEYS
@@ -247,8 +248,12 @@ def test_a_failed_receive_follows_the_policy(engines: Any, policy: str, bad_rank
     if policy == "fail":
         assert decode.finished["d0"] == "error"
         assert decode.tokens["d0"] == 0
+        why = decode.headers["d0"][FAILURE_HEADER]
+        link = f"from {prefill.engine_id} to {decode.engine_id}"
+        assert why == f"KV was not received: BackendError, {link} (request d0)"
     else:
         assert decode.tokens["d0"] == 3
+        assert decode.headers["d0"] is None
         path = decode.params["d0"]["kv_path"]
         assert (path["outcome"], path["reason"]) == ("failed", "BackendError")
     decode.run(lambda: not decode.scheduler.requests)

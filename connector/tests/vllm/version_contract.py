@@ -59,11 +59,15 @@ READS = {
     ("vllm.v1.request", "Request"): (
         "request_id", "prompt_token_ids", "prompt_embeds", "mm_features", "lora_request",
         "num_tokens", "num_prompt_tokens", "num_computed_tokens", "status", "kv_transfer_params",
-        "skip_reading_prefix_cache", "num_output_tokens",
+        "skip_reading_prefix_cache", "num_output_tokens", "trace_headers",
     ),
     ("vllm.v1.request", "RequestStatus"): (
-        "FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED", "RUNNING",
+        "FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED", "FINISHED_ABORTED", "FINISHED_ERROR",
+        "RUNNING",
     ),
+    ("vllm.v1.engine", "EngineCoreOutput"): ("request_id", "trace_headers"),
+    ("vllm.v1.engine.output_processor", "OutputProcessor"): ("process_outputs",),
+    ("vllm.entrypoints.generate.base.serving", "GenerateBaseServing"): ("_raise_if_error",),
     ("vllm.v1.outputs", "KVConnectorOutput"): (
         "finished_recving", "failed_recving", "kv_connector_worker_meta",
     ),

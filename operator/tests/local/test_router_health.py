@@ -79,18 +79,19 @@ def engine() -> Iterator[Engine]:
 
 
 @contextmanager
-def router(folder: Path, prefill: Engine, decode: Engine) -> Iterator[int]:
+def router(folder: Path, prefill: Engine, *decodes: Engine) -> Iterator[int]:
     """Start the router with the arguments of its pods; yields its port."""
     manifest = tiny(folder)
     cluster = parse_cluster({**manifest, "metadata": {"name": "c", "namespace": "n"}}).cluster
     assert cluster is not None
-    names = {role: EngineName("n", "c", role, "r", 0) for role in Role}
-    template = bound(build_router_template(cluster, "key", "digest"), names.values())
+    engines = {EngineName("n", "c", Role.PREFILL, "r", 0): prefill} | {
+        EngineName("n", "c", Role.DECODE, "r", number): one for number, one in enumerate(decodes)
+    }
+    template = bound(build_router_template(cluster, "key", "digest"), engines)
     (container,) = template["spec"]["containers"]
     port, metrics = free_port(), free_port()
     here = {
-        names[Role.PREFILL].api_url: prefill.url,
-        names[Role.DECODE].api_url: decode.url,
+        **{name.api_url: one.url for name, one in engines.items()},
         "0.0.0.0": "127.0.0.1",
         str(ROUTER_PORT): str(port),
         str(ROUTER_METRICS_PORT): str(metrics),
@@ -140,3 +141,16 @@ def test_three_failed_checks_leave_an_engine_out_and_one_good_check_takes_it_bac
         until("router that is ready again", lambda: 200 in decode.passed, 60, seen)
         assert decode.passed[:2] == [503, 200]
         assert ask(port, "POST", "/v1/completions") == 200
+
+
+def test_an_engine_that_is_left_out_keeps_no_router_from_starting(tmp_path: Path) -> None:
+    """A decode engine without a working link says so to routers that start, too."""
+    with engine() as prefill, engine() as decode, engine() as left_out:
+        left_out.ill = True
+        with router(tmp_path, prefill, decode, left_out) as port:
+
+            def answered() -> bool:
+                return {ask(port, "POST", "/v1/completions") for _ in range(6)} == {200}
+
+            until("ready router", lambda: ask(port, "GET", "/readiness") == 200, 60, str)
+            until("requests that are answered", answered, 60, str)

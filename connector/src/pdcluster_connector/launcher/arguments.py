@@ -16,6 +16,7 @@ from pdcluster_connector.plan.topology import node_of_data_rank
 from pdcluster_connector.protocol.launcher_documents import MAX_SIDE_CHANNELS
 
 CONNECTOR_FLAG: Final = "--kv-transfer-config"
+KV_FAILURES: Final = "pdcluster_connector.vllm.client_errors.KVFailures"
 KV_ROLE: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 _SHORT: Final = {
@@ -52,6 +53,7 @@ class EngineCommand:
         max_tokens: ``--max-model-len``, or None where the model's config decides.
         load_format: ``--load-format``.
         tls: files of this engine's certificate; None without TLS.
+        recomputes: whether vLLM computes a prompt whose KV did not come.
     """
 
     arguments: tuple[str, ...]
@@ -70,6 +72,7 @@ class EngineCommand:
     max_tokens: int | None
     load_format: str
     tls: TlsFiles | None
+    recomputes: bool
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
@@ -107,6 +110,8 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
     if not isinstance(extra, dict):
         raise ArgumentError(f"{CONNECTOR_FLAG}: kv_connector_extra_config must be a JSON object")
     words += ["--middleware", inside_vllm.DOOR]
+    if role == "decode":
+        words += ["--middleware", KV_FAILURES]
     if extra.get("show_internal_names") is not True:
         words += ["--middleware", inside_vllm.PLAIN_REQUEST_IDS]
     if flags.get("--node-rank", "0") != "0" and "--headless" not in flags:
@@ -137,6 +142,7 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
         max_tokens=int(length) if length.isdecimal() else None,
         load_format=flags.get("--load-format", "auto"),
         tls=_tls(extra),
+        recomputes=config.get("kv_load_failure_policy") == "recompute",
     )
 
 

@@ -1,9 +1,12 @@
-"""What the launcher puts into vLLM's processes, beside ``vllm_shim.py`` and ``vllm/api_guard.py``.
+"""What the launcher puts into vLLM's processes, beside ``vllm_shim.py`` and what is in ``vllm/``.
 
 **The door.** Routers of the operator forget an engine before it ends. A router of the user's may
 send requests for as long as it likes, and the engine would wait for all of them. So the launcher
 closes the door of an engine that drains, and an ASGI middleware in vLLM's API server answers new
 requests with 503. vLLM may run several API servers, so a file says that the door is closed.
+
+Routers ask for ``/health``. A decode engine that needs prefill and has no link that works answers
+them with 503. The kubelet and the launcher get vLLM's own answer, because the engine is well.
 
 **Request ids.** vllm-router sends ``X-Request-Id:
 ___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_UUID``, and vLLM copies it into the ``id`` of its
@@ -40,6 +43,13 @@ _CLOSED: Final = (
     b'{"error":{"message":"this engine is told to end and takes no new requests; send the request '
     b'to another engine","type":"ServiceUnavailable","param":null,"code":503}}'
 )
+_NO_LINK: Final = "-no-link"
+_LEFT_OUT: Final = (
+    b'{"error":{"message":"no link to a prefill engine works; the status of the cluster says why",'
+    b'"type":"ServiceUnavailable","param":null,"code":503}}'
+)
+LAUNCHER_AGENT: Final = "pdcluster-launcher"
+_NOT_ROUTERS: Final = (LAUNCHER_AGENT.encode(), b"kube-probe/")
 
 
 class DoorFile:
@@ -47,10 +57,12 @@ class DoorFile:
 
     Attributes:
         path: where the file will be. It does not exist before the door is closed.
+        no_link: where another one is while routers have to leave the engine out.
     """
 
     def __init__(self) -> None:
         self.path = Path(tempfile.gettempdir(), f"pdcluster-door-{secrets.token_hex(8)}")
+        self.no_link = Path(f"{self.path}{_NO_LINK}")
 
     def close(self) -> None:
         """Close the door for good. Without a place to write to, the engine goes on as before."""
@@ -61,13 +73,22 @@ class DoorFile:
         except OSError as error:
             say(f"new requests cannot be turned away: {self.path}: {error.strerror}")
 
+    def leave_out(self, why: str) -> None:
+        """Have routers leave the engine out, or, for no reason, take it back."""
+        if bool(why) == self.no_link.exists():
+            return
+        with contextlib.suppress(OSError):  # routers then go on as before
+            self.no_link.touch() if why else self.no_link.unlink()
+            say(f"routers leave this engine out: no link works ({why})" if why else "a link works")
+
     def clean_up(self) -> None:
         """Leave no file behind."""
         self.path.unlink(missing_ok=True)
+        self.no_link.unlink(missing_ok=True)
 
 
 class Door:
-    """ASGI middleware: 503 for each new ``POST`` once the door is closed. All else passes."""
+    """ASGI middleware: answers 503 as its module says. All else passes."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -75,15 +96,22 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         """Handle one connection."""
-        if scope["type"] == "http" and scope["method"] == "POST" and self._closed():
+        if (refusal := self._refusal(scope)) is not None:
             headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
             await send({"type": "http.response.start", "status": 503, "headers": headers})
-            await send({"type": "http.response.body", "body": _CLOSED})
+            await send({"type": "http.response.body", "body": refusal})
         else:
             await self._app(scope, receive, send)
 
-    def _closed(self) -> bool:
-        return bool(self._file) and Path(self._file).exists()
+    def _refusal(self, scope: Scope) -> bytes | None:
+        if not self._file or scope["type"] != "http":
+            return None
+        if scope["method"] == "POST":
+            return _CLOSED if Path(self._file).exists() else None
+        if not scope["path"].endswith("/health") or not Path(f"{self._file}{_NO_LINK}").exists():
+            return None
+        agents = [value for name, value in scope["headers"] if name == b"user-agent"]
+        return None if any(agent.startswith(_NOT_ROUTERS) for agent in agents) else _LEFT_OUT
 
 
 PLAIN_REQUEST_IDS: Final = f"{__name__}.PlainRequestIds"

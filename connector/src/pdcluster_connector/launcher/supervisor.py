@@ -186,11 +186,22 @@ class Supervisor:
                 self._spawn(
                     canaries.keep_running(self._links, session, lambda: self._readiness.ready)
                 )
+                if not self._command.recomputes:
+                    self._spawn(self._watch_links())
             if self._prompts is not None:
                 self._spawn(keep_counting(self._api, self._readiness, self._prompts))
         else:
             await self._follow(session)
         return await self._engine.wait()
+
+    async def _watch_links(self) -> None:
+        """Have routers leave the engine out while none of its links works.
+
+        Links are made and probed without requests, so it comes back by itself.
+        """
+        while True:
+            self._door.leave_out(self._links.why_none_works(time.monotonic()))
+            await asyncio.sleep(_SERVING_POLL)
 
     def _start_engine(self, command: EngineCommand, control: str, token: str) -> None:
         arguments = [sys.executable, "-m", self._options.runner, *command.arguments]

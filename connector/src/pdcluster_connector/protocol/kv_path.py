@@ -1,4 +1,4 @@
-"""Who learns which engines took part in a request: ``kv_path`` in an answer's parameters.
+"""What a client learns of its request's KV: ``kv_path`` in an answer's parameters, or a failure.
 
 Engine ids name the Kubernetes namespace, the cluster and the engine. A client gets them only if the
 manifest allows it. The launcher's canary always gets them. The launcher imports this module, so it
@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 KEY_PARAMETER: Final = "kv_path_key"
+FAILURE_HEADER: Final = "pdcluster-kv-failure"
+"""Under it, vLLM's output of a failed request carries :func:`failure` to the API server."""
 _NAMES: Final = ("prefill", "decode", "message")
 
 
@@ -35,3 +37,10 @@ def has_key(params: Mapping[str, Any] | None, key: str) -> bool:
 def without_names(path: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``kv_path`` without engine ids, and without the message, which may hold addresses."""
     return {name: part for name, part in path.items() if name not in _NAMES}
+
+
+def failure(path: Mapping[str, Any], request_id: str) -> str:
+    """Return what the client of a failed request reads. Decode's log has the same id."""
+    link = f", from {path['prefill']} to {path['decode']}" if "decode" in path else ""
+    message = f": {path['message']}" if path.get("message") else ""
+    return f"KV was not received: {path['reason']}{link}{message} (request {request_id})"

@@ -21,6 +21,7 @@ import msgspec
 
 from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.launcher.engine.readiness import Readiness
+from pdcluster_connector.launcher.inside_vllm import LAUNCHER_AGENT
 from pdcluster_connector.protocol import api_key
 
 _SAMPLE: Final = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)")
@@ -123,7 +124,7 @@ class EngineApi:
 
     async def health(self, seconds: float = 2.0) -> None:
         """Return if ``/health`` answers 200; raises ApiError or ApiUnreachableError."""
-        await self._call("GET", "/health", None, seconds)
+        await self._call("GET", "/health", None, seconds, {"User-Agent": LAUNCHER_AGENT})
 
     async def work(self, seconds: float = 5.0) -> Work:
         """Ask what the engine still has to do; raises ApiError or ApiUnreachableError."""

@@ -204,7 +204,7 @@ class Canaries:
                 asked = {**request, "kv_transfer_params": {**given, KEY_PARAMETER: self.names_key}}
                 second = await self.decode.complete(asked, seconds, ranks[1])
         except ApiError as error:
-            # vLLM ends a request whose KV cannot be loaded with a bare 500.
+            # A request whose KV did not come ends with 503 and the reason, or with a bare 500.
             failed = error.status == 500 or any(reason in str(error) for reason in Reason)
             return _failed(str(error), shown=given is not None and failed)
         except (ApiUnreachableError, TimeoutError) as error:

@@ -112,6 +112,17 @@ class LinkTable:
         """One row for each peer, in the operator's order."""
         return [self._row(peer, now) for peer in self.peers.peers]
 
+    def why_none_works(self, now: float) -> str:
+        """Return why no link brings KV; empty if one does or may, or if there is no peer."""
+        reason = ""
+        for peer, report in ((row.peer, row.report) for row in self.rows(now)):
+            # Some data-parallel ranks may have failed, and others still bring KV.
+            partly = self.data * peer.data_parallel_size > 1 and not report.shards.startswith("0/")
+            if report.state is not LinkState.FAILED or partly:
+                return ""
+            reason = reason or report.reason
+        return reason
+
     def _row(self, peer: PeerEntry, now: float) -> LinkRow:
         pairs = [(worker, theirs) for worker in self._workers() for theirs in peer.data_ranks]
         fresh: dict[tuple[Worker, int], RankLink] = {}

@@ -20,9 +20,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.pairing import GroupBlocks
+from pdcluster_connector.protocol import kv_path
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.kv_path import has_key, without_names
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome
 from pdcluster_connector.protocol.ticket import Ticket, TicketKeys, passed_on, ticket_of
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
@@ -53,6 +53,7 @@ class Incoming:
     ``computed``: tokens of it in this engine's prefix cache when vLLM last asked.
     ``held``: the ticket's lease is renewed, and released when the request no longer needs it.
     ``repeated``: what the answer repeats of the request.
+    ``headers``: of the output of a request that has failed: its client reads the cause in them.
     """
 
     ticket: Ticket | None
@@ -69,6 +70,7 @@ class Incoming:
     receipt: Receipt | None = None
     outcome: str = "local"
     named: bool = False
+    headers: dict[str, str] | None = None
 
     def park(
         self,
@@ -154,7 +156,7 @@ class DecodeRole:
         """Judge a new request's ticket."""
         params = request.kv_transfer_params
         incoming = self._judge(request)
-        incoming.named = self._show_names or has_key(params, self._key)
+        incoming.named = self._show_names or kv_path.has_key(params, self._key)
         incoming.repeated = passed_on(params)
         self._requests[request.request_id] = incoming
         self.local.arrived(request)
@@ -345,6 +347,9 @@ class DecodeRole:
         elif failed:  # the report that says why was lost, or comes later
             incoming.reason = Reason.BACKEND_ERROR
         self._settle(request_id, incoming)
+        if failed and incoming.headers is not None:
+            failure = kv_path.failure(self._shown(incoming), request_id)
+            incoming.headers[kv_path.FAILURE_HEADER] = failure
         if incoming.counted:
             return
         incoming.counted = True
@@ -360,11 +365,19 @@ class DecodeRole:
             # vLLM also ends a request here whose transfer failed; one that its client left is not
             # counted.
             incoming.counted = request.status is RequestStatus.FINISHED_ABORTED
+            if request.status is RequestStatus.FINISHED_ERROR:
+                # vLLM drops what this returns, but the output gets these headers, by reference.
+                # `_end_receive` comes in the same step and writes the cause into them.
+                incoming.headers = dict(request.trace_headers or {})
+                request.trace_headers = incoming.headers
         self.forget(request.request_id)
         if incoming is None or incoming.stage is Stage.PARKED:
             return None
+        return {"kv_path": self._shown(incoming), **incoming.repeated}
+
+    def _shown(self, incoming: Incoming) -> dict[str, Any]:
         path = incoming.path(self._engine_id)
-        return {"kv_path": path if incoming.named else without_names(path), **incoming.repeated}
+        return path if incoming.named else kv_path.without_names(path)
 
     def forget(self, request_id: str) -> None:
         """Drop a request; if it is parked, only when all ranks are through with it."""
