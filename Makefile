@@ -17,8 +17,7 @@ REAL = nixl or engine or vllm or local or helm or cluster
 PURE = not ($(REAL)) and not soak
 # More workers than cores: a third of these tests wait for processes that they started.
 WORKERS = 8
-PYTEST = -m pytest -n
-PURELY = $(PY) $(PYTEST) $(WORKERS) --dist worksteal -m "$(PURE)"
+PURELY = $(PY) dev/forked_workers.py $(WORKERS) -m "$(PURE)"
 # Tests whose number of drawn examples the profile `soak` of conftest.py multiplies.
 DRAWN = operator/tests/plan/test_op_properties.py connector/tests/protocol connector/tests/plan/test_slices.py
 # By file: a module's engines serve all of its tests. A tiny engine computes on one thread.
@@ -75,8 +74,6 @@ soak: $(if $(KUBECONFIG),,cluster-programs) ## what is slow and rare, in none of
 	$(PY) -m pytest e2e -m "soak and (cluster or local)" --durations=10
 
 fast: PURE += and not process
-# Importing the product takes each worker a CPU second: half of what it needs before its first test.
-fast: PYTEST = dev/forked_workers.py
 # No pure test needs the certificates of this machine: each HTTP client would read them for 20 ms.
 fast: export SSL_CERT_FILE = /dev/null
 fast: export PDCLUSTER_EXAMPLES ?= fast

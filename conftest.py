@@ -7,13 +7,12 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from itertools import chain, combinations
 from pathlib import Path
 
 import pytest
 from _pytest.mark.expression import Expression
-from _pytest.runner import runtestprotocol
 from hypothesis import settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
@@ -33,15 +32,6 @@ settings.load_profile(os.environ.get("PDCLUSTER_EXAMPLES", "pdcluster"))
 # https://github.com/python/cpython/issues/106905
 if sys.version_info < (3, 12):
     vars(traceback)["_extract_caret_anchors_from_line_segment"] = lambda _: None
-
-# Most of what these tests take is a wait: for deadlines, or for processes that they start.
-DEADLINES = ("connector/tests/sidechannel/", "connector/tests/transfer/")
-PROCESSES = (
-    "connector/tests/launcher/",
-    "connector/tests/testing/",
-    "operator/tests/cli/",
-    "operator/tests/local/",
-)
 
 NOT_RUN = "pdcluster/not_run"  # in pytest's cache: by make's process, the lines of its runs
 FILES_MARKS = re.compile(r"^pytestmark = (\[.*?^\]|.*?$)", re.MULTILINE | re.DOTALL)
@@ -64,55 +54,16 @@ def pytest_configure(config: pytest.Config) -> None:
     except ValueError as error:
         raise pytest.UsageError(f"PDCLUSTER_WITHOUT: {error}") from None
     gc.disable()
-    if worker := getattr(config, "workerinput", None):
-        # In a new checkout each file is compiled once: each worker begins with other files, and
-        # finds what the others have written by then.
-        places = [place for arg in config.args for place in _inside(arg)]
-        number = int(worker["workerid"].removeprefix("gw"))
-        first = len(places) * number // worker["workercount"]
-        config.args = places[first:] + places[:first]
 
 
 def pytest_collection_finish() -> None:
     """Let no garbage collection walk through what was imported and collected again.
 
-    It is not searched for garbage before: that costs each worker a quarter of a second.
+    It is not searched for garbage before: that costs a quarter of a second. Workers that are forked
+    later share its memory.
     """
     gc.freeze()
     gc.enable()
-
-
-@pytest.hookimpl(trylast=True)  # after tests were deselected
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let three of four workers begin with tests that wait, while the others keep the cores busy.
-
-    With `--dist worksteal`, each worker begins with one of as many equal parts of the list. Tests
-    with long deadlines stand side by side in few files, so they are dealt out one by one. Tests
-    of a file that share a process stay together.
-    """
-    workers = getattr(config, "workerinput", {}).get("workercount", 1)
-    if hasattr(config, "workerinput"):  # each began with other files, and all need one order
-        items.sort(key=lambda item: str(item.path))
-    deadlines = [item for item in items if item.nodeid.startswith(DEADLINES)]
-    processes = [item for item in items if item.nodeid.startswith(PROCESSES)]
-    computing = [item for item in items if not item.nodeid.startswith(DEADLINES + PROCESSES)]
-    waiting = max(1, workers * 3 // 4)
-
-    def parts(worker: int) -> Iterator[list[pytest.Item]]:
-        if worker < waiting:
-            yield deadlines[worker::waiting]
-            first, end = (len(processes) * number // waiting for number in (worker, worker + 1))
-            yield processes[first:end]
-
-    ordered: list[pytest.Item] = []
-    for worker in range(workers):
-        # As the scheduler deals them out: of what is left, each gets an equal part.
-        room = (len(items) - len(ordered)) // (workers - worker)
-        mine = [item for part in parts(worker) for item in part]
-        room = max(0, room - len(mine)) if worker < workers - 1 else len(computing)
-        ordered += mine + computing[:room]
-        del computing[:room]
-    items[:] = ordered
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -128,19 +79,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test that needs what this machine lacks."""
     if why := machine.reason(needs(item)):
         pytest.skip(why)
-
-
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Let a worker report of a test that passes that it passed: one message, and not five.
-
-    Of six thousand tests, the messages that nobody reads take five CPU seconds.
-    """
-    if not hasattr(item.config, "workerinput") or item.config.option.durations:
-        return None
-    for report in runtestprotocol(item, log=False, nextitem=nextitem):
-        if report.when == "call" or not report.passed:
-            item.ihook.pytest_runtest_logreport(report=report)
-    return True
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around all others: it prints last
@@ -170,14 +108,6 @@ def needs(item: pytest.Item) -> list[str]:
     """Return the features that a test needs. An engine of local mode has several processes."""
     named = [feature for mark in item.iter_markers("needs") for feature in mark.args]
     return [*named, "rings"] if item.get_closest_marker("local") else named
-
-
-def _inside(arg: str) -> list[str]:
-    """Return the folders and the test files in a folder; what is no folder stays as it is."""
-    if not Path(arg).is_dir():
-        return [arg]
-    inside = sorted(Path(arg).glob("[!._]*"))
-    return [str(path) for path in inside if path.is_dir() or path.match("test_*.py")]
 
 
 def _may_be_selected(expression: str, marks: set[str], ours: list[str]) -> bool:

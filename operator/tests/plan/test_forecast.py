@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from simulated_cluster import SimulatedCluster, manifest
+from simulated_cluster import SimulatedCluster, brought_up, manifest
 
 from pdcluster_connector.protocol.launcher_documents import CanaryState, LinkState
 from pdcluster_operator.api.object_names import (
@@ -39,9 +39,7 @@ GPUS = {"transfer": {"device": "CUDA"}, "engine": {"blockSize": 16}}
 
 
 def running(**spec: Any) -> SimulatedCluster:
-    world = SimulatedCluster(manifest(**spec))
-    world.bring_up()
-    return world
+    return brought_up(**spec)
 
 
 def seen(world: SimulatedCluster) -> Observed:

@@ -7,7 +7,7 @@ import re
 import pytest
 from hypothesis import given, settings, strategies as st
 from msgspec import UNSET, structs
-from simulated_cluster import SimulatedCluster, manifest
+from simulated_cluster import SimulatedCluster, brought_up, manifest
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.launcher_documents import (
@@ -21,9 +21,7 @@ from pdcluster_operator.plan.status.conditions import local_share
 
 def running(most: int | None = None, **roles):
     spec = {} if most is None else {"verification": {"maxLocalShare": most}}
-    world = SimulatedCluster(manifest(**spec, **roles))
-    world.bring_up()
-    return world
+    return brought_up(**spec, **roles)
 
 
 def judged(world: SimulatedCluster) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hypothesis import given, strategies as st
-from simulated_cluster import SimulatedCluster, manifest
+from simulated_cluster import SimulatedCluster, brought_up
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.plan.observed.pods import LOST_SECONDS
@@ -25,8 +25,7 @@ def later(world: SimulatedCluster) -> None:
 
 
 def test_a_pod_that_is_terminating_for_ever_does_not_block_its_role() -> None:
-    world = SimulatedCluster(manifest(prefill={"replicas": 2}))
-    world.bring_up()
+    world = brought_up(prefill={"replicas": 2})
     lost = world.leaders("prefill")[0]
     lose(world, lost.pod())
     world.step()
@@ -50,8 +49,7 @@ def test_a_pod_that_is_terminating_for_ever_does_not_block_its_role() -> None:
 
 
 def test_an_index_that_is_free_again_moves_no_engine() -> None:
-    world = SimulatedCluster(manifest(prefill={"replicas": 2}))
-    world.bring_up()
+    world = brought_up(prefill={"replicas": 2})
     lost = world.leaders("prefill")[0]
     lose(world, lost.pod())
     later(world)
@@ -65,8 +63,7 @@ def test_an_index_that_is_free_again_moves_no_engine() -> None:
 
 
 def test_a_lost_engine_of_another_revision_does_not_block_the_new_one() -> None:
-    world = SimulatedCluster(manifest(rollout={"type": "Recreate"}))
-    world.bring_up()
+    world = brought_up(rollout={"type": "Recreate"})
     old = world.leaders("decode")[0]
     world.edit(decode={"engine": {"maxModelLen": 128}})
     world.step()  # it is tried out
@@ -82,8 +79,7 @@ def test_a_lost_engine_of_another_revision_does_not_block_the_new_one() -> None:
 
 def test_no_engine_waits_for_a_router_that_is_lost() -> None:
     """A router that ends may still have streams. One whose node is gone has none."""
-    world = SimulatedCluster(manifest(decode={"replicas": 2}))
-    world.bring_up()
+    world = brought_up(decode={"replicas": 2})
     [deployment] = [child for (kind, _), child in world.children.items() if kind == "Deployment"]
     world.pods["a-router"] = {
         "apiVersion": "v1",
@@ -108,8 +104,7 @@ def test_no_engine_waits_for_a_router_that_is_lost() -> None:
 
 
 def test_one_lost_pod_of_several_takes_its_engine_with_it() -> None:
-    world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 4, "nodes": 2}}))
-    world.bring_up()
+    world = brought_up(prefill={"parallelism": {"tensor": 4, "nodes": 2}})
     lost = world.leaders("prefill")[0]
     lose(world, lost.pod(1))
     later(world)
@@ -138,8 +133,7 @@ def test_of_too_many_engines_those_with_the_highest_indexes_go() -> None:
 
 def test_a_lost_engine_of_another_revision_goes_although_no_new_one_runs_yet() -> None:
     """One that only stopped may be back in a moment. This one comes back nowhere."""
-    world = SimulatedCluster(manifest(rollout={"type": "Surge"}))
-    world.bring_up()
+    world = brought_up(rollout={"type": "Surge"})
     [old] = world.leaders("decode")
     world.edit(engine={"blockSize": 32})
     for _ in range(3):

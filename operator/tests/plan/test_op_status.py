@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 from msgspec import structs
-from simulated_cluster import START, SimulatedCluster, manifest
+from simulated_cluster import START, SimulatedCluster, brought_up, manifest
 from valid_specs import manifests
 
 from launcher_answers import decode_engine, decode_links
@@ -136,8 +136,8 @@ def test_trouble_is_an_event_whether_it_comes_in_a_start_or_later(world):
     assert [event.reason for event in world.step().events] == ["Ready"]
 
 
-def test_an_image_that_cannot_be_pulled(world):
-    world.bring_up()
+def test_an_image_that_cannot_be_pulled():
+    world = brought_up()
     waiting = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "nowhere/x:1"'}
     container(world, "prefill", {"waiting": waiting})
     world.step()
@@ -145,8 +145,8 @@ def test_an_image_that_cannot_be_pulled(world):
     is_(world, "Ready", "False", "ImageUnavailable")
 
 
-def test_a_pod_that_names_a_missing_secret(world):
-    world.bring_up()
+def test_a_pod_that_names_a_missing_secret():
+    world = brought_up()
     waiting = {"reason": "CreateContainerConfigError", "message": 'secret "hf" not found'}
     container(world, "decode", {"waiting": waiting})
     world.step()
@@ -201,8 +201,8 @@ def test_a_pod_with_a_scheduling_gate_of_somebody_else(world):
 
 
 @pytest.mark.parametrize("back_off", [False, True])
-def test_an_engine_that_dies_shows_its_last_words(world, back_off):
-    world.bring_up()
+def test_an_engine_that_dies_shows_its_last_words(back_off):
+    world = brought_up()
     end = {"terminated": {"exitCode": 137, "reason": "OOMKilled", "message": "out of memory\n"}}
     if back_off:
         container(world, "prefill", {"waiting": {"reason": "CrashLoopBackOff"}}, end)
@@ -213,9 +213,9 @@ def test_an_engine_that_dies_shows_its_last_words(world, back_off):
     is_(world, "Ready", "False", "EngineFailed", "out of memory")
 
 
-def test_a_container_that_somebody_else_put_in_the_pod_is_not_taken_for_the_engine(world):
+def test_a_container_that_somebody_else_put_in_the_pod_is_not_taken_for_the_engine():
     """A webhook may add a sidecar."""
-    world.bring_up()
+    world = brought_up()
     stuck = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
     for first in (True, False):
         name = world.leaders("decode")[0].pod()
@@ -232,8 +232,8 @@ def test_a_container_that_somebody_else_put_in_the_pod_is_not_taken_for_the_engi
     is_(world, "DecodeReady", "False", "ImageUnavailable", "no such image")
 
 
-def test_last_words_are_still_there_while_it_starts_again(world):
-    world.bring_up()
+def test_last_words_are_still_there_while_it_starts_again():
+    world = brought_up()
     end = {"terminated": {"exitCode": 1, "message": "no such model"}}
     container(world, "prefill", {"running": {}}, end)
     del world.engines[world.leaders("prefill")[0].logical]
@@ -258,8 +258,8 @@ def test_last_words_are_still_there_while_it_starts_again(world):
         ("Draining", "waiting for 1 request", "Draining: waiting for 1 request"),
     ],
 )
-def test_a_start_after_a_death_says_so(world, state, message, words):
-    world.bring_up()
+def test_a_start_after_a_death_says_so(state, message, words):
+    world = brought_up()
     end = {"terminated": {"exitCode": 1, "message": "no such model"}}
     container(world, "prefill", {"running": {}}, end)
     logical = world.leaders("prefill")[0].logical
@@ -281,8 +281,8 @@ def test_a_start_after_a_death_says_so(world, state, message, words):
         ("out of memory: the kernel killed X; do this", "died: out of memory: the kernel killed X"),
     ],
 )
-def test_the_kubelets_word_on_memory_comes_first(world, said, words):
-    world.bring_up()
+def test_the_kubelets_word_on_memory_comes_first(said, words):
+    world = brought_up()
     end = {"terminated": {"exitCode": 137, "reason": "OOMKilled", "message": said}}
     container(world, "decode", {"waiting": {"reason": "CrashLoopBackOff"}}, end)
     world.step()
@@ -301,8 +301,8 @@ def test_the_kubelets_word_on_memory_comes_first(world, said, words):
         ("SomethingNewer", "Starting"),
     ],
 )
-def test_what_the_launcher_says_while_not_ready(world, state, reason):
-    world.bring_up()
+def test_what_the_launcher_says_while_not_ready(state, reason):
+    world = brought_up()
     logical = world.leaders("decode")[0].logical
     world.engines[logical] = structs.replace(
         world.engines[logical], ready=False, state=state, message="because"
@@ -311,16 +311,16 @@ def test_what_the_launcher_says_while_not_ready(world, state, reason):
     is_(world, "DecodeReady", "False", reason, "because")
 
 
-def test_a_pod_that_is_being_deleted_drains(world):
-    world.bring_up()
+def test_a_pod_that_is_being_deleted_drains():
+    world = brought_up()
     pod = world.pods[world.leaders("decode")[0].pod()]
     pod["metadata"]["deletionTimestamp"] = timestamp(world.now + 30)
     world.step()
     is_(world, "DecodeReady", "False", "Draining")
 
 
-def test_an_operator_that_reaches_no_pod_says_unknown_and_changes_nothing(world):
-    world.bring_up()
+def test_an_operator_that_reaches_no_pod_says_unknown_and_changes_nothing():
+    world = brought_up()
     world.engines.clear()
     world.links.clear()
     plan = world.step()
@@ -334,8 +334,7 @@ def test_an_operator_that_reaches_no_pod_says_unknown_and_changes_nothing(world)
 
 
 def test_a_follower_that_is_not_ready_keeps_its_engine_from_being_ready():
-    world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 2, "nodes": 2}}))
-    world.bring_up()
+    world = brought_up(prefill={"parallelism": {"tensor": 2, "nodes": 2}})
     is_(world, "Ready", "True", "Ready")
     name = world.leaders("prefill")[0].pod(1)
     world.pods[name]["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
@@ -347,8 +346,7 @@ def test_a_follower_that_is_not_ready_keeps_its_engine_from_being_ready():
 
 
 def test_of_several_followers_the_first_that_is_not_ready_is_named():
-    world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 3, "nodes": 3}}))
-    world.bring_up()
+    world = brought_up(prefill={"parallelism": {"tensor": 3, "nodes": 3}})
     engine = world.leaders("prefill")[0]
     world.pods = dict(reversed(world.pods.items()))
     for node in (2, 1):
@@ -361,8 +359,7 @@ def test_of_several_followers_the_first_that_is_not_ready_is_named():
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_of_several_pods_the_first_says_how_the_engine_ended_before(answers):
-    world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 2, "nodes": 2}}))
-    world.bring_up()
+    world = brought_up(prefill={"parallelism": {"tensor": 2, "nodes": 2}})
     engine = world.leaders("prefill")[0]
     for node, code in ((0, 137), (1, 3)):
         ended = {"terminated": {"exitCode": code, "reason": "Error"}}
@@ -380,8 +377,7 @@ def test_of_several_pods_the_first_says_how_the_engine_ended_before(answers):
 
 
 def test_an_engine_whose_first_pod_is_missing_lacks_a_pod_however_many_others_it_has():
-    world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 2, "nodes": 2}}))
-    world.bring_up()
+    world = brought_up(prefill={"parallelism": {"tensor": 2, "nodes": 2}})
     engine = world.leaders("prefill")[0]
     stray = copy.deepcopy(world.pods[engine.pod(1)])
     stray["metadata"]["name"] = engine.pod(2)  # left over from more nodes
@@ -391,8 +387,8 @@ def test_an_engine_whose_first_pod_is_missing_lacks_a_pod_however_many_others_it
     is_(world, "PrefillReady", "False", "PodsMissing")
 
 
-def test_a_failed_link_names_the_pair_and_both_values(world):
-    world.bring_up()
+def test_a_failed_link_names_the_pair_and_both_values():
+    world = brought_up()
     message = "block size in tokens differs (prefill 16, decode 32)"
     world.link(state=LinkState.FAILED, reason="BlockInteriorOpaque", message=message)
     world.step()
@@ -410,8 +406,7 @@ def test_a_failed_link_names_the_pair_and_both_values(world):
 
 
 def test_failed_links_are_bounded():
-    world = SimulatedCluster(manifest(prefill={"replicas": 6}, decode={"replicas": 6}))
-    world.bring_up()
+    world = brought_up(prefill={"replicas": 6}, decode={"replicas": 6})
     world.link(state=LinkState.FAILED, reason="SideChannelUnreachable", message="x" * 5000)
     world.step()
     assert len(world.cluster["status"]["failedLinks"]) == 16
@@ -420,8 +415,8 @@ def test_failed_links_are_bounded():
     assert world.cluster["status"]["links"] == "0/36"
 
 
-def test_prefill_dies_and_comes_back(world):
-    world.bring_up()
+def test_prefill_dies_and_comes_back():
+    world = brought_up()
     prefill = world.leaders("prefill")[0].logical
     container(world, "prefill", {"terminated": {"exitCode": 137}})
     del world.engines[prefill]
@@ -449,8 +444,8 @@ def test_prefill_dies_and_comes_back(world):
     is_(world, "Ready", "True", "Ready")
 
 
-def test_a_canary_that_moves_nothing(world):
-    world.bring_up()
+def test_a_canary_that_moves_nothing():
+    world = brought_up()
     failed = CanaryReport(CanaryState.FAILED, message="decode computed the prompt itself")
     world.link(canary=failed)
     world.step()
@@ -470,8 +465,8 @@ def test_a_canary_that_moves_nothing(world):
     assert world.cluster["status"]["failedLinks"] == []
 
 
-def test_a_link_that_was_lost_needs_another_canary(world):
-    world.bring_up()
+def test_a_link_that_was_lost_needs_another_canary():
+    world = brought_up()
     world.link(state=LinkState.FAILED, reason="TransferStalled", message="a read did not land")
     world.step()
     is_(world, "Ready", "False", "TransferStalled", "llama-prefill", "a read did not land")
@@ -490,8 +485,7 @@ def test_a_link_that_was_lost_needs_another_canary(world):
     [{"minBandwidthMBps": 1000}, {"rdma": {"resource": "rdma/ib"}}],
 )
 def test_a_slow_link_is_probably_tcp(transfer):
-    world = SimulatedCluster(manifest(transfer={"device": "CPU", **transfer}))
-    world.bring_up()
+    world = brought_up(transfer={"device": "CPU", **transfer})
     is_(world, "TransportHealthy", "True", "BandwidthSufficient")
     world.link(bytes_per_second=1000e6)
     world.step()
@@ -511,16 +505,14 @@ def test_a_slow_link_is_probably_tcp(transfer):
 
 def test_the_bandwidth_that_is_asked_for_counts_also_with_rdma():
     transfer = {"device": "CPU", "rdma": {"resource": "rdma/ib"}, "minBandwidthMBps": 10}
-    world = SimulatedCluster(manifest(transfer=transfer))
-    world.bring_up()
+    world = brought_up(transfer=transfer)
     world.link(bytes_per_second=50e6)
     world.step()
     is_(world, "TransportHealthy", "True", "BandwidthSufficient", "10 MB/s")
 
 
 def test_of_several_engines_the_one_that_waiting_does_not_cure_is_named():
-    world = SimulatedCluster(manifest(decode={"replicas": 2}))
-    world.bring_up()
+    world = brought_up(decode={"replicas": 2})
     first, second = world.leaders("decode")
     for engine, state in (
         (first, {"waiting": {"reason": "ContainerCreating"}}),
@@ -534,15 +526,15 @@ def test_of_several_engines_the_one_that_waiting_does_not_cure_is_named():
     is_(world, "DecodeReady", "False", "ImageUnavailable", second.stateful_set)
 
 
-def test_a_link_that_failed_with_the_former_incarnation_has_failed(world):
-    world.bring_up()
+def test_a_link_that_failed_with_the_former_incarnation_has_failed():
+    world = brought_up()
     world.link(prefill_engine_id="former/1", state=LinkState.FAILED, reason="PeerRestarted")
     world.step()
     is_(world, "KVLinksEstablished", "False", "PeerRestarted")
 
 
-def test_prompts_that_decode_computes_itself(world):
-    world.bring_up()
+def test_prompts_that_decode_computes_itself():
+    world = brought_up()
     world.count_prompts(100, 5)
     world.step()
     is_(world, "Ready", "True", "Ready")
@@ -565,8 +557,8 @@ def test_prompts_that_decode_computes_itself(world):
     assert {e.type for e in plan.events} == {"Normal"}
 
 
-def test_a_router_that_is_gone(world):
-    world.bring_up()
+def test_a_router_that_is_gone():
+    world = brought_up()
     world.children["Deployment", next(n for k, n in world.children if k == "Deployment")][
         "status"
     ] = {}
@@ -591,8 +583,8 @@ def test_a_router_that_is_gone(world):
     is_(world, "Available", "False", "RouterUnavailable", "llama-router-x: ImagePullBackOff")
 
 
-def test_a_router_whose_new_pods_do_not_start_while_the_old_serve(world):
-    world.bring_up()
+def test_a_router_whose_new_pods_do_not_start_while_the_old_serve():
+    world = brought_up()
     world.edit(router={"image": "registry.example/no/such:1"})
     world.step()
     (deployment,) = (child for (kind, _), child in world.children.items() if kind == "Deployment")
@@ -624,8 +616,7 @@ def test_a_router_whose_new_pods_do_not_start_while_the_old_serve(world):
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_zero_replicas_are_a_state_and_no_failure(role):
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     world.edit(**{role: {"replicas": 0}})
     events = [*world.step().events]
     is_(world, "Progressing", "True", "Replacing")
@@ -660,14 +651,12 @@ def test_a_role_that_cannot_start_beside_one_of_zero_has_a_deadline():
 
 def test_only_engines_that_routers_can_forget_wait_for_them():
     """Routers never forget the only engine of a role."""
-    world = SimulatedCluster(manifest(decode={"replicas": 2}))
-    world.bring_up()
+    world = brought_up(decode={"replicas": 2})
     assert world.plan().routed == {name.logical for name in world.leaders("decode")}
 
 
 def test_a_spec_that_is_refused_changes_nothing_of_what_is_said_of_the_engines():
-    world = SimulatedCluster(manifest(prefill={"replicas": 2}, decode={"replicas": 3}))
-    world.bring_up()
+    world = brought_up(prefill={"replicas": 2}, decode={"replicas": 3})
     kinds = ("PrefillReady", "DecodeReady", "KVLinksEstablished", "KVPathVerified")
     before = copy.deepcopy({kind: world.condition(kind) for kind in kinds})
     engines = copy.deepcopy(world.cluster["status"]["engines"])
@@ -687,8 +676,7 @@ def test_a_spec_that_is_refused_changes_nothing_of_what_is_said_of_the_engines()
 
 
 def test_a_spec_that_is_refused_in_a_rollout_pairs_no_engines_of_two_pairing_keys():
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     world.edit(engine={"blockSize": 32})
     world.step()
     world.others_act()
@@ -703,8 +691,8 @@ def test_a_spec_that_is_refused_in_a_rollout_pairs_no_engines_of_two_pairing_key
 
 
 @pytest.mark.parametrize("engines", [None, 7, "text", [None], ["text"], [{}], [{"name": 7}]])
-def test_a_status_in_which_somebody_wrote_fails_no_plan(world, engines):
-    world.bring_up()
+def test_a_status_in_which_somebody_wrote_fails_no_plan(engines):
+    world = brought_up()
     written = world.cluster["status"]["engines"]
     world.cluster["status"]["engines"] = engines
     assert world.step().steps == ()
@@ -712,8 +700,8 @@ def test_a_status_in_which_somebody_wrote_fails_no_plan(world, engines):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_autoscaler_finds_the_pods_of_decode_engines_and_no_others(world, role):
-    world.bring_up()
+def test_an_autoscaler_finds_the_pods_of_decode_engines_and_no_others(role):
+    world = brought_up()
     wanted = dict(pair.split("=") for pair in world.cluster["status"]["selector"].split(","))
     for name in world.leaders(role):
         # The controller of StatefulSets numbers the pods.
@@ -736,9 +724,9 @@ def test_replicas_counts_the_decode_engines_that_exist():
 
 
 @pytest.mark.parametrize("reason", ["x" * 257, "two words", "Ends:", "ümlaut", "<script>"])
-def test_a_reason_that_the_crd_does_not_take_is_replaced(world, reason):
+def test_a_reason_that_the_crd_does_not_take_is_replaced(reason):
     """One such reason would make the API server refuse every later write of the status."""
-    world.bring_up()
+    world = brought_up()
     world.link(state=LinkState.FAILED, reason=reason, message="why")
     world.step()
     is_(world, "KVLinksEstablished", "False", "ReasonUnreadable", "why")
@@ -754,8 +742,7 @@ def test_a_reason_that_the_crd_does_not_take_is_replaced(world, reason):
     state=st.sampled_from(["FAILED", "PENDING", "ESTABLISHED"]),
 )
 def test_whatever_launchers_say_the_crd_takes_the_status(text, ready, state):
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     for name, report in world.engines.items():
         document = {"engine": name, "engine_id": f"{name}/{text}", "message": text, "state": text,
                     "ready": ready, "role": text}  # fmt: skip
@@ -776,8 +763,7 @@ def test_whatever_launchers_say_the_crd_takes_the_status(text, ready, state):
 @pytest.mark.parametrize("change", ["paused", "unaccepted"])
 def test_engines_are_judged_by_the_pods_that_they_have(change):
     """A change of ``nodes`` that does not reach the engines does not make them lack pods."""
-    world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 4, "nodes": 2}}))
-    world.bring_up()
+    world = brought_up(prefill={"parallelism": {"tensor": 4, "nodes": 2}})
     is_(world, "PrefillReady", "True", "EnginesReady")
     if change == "paused":
         world.edit(prefill={"parallelism": {"tensor": 4, "nodes": 4}}, rollout={"paused": True})
@@ -790,8 +776,8 @@ def test_engines_are_judged_by_the_pods_that_they_have(change):
     is_(world, "PrefillReady", "False", "PodsMissing", "1 of 2")
 
 
-def test_a_transport_is_not_healthy_without_evidence(world):
-    world.bring_up()
+def test_a_transport_is_not_healthy_without_evidence():
+    world = brought_up()
     is_(world, "TransportHealthy", "True", "NoThreshold")
     world.link(state=LinkState.FAILED, reason="TransferStalled", message="no byte came")
     world.step()
@@ -846,8 +832,8 @@ def test_who_makes_a_cluster_is_told_that_its_side_channel_has_no_tls():
     assert not [event for event in world.step().events if event.reason == insecure.reason]
 
 
-def test_replacing_engines(world):
-    world.bring_up()
+def test_replacing_engines():
+    world = brought_up()
     world.edit(engine={"maxModelLen": 256})
     world.step()
     is_(world, "Progressing", "True", "Replacing")
@@ -859,8 +845,7 @@ def test_replacing_engines(world):
 
 
 def test_scaling_down_is_not_ready_until_the_last_pod_is_gone():
-    world = SimulatedCluster(manifest(decode={"replicas": 2}))
-    world.bring_up()
+    world = brought_up(decode={"replicas": 2})
     world.edit(decode={"replicas": 1})
     world.step()  # the routers forget it first
     world.step()
@@ -871,8 +856,8 @@ def test_scaling_down_is_not_ready_until_the_last_pod_is_gone():
     is_(world, "Ready", "True", "Ready")
 
 
-def test_paused(world):
-    world.bring_up()
+def test_paused():
+    world = brought_up()
     world.edit(engine={"maxModelLen": 256}, rollout={"paused": True})
     world.step()
     is_(world, "Ready", "False", "Paused")
@@ -915,8 +900,7 @@ def test_the_deadline_ends_progress_and_a_newer_engine_starts_it_again():
 
 def test_time_before_the_change_does_not_count_against_the_deadline():
     """A cluster that was Ready for days has its whole time again when something happens to it."""
-    world = SimulatedCluster(manifest(rollout={"progressDeadlineSeconds": 60}))
-    world.bring_up()
+    world = brought_up(rollout={"progressDeadlineSeconds": 60})
     is_(world, "Progressing", "False", "Complete")
     world.now += 3 * 86_400
     del world.engines[world.leaders("prefill")[0].logical]
@@ -946,9 +930,9 @@ def test_a_newer_engine_has_the_whole_deadline():
     is_(world, "Progressing", "False", "ProgressDeadlineExceeded")
 
 
-def test_a_prefill_engine_that_is_silent_alone_takes_no_link_down(world):
+def test_a_prefill_engine_that_is_silent_alone_takes_no_link_down():
     """Its launcher does not answer the operator; decode still sees it, and KV still moves."""
-    world.bring_up()
+    world = brought_up()
     del world.engines[world.leaders("prefill")[0].logical]
     assert world.step().steps == ()
     is_(world, "PrefillReady", "Unknown", "LauncherUnreachable")
@@ -984,8 +968,8 @@ def test_no_spec_tells_enough_to_leave_the_handshake_nothing(cluster):
     is_(world, "Accepted", "True", "PartiallyChecked", "layers")
 
 
-def test_of_long_last_words_the_end_is_shown(world):
-    world.bring_up()
+def test_of_long_last_words_the_end_is_shown():
+    world = brought_up()
     words = "first line\n" + "x" * 600 + "\nthe cause"
     container(world, "prefill", {"terminated": {"exitCode": 1, "message": words}})
     world.step()
@@ -999,8 +983,7 @@ TWO_PODS = {"parallelism": {"tensor": 2, "nodes": 2}}
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("node", [0, 1])
 def test_the_trouble_of_any_pod_is_the_engines(role, node):
-    world = SimulatedCluster(manifest(**{role: TWO_PODS}))
-    world.bring_up()
+    world = brought_up(**{role: TWO_PODS})
     pod = world.leaders(role)[0].pod(node)
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
     world.pods[pod]["status"] |= {
@@ -1014,8 +997,7 @@ def test_the_trouble_of_any_pod_is_the_engines(role, node):
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_launcher_knows_sooner_than_the_kubelet_that_its_own_pod_is_ready(role):
     """The kubelet asks every two seconds. Of the other pods only the kubelet knows."""
-    world = SimulatedCluster(manifest(**{role: TWO_PODS}))
-    world.bring_up()
+    world = brought_up(**{role: TWO_PODS})
     name = world.leaders(role)[0]
     world.pods[name.pod(0)]["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
     world.step()
@@ -1028,8 +1010,7 @@ def test_a_launcher_knows_sooner_than_the_kubelet_that_its_own_pod_is_ready(role
 @pytest.mark.parametrize("measured", [0, 1, 2])
 def test_one_link_that_is_not_measured_leaves_the_bandwidth_open(measured):
     transfer = {"device": "CPU", "minBandwidthMBps": 10}
-    world = SimulatedCluster(manifest(transfer=transfer, prefill={"replicas": 2}))
-    world.bring_up()
+    world = brought_up(transfer=transfer, prefill={"replicas": 2})
     (decode,) = world.leaders("decode")
     links = world.links[decode.logical]
     rows = [
@@ -1066,8 +1047,7 @@ def test_an_address_that_is_made_again_gives_an_engine_no_more_time():
 
 def test_an_engine_that_leaves_says_nothing_of_when_the_wanted_ones_were_made():
     """Its pods may take long to end. Somebody may have made its StatefulSet again meanwhile."""
-    world = SimulatedCluster(manifest(rollout={"type": "Recreate", "progressDeadlineSeconds": 60}))
-    world.bring_up()
+    world = brought_up(rollout={"type": "Recreate", "progressDeadlineSeconds": 60})
     (old,) = world.leaders("decode")
     kept = copy.deepcopy(world.children["StatefulSet", old.stateful_set])
     world.edit(decode={"engine": {"maxModelLen": 128}})
@@ -1090,9 +1070,9 @@ def test_what_whoever_installs_the_operator_forbids_is_refused_in_the_plan_too(w
     assert world.plan().steps
 
 
-def test_an_engine_that_names_no_incarnation_keeps_the_one_that_is_known(world):
+def test_an_engine_that_names_no_incarnation_keeps_the_one_that_is_known():
     """A launcher of another version may name one that is too long, which counts as not given."""
-    world.bring_up()
+    world = brought_up()
     before = copy.deepcopy(world.cluster["status"]["engines"])
     for name, report in world.engines.items():
         world.engines[name] = structs.replace(report, engine_id="")
@@ -1101,8 +1081,7 @@ def test_an_engine_that_names_no_incarnation_keeps_the_one_that_is_known(world):
 
 
 def test_an_engine_of_one_pod_is_whole_while_a_change_to_several_is_paused():
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     world.edit(prefill={"parallelism": {"tensor": 2, "nodes": 2}}, rollout={"paused": True})
     world.step()
     is_(world, "PrefillReady", "True", "EnginesReady")

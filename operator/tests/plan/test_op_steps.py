@@ -6,7 +6,7 @@ import copy
 import re
 
 from msgspec import structs
-from simulated_cluster import SimulatedCluster, manifest
+from simulated_cluster import SimulatedCluster, brought_up, manifest
 
 from pdcluster_connector.protocol.launcher_documents import PeersDocument, decode_peers, encode_json
 from pdcluster_operator.api.conditions import timestamp
@@ -109,8 +109,7 @@ def test_ranks_of_follower_pods_are_named_by_their_addresses():
 
 
 def test_a_ready_cluster_at_rest_needs_nothing():
-    world = SimulatedCluster(manifest(prefill={"replicas": 2}))
-    world.bring_up()
+    world = brought_up(prefill={"replicas": 2})
     assert world.condition("Ready")["status"] == "True"
     before = copy.deepcopy(world.cluster["status"])
     world.now += 3600
@@ -122,8 +121,7 @@ def test_a_ready_cluster_at_rest_needs_nothing():
 
 
 def test_an_edited_child_is_put_right():
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     (service,) = [
         c for (k, n), c in world.children.items() if (k, n) == ("Service", "llama-router")
     ]
@@ -135,8 +133,7 @@ def test_an_edited_child_is_put_right():
 
 def test_a_field_that_is_no_longer_wanted_is_removed():
     template = {"spec": {"priorityClassName": "high"}}
-    world = SimulatedCluster(manifest(router={"podTemplate": template}))
-    world.bring_up()
+    world = brought_up(router={"podTemplate": template})
     world.edit(router={})
     (step,) = world.plan().steps
     assert step.manifest["kind"] == "Deployment"
@@ -144,8 +141,7 @@ def test_a_field_that_is_no_longer_wanted_is_removed():
 
 
 def test_scaling_up_adds_and_scaling_down_removes_with_preconditions():
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     world.edit(decode={"replicas": 2})
     assert kinds(world.step()) == [
         ("WriteCertificates", "Secret"), ("Apply", "PodDisruptionBudget"),
@@ -169,8 +165,7 @@ def test_scaling_up_adds_and_scaling_down_removes_with_preconditions():
 
 
 def test_a_change_of_decode_replaces_decode_alone_and_waits_for_the_old_to_go():
-    world = SimulatedCluster(manifest(rollout={"type": "Recreate"}))
-    world.bring_up()
+    world = brought_up(rollout={"type": "Recreate"})
     old = {name for kind, name in world.children if kind == "StatefulSet"}
     prefill = next(name for name in old if "prefill" in name)
     world.edit(decode={"engine": {"env": [{"name": "OMP_NUM_THREADS", "value": "2"}]}})
@@ -189,8 +184,7 @@ def test_a_change_of_decode_replaces_decode_alone_and_waits_for_the_old_to_go():
 
 
 def test_a_change_of_the_block_size_replaces_both_roles_and_the_router():
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     old = set(world.children)
     world.edit(engine={"blockSize": 32})
     for _ in range(6):
@@ -201,8 +195,7 @@ def test_a_change_of_the_block_size_replaces_both_roles_and_the_router():
 
 
 def test_paused_keeps_the_old_engines():
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     old = {name for kind, name in world.children if kind == "StatefulSet"}
     world.edit(engine={"maxModelLen": 512}, rollout={"paused": True})
     world.settle()
@@ -212,8 +205,7 @@ def test_paused_keeps_the_old_engines():
 
 
 def test_a_refused_spec_touches_nothing_and_says_why():
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     children = copy.deepcopy(world.children)
     world.edit(decode={"engine": {"blockSize": 64}}, prefill={"engine": {"blockSize": 16}})
     plan = world.step()
@@ -227,8 +219,7 @@ def test_a_refused_spec_touches_nothing_and_says_why():
 
 
 def test_a_cluster_that_is_being_deleted_is_left_alone():
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     world.cluster["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
     world.children.clear()
     plan = world.plan()
@@ -237,16 +228,14 @@ def test_a_cluster_that_is_being_deleted_is_left_alone():
 
 
 def test_objects_of_other_kinds_are_not_deleted():
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     metadata = {"name": "extra", "uid": "x", "resourceVersion": "1"}
     world.children["Secret", "extra"] = {"kind": "Secret", "metadata": metadata}
     assert world.plan().steps == ()
 
 
 def test_what_is_being_deleted_is_not_deleted_again():
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     metadata = {"name": "extra", "uid": "x", "resourceVersion": "1", "namespace": "default"}
     world.children["Service", "extra"] = {"kind": "Service", "metadata": metadata}
     assert kinds(world.plan()) == [("Delete", "Service")]
@@ -255,8 +244,7 @@ def test_what_is_being_deleted_is_not_deleted_again():
 
 
 def test_a_pod_of_an_older_template_is_restarted_once_its_set_is_reconciled():
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     name = next(name for kind, name in world.children if kind == "StatefulSet")
     engine = world.children["StatefulSet", name]
     engine["metadata"]["generation"] = 2
@@ -341,8 +329,7 @@ def engines(world):
 
 
 def test_a_change_of_the_router_alone_replaces_no_engine():
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     old = engines(world)
     world.edit(router={"replicas": 3, "resources": {"limits": {"memory": "4Gi"}}})
     plan = world.step()
@@ -351,8 +338,7 @@ def test_a_change_of_the_router_alone_replaces_no_engine():
 
 
 def test_an_engine_that_somebody_scaled_to_nothing_is_missing_its_pods():
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     key = next(key for key in world.children if key[0] == "StatefulSet" and "-decode-" in key[1])
     world.children[key]["spec"]["replicas"] = 0
     world.pods = {name: pod for name, pod in world.pods.items() if key[1] not in name}
@@ -365,8 +351,7 @@ def test_an_engine_that_somebody_scaled_to_nothing_is_missing_its_pods():
 
 def test_no_pod_is_restarted_before_its_statefulset_is_as_wanted():
     """It would start from a template that changes in the same moment, and start once more."""
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     [name] = world.leaders("decode")
     engine = world.children["StatefulSet", name.stateful_set]
     engine["status"] = {"updateRevision": "new"}

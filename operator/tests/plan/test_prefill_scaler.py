@@ -6,7 +6,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from simulated_cluster import SimulatedCluster, manifest
+from simulated_cluster import SimulatedCluster, brought_up, manifest
 
 from pdcluster_operator.api.schema.scaler_crd import scaler_crd
 from pdcluster_operator.plan.prefill_scaler import as_scaled
@@ -68,8 +68,7 @@ def test_a_spec_of_another_shape_is_left_to_the_rules(spec: Any) -> None:
 
 
 def test_scaling_prefill_replaces_no_engine() -> None:
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     before = {name: child["metadata"]["uid"] for (_, name), child in world.children.items()}
     world.scaler = scaler(2)
     world.settle()
@@ -80,8 +79,7 @@ def test_scaling_prefill_replaces_no_engine() -> None:
 
 
 def test_rules_hold_for_its_number_too() -> None:
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     world.scaler = scaler(1001)
     world.step()
     condition = world.condition("Accepted")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 from msgspec import structs
-from simulated_cluster import SimulatedCluster, copied, manifest
+from simulated_cluster import SimulatedCluster, brought_up, copied
 
 from pdcluster_connector.protocol.launcher_documents import LinkState
 from pdcluster_operator.api.conditions import StatusReason, timestamp
@@ -23,14 +21,7 @@ KEY = {"engine": {"blockSize": 32}}
 
 
 def up(how: str, **spec: Any) -> SimulatedCluster:
-    return _brought_up(json.dumps(manifest(rollout={"type": how}, **spec))).twin()
-
-
-@cache
-def _brought_up(cluster: str) -> SimulatedCluster:
-    """Once for all tests that begin so: a third of the time goes here."""
-    world = SimulatedCluster(json.loads(cluster))
-    world.bring_up()
+    world = brought_up(rollout={"type": how}, **spec)
     assert world.condition("Ready")["status"] == "True"
     return world
 
@@ -475,8 +466,7 @@ def test_replace_rolls_two_engines_of_each_role_without_another_gpu() -> None:
 
 
 def test_a_change_is_no_outage_unless_the_user_asks_for_one() -> None:
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     old = engines(world)
     world.edit(**KEY)
     go_on(world)

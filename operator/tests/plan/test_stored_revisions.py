@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from simulated_cluster import SimulatedCluster, manifest
+from simulated_cluster import SimulatedCluster, brought_up, manifest
 from valid_specs import manifests
 
 from pdcluster_operator.api.rules import extra_args
@@ -46,9 +46,7 @@ def of_role(world: SimulatedCluster, kind: str, role: str) -> set[str]:
 
 
 def up(**spec: Any) -> SimulatedCluster:
-    world = SimulatedCluster(manifest(**spec))
-    world.bring_up()
-    return world
+    return brought_up(**spec)
 
 
 def roll(world: SimulatedCluster) -> None:

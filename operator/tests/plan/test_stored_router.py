@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from simulated_cluster import SimulatedCluster, manifest
+from simulated_cluster import SimulatedCluster, brought_up, manifest
 from valid_specs import manifests
 
 from pdcluster_operator.api.spec.parse import parse_cluster
@@ -23,9 +23,7 @@ KEY = {"apiKeySecretRef": {"name": "api"}}
 
 
 def up(**spec: Any) -> SimulatedCluster:
-    world = SimulatedCluster(manifest(**spec))
-    world.bring_up()
-    return world
+    return brought_up(**spec)
 
 
 def deployment(world: SimulatedCluster) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulated_cluster import SimulatedCluster, manifest
+from simulated_cluster import SimulatedCluster, brought_up, manifest
 
 from pdcluster_operator.plan.rollout.wanted_children import refusal
 from pdcluster_operator.plan.types import Delete, TryOut
@@ -28,8 +28,7 @@ def test_a_new_cluster_has_nothing_to_lose_and_tries_nothing_out() -> None:
 
 
 def test_each_role_is_tried_out_and_stored_before_an_engine_is_deleted() -> None:
-    world = SimulatedCluster(manifest(rollout={"type": "Recreate"}))
-    world.bring_up()
+    world = brought_up(rollout={"type": "Recreate"})
     old = engines(world)
     world.edit(engine=LONGER)
     plan = world.step()
@@ -49,15 +48,13 @@ def test_each_role_is_tried_out_and_stored_before_an_engine_is_deleted() -> None
 )
 def test_only_pods_of_a_surge_run_beside_the_old_ones(how: str, beside: bool) -> None:
     """A quota that is used up refuses them. It does not refuse a pod that takes another's place."""
-    world = SimulatedCluster(manifest(rollout={"type": how}))
-    world.bring_up()
+    world = brought_up(rollout={"type": how})
     world.edit(engine=LONGER)
     assert [step.beside for step in trials(world)] == [beside, beside]
 
 
 def test_what_is_refused_changes_nothing_and_the_old_engines_serve() -> None:
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     old = set(world.children)
     world.refused = "no"
     world.edit(engine={"blockSize": 32})
@@ -75,8 +72,7 @@ def test_what_is_refused_changes_nothing_and_the_old_engines_serve() -> None:
 
 
 def test_a_role_that_is_taken_waits_for_the_one_that_is_refused() -> None:
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     old = engines(world)
     world.edit(engine={"blockSize": 32})
     world.perform(trials(world)[0])
@@ -124,8 +120,7 @@ def test_an_answer_refuses_only_if_the_objects_themselves_are_at_fault(
 
 
 def test_the_pod_that_is_tried_out_is_as_its_statefulset_would_make_it() -> None:
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     world.edit(engine=LONGER)
     for step, role in zip(trials(world), ("prefill", "decode"), strict=True):
         engine, pod = step.manifests

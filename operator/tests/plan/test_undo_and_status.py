@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from simulated_cluster import SimulatedCluster, manifest
+from simulated_cluster import SimulatedCluster, brought_up, manifest
 
 from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.cli.rollout import announce, undo
@@ -33,8 +33,7 @@ def revisions(world: SimulatedCluster) -> dict[Role, str]:
 
 
 def test_undo_goes_back_one_change_and_forward_again() -> None:
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     assert undo(world.observed()) is None, "there is nothing to go back to"
     first = revisions(world)
     second = rolled(world, decode={"engine": env("1")})
@@ -57,8 +56,7 @@ def test_undo_goes_back_one_change_and_forward_again() -> None:
 
 def test_undo_goes_back_only_to_what_is_stored_for_both_roles() -> None:
     """A revision that is rendered again may be another one: the operator was upgraded since."""
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     first = revisions(world)
     rolled(world, engine={"blockSize": 32})
     back = undo(world.observed())
@@ -74,8 +72,7 @@ def test_undo_goes_back_only_to_what_is_stored_for_both_roles() -> None:
 
 
 def test_undo_keeps_what_is_no_part_of_the_engines() -> None:
-    world = SimulatedCluster(manifest(decode={"replicas": 1}, router={"replicas": 1}))
-    world.bring_up()
+    world = brought_up(decode={"replicas": 1}, router={"replicas": 1})
     first = revisions(world)
     second = rolled(
         world,
@@ -98,8 +95,7 @@ def test_undo_keeps_what_is_no_part_of_the_engines() -> None:
 
 def test_undo_passes_over_a_spec_that_this_version_cannot_read() -> None:
     """It was stored by another version of the operator. Admission would refuse it."""
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     first = revisions(world)
     second = rolled(world, engine={"blockSize": 32})
     rolled(world, engine={"blockSize": 64})
@@ -114,8 +110,7 @@ def test_undo_passes_over_a_spec_that_this_version_cannot_read() -> None:
 
 
 def test_a_refused_change_is_undone_to_what_runs() -> None:
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     running = revisions(world)
     world.refused = "no"
     world.edit(decode={"engine": env("1")})
@@ -158,8 +153,7 @@ def test_each_state_of_a_rollout_has_its_line() -> None:
 
 def test_what_waits_for_somebody_ends_the_wait() -> None:
     def said(**spec: Any) -> tuple[bool | None, str]:
-        world = SimulatedCluster(manifest())
-        world.bring_up()
+        world = brought_up()
         world.edit(**spec)
         for _ in range(5):
             world.step()
@@ -193,8 +187,7 @@ def test_a_deadline_that_has_passed_ends_the_wait() -> None:
 
 def test_engines_that_are_ready_are_no_success_while_a_step_fails() -> None:
     """A NetworkPolicy, say, that the API server refuses: the change is not in force."""
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     status = world.cluster["status"]
     world.cluster["status"] = with_failure(status, world.cluster, "Forbidden", "no", world.now)
     found = announce(world.cluster)
@@ -204,8 +197,7 @@ def test_engines_that_are_ready_are_no_success_while_a_step_fails() -> None:
 
 
 def test_the_line_counts_each_role_for_itself() -> None:
-    world = SimulatedCluster(manifest(prefill={"replicas": 2}, decode={"replicas": 3}))
-    world.bring_up()
+    world = brought_up(prefill={"replicas": 2}, decode={"replicas": 3})
     line = "complete: prefill 2/2 ready, decode 3/3 ready, links 6/6"
     assert announce(world.cluster).line == line
 
@@ -217,8 +209,7 @@ def test_the_line_counts_each_role_for_itself() -> None:
 def test_only_a_failure_that_needs_somebody_ends_the_wait(
     reason: str, complete: bool | None
 ) -> None:
-    world = SimulatedCluster(manifest())
-    world.bring_up()
+    world = brought_up()
     status = world.cluster["status"]
     world.cluster["status"] = with_failure(status, world.cluster, reason, "why", world.now)
     found = announce(world.cluster)
