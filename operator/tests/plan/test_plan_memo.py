@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import simulated_cluster
 from simulated_cluster import CheckedMemo, SimulatedCluster, manifest
 
 from pdcluster_operator.plan import connectors, planner
@@ -161,13 +162,30 @@ def test_a_memo_forgets_what_is_gone() -> None:
     assert computed == [1, 1]
 
 
-def test_what_depends_on_more_than_its_inputs_is_found() -> None:
+def test_what_depends_on_more_than_its_inputs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated_cluster, "CHECKED", 100)
     memo, state = CheckedMemo(), [1]
     for _ in range(2):
         assert memo.get("a", (), lambda: state[0]) == 1
     state[0] = 2
     with pytest.raises(AssertionError, match="a depends on more than its inputs"):
         memo.get("a", (), lambda: state[0])
+
+
+@pytest.mark.parametrize("checked", [25, 100])
+def test_of_each_function_the_first_result_is_computed_again_and_a_share_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, checked: int
+) -> None:
+    monkeypatch.setattr(simulated_cluster, "CHECKED", checked)
+    monkeypatch.setattr(CheckedMemo, "checked", set())
+    memo, computed = CheckedMemo(), Counter[str]()
+    for _ in range(2):
+        for number in range(400):
+            memo.get(("a", number), (), lambda: computed.update("a"))
+    assert checked * 3 < computed["a"] - 400 <= checked * 5
+    for _ in range(2):
+        memo.get("b", (), lambda: computed.update("b"))
+    assert computed["b"] == 2
 
 
 def test_the_stamp_of_a_child_is_the_hash_of_what_is_wanted() -> None:
