@@ -58,7 +58,7 @@ def _requests(prefill: PrefillProcess, decode: Any, seed: int) -> tuple[int, int
         ticket = prefill.ask("ticket", seed + number, blocks["prefill"], tokens)
         request = decode.request(f"r{number}", ticket, blocks["decode"], start=start)
         sent.append((f"r{number}", seed + number, blocks["decode"], start, tokens))
-        decode.receiver.receive([request])
+        decode.receive(request)
     results = decode.wait(*(request[0] for request in sent))
     if results.failed:
         raise SystemExit(f"FAILED: {results.failed}")
@@ -103,7 +103,7 @@ def fence(device: str, small: bool) -> None:
             blocks = list(range(1, 65))
             ticket = prefill.ask("ticket", seed, blocks, 1024)
             prefill.ask("give_up", seed, blocks, 1024)
-            decode.receiver.receive([decode.request(f"f{seed}", ticket, blocks)])
+            decode.receive(decode.request(f"f{seed}", ticket, blocks))
             refused += f"f{seed}" in decode.wait(f"f{seed}").failed
         print(f"fence: {refused} of {rounds} tickets of leases that had ended were refused")
         if refused != rounds:

@@ -16,7 +16,7 @@ from gpu.device_cache import DeviceCache, probe_memory
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 from pdcluster_connector.nixl_io.serving_agent import PROBE_BYTES
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.transfer.job import ReceiverOptions
+from pdcluster_connector.transfer.options import ReceiverOptions
 
 ENGINE = "prefill/1"
 

@@ -15,8 +15,8 @@ from gpu.device_cache import BLOCK_OUTERMOST, LAYER_OUTERMOST, DeviceCache
 from gpu.rig import Agents, PrefillProcess, decode_of, select
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
 from pdcluster_connector.nixl_io.reading_agent import ReadingAgent
+from pdcluster_connector.plan.block_pairs import EngineBlocks, GroupBlocks
 from pdcluster_connector.plan.geometry import MemoryRange
-from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.request_descriptors import plan_request
 from pdcluster_connector.plan.slices import seams
@@ -126,7 +126,7 @@ def _both(
                 ticket, blocks=(tuple(theirs),), tokens=tokens, token=number + 1, fence_slot=1
             )
             prefill.ask("write_word", 1, number + 1)
-            decode.receiver.receive([decode.request(f"r{number}", ticket, ours)])
+            decode.receive(decode.request(f"r{number}", ticket, ours))
             results = decode.wait(f"r{number}")
             if results.failed:
                 raise SystemExit(f"FAILED: {results.failed}")

@@ -115,7 +115,7 @@ def test_what_is_imported_exists() -> None:
         ("import pdcluster_operator.nothing", ["pdcluster_operator.nothing"]),
         ("from pdcluster_operator.plan.gone import it", ["pdcluster_operator.plan.gone"]),
         ("from pdcluster_operator.cli import main, x", ["pdcluster_operator.cli.x"]),
-        ("from pdcluster_connector.transfer import job", []),
+        ("from pdcluster_connector.transfer import probing", []),
         ("from numpy import nothing", []),
         ("from operator_runs import Operator, nothing", ["operator_runs.nothing"]),
         ("try:\n  import pdcluster_operator.a\nexcept OSError:\n  import pdcluster_operator.b",

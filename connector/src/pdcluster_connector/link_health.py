@@ -44,7 +44,7 @@ CONNECT_SECONDS = 30.0
 PROBE_SECONDS = 60.0
 RETRY_SECONDS = 0.5
 REFUSED_SECONDS = 5.0  # wait this long after a refusal
-# The pause between checks that an established link still carries data. transfer/job.py says
+# The pause between checks that an established link still carries data. transfer/options.py says
 # how long a check may take, and transfer/probing.py when one is left out.
 CHECK_SECONDS = (5.0, 7.0)
 

@@ -26,12 +26,13 @@ from pdcluster_connector.compat.shape import Memory
 from pdcluster_connector.nixl_io.interface import Dlist, Handle, Indices
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
+from pdcluster_connector.plan import request_descriptors
 from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.plan.geometry import MemoryRange
 from pdcluster_connector.protocol import ticket
+from pdcluster_connector.protocol.receive_order import ReceiveOrder
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.transfer import job
-from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.options import ReceiverOptions
 from pdcluster_connector.transfer.receiver import Receiver
 from ticket_key import KEYS
 
@@ -138,8 +139,10 @@ def receive(case: Case, rank: Rank, handed_over: str, spoil: str, without: set[s
 
     (shard,) = [shard for shard in engine.shards if shard.rank == rank]
     peers = PeerBook("grid.c.decode.r.0/00000000000000dd", engine.shape(), rank)
+    held = engine.blocks(case.decode_blocks, case.shown)
     receiver = Receiver(
         shard=shard,
+        groups=held.groups,
         memory=[MemoryRange(memory.ctypes.data, memory.nbytes)],
         make_agent=agent,
         peers=peers,
@@ -150,16 +153,16 @@ def receive(case: Case, rank: Rank, handed_over: str, spoil: str, without: set[s
     with without_rules(without), spoiled(spoil):
         peers.start()
         receiver.start()
-        request = ReceiveRequest(
+        order = ReceiveOrder(
             request_id="r",
             ticket=promise,
-            decode_blocks=engine.blocks(case.decode_blocks, case.shown),
+            blocks=tuple(held.blocks),
             start=case.start,
             stop=case.stop,
-            deadline=time.monotonic() + SECONDS,
+            seconds=SECONDS,
             claimed=True,
         )
-        receiver.receive([request])
+        receiver.receive([order], time.monotonic())
         while not (results := receiver.results()).finished:
             time.sleep(0.001)
         assert receiver.close()
@@ -183,12 +186,12 @@ def receive(case: Case, rank: Rank, handed_over: str, spoil: str, without: set[s
 @contextmanager
 def spoiled(name: str) -> Iterator[None]:
     """Let the receiver carry out a wrong plan; an empty name is the right one."""
-    plan = job.plan_request
+    plan = request_descriptors.plan_request
 
     def wrong(*args: Any, **kwargs: Any) -> list[Any]:
         return [SPOILERS[name](part) for part in plan(*args, **kwargs)]
 
-    with mock.patch.object(job, "plan_request", wrong if name else plan):
+    with mock.patch.object(request_descriptors, "plan_request", wrong if name else plan):
         yield
 
 

@@ -21,8 +21,8 @@ from pdcluster_connector.compat.shape import (
     Memory,
     PartShape,
 )
+from pdcluster_connector.plan.block_pairs import EngineBlocks, GroupBlocks
 from pdcluster_connector.plan.geometry import Region, Shard
-from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks
 
 PAGES = "pages"  # all groups' layers in one set of tensors, as vLLM's hybrid caches
 APART = 16  # bytes between arrays that nothing may touch

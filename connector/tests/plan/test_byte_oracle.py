@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from labelled_engine import GUARD, Engine, execute
 
-from pdcluster_connector.plan.pairing import BlockList, pair_blocks
+from pdcluster_connector.plan.block_pairs import BlockList, pair_blocks
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.request_descriptors import descriptor_indices
 

@@ -9,8 +9,8 @@ from labelled_engine import Engine, execute
 from msgspec.structs import replace
 from test_byte_oracle import Case, random_case
 
+from pdcluster_connector.plan.block_pairs import BlockList, pair_blocks
 from pdcluster_connector.plan.geometry import Shard
-from pdcluster_connector.plan.pairing import BlockList, pair_blocks
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.request_descriptors import descriptor_indices
 

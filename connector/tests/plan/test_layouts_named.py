@@ -14,7 +14,7 @@ from wrong_plans import SPOILERS
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape, GroupShape
 from pdcluster_connector.plan import PlanError
-from pdcluster_connector.plan.pairing import groups_of, state_slot
+from pdcluster_connector.plan.block_pairs import groups_of, state_slot
 from pdcluster_connector.plan.peer_plan import plan_peer
 
 MENU = ((FULL,), (FULL, WINDOW), (FULL, MAMBA), (MLA,), (FULL, WINDOW, MAMBA))

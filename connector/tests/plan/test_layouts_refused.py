@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan import PlanError
+from pdcluster_connector.plan.block_pairs import EngineBlocks, GroupBlocks
 from pdcluster_connector.plan.geometry import Region, Shard
-from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.request_descriptors import plan_request
 

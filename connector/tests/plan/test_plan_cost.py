@@ -7,8 +7,8 @@ import pytest
 from cache_orders import laid_out
 from msgspec.structs import replace
 
+from pdcluster_connector.plan.block_pairs import BlockList, pair_blocks
 from pdcluster_connector.plan.geometry import Shard
-from pdcluster_connector.plan.pairing import BlockList, pair_blocks
 from pdcluster_connector.plan.peer_plan import PeerPlan, cost_notice, descriptors, plan_peer
 from pdcluster_connector.plan.request_descriptors import descriptor_indices
 

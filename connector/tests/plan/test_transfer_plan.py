@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import Memory
 from pdcluster_connector.plan import PlanError
+from pdcluster_connector.plan.block_pairs import BlockList, Pairs, pair_blocks
 from pdcluster_connector.plan.geometry import Region, Shard
-from pdcluster_connector.plan.pairing import BlockList, Pairs, pair_blocks
 from pdcluster_connector.plan.peer_plan import PeerPlan, plan_peer
 from pdcluster_connector.plan.request_descriptors import descriptor_indices, units
 

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
 from pdcluster_connector.plan import PlanError
-from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks, unfilled
+from pdcluster_connector.plan.block_pairs import EngineBlocks, GroupBlocks, unfilled
 from pdcluster_connector.plan.peer_plan import PeerPlan
 from pdcluster_connector.plan.request_descriptors import plan_request, units
 

@@ -18,8 +18,8 @@ import pytest
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer import receive
-from pdcluster_connector.transfer.receive import (
+from pdcluster_connector.transfer import receive_machine
+from pdcluster_connector.transfer.receive_machine import (
     Acknowledged,
     Action,
     AgentDestroyed,
@@ -90,7 +90,7 @@ class Dma:
         """Destroying an agent on which nothing of this request ran does not hurt it."""
         self.flying.clear()
         self.crashes += reading and crashed
-        if reading and self.clean and self.crashes < receive.MAX_CRASHES:
+        if reading and self.clean and self.crashes < receive_machine.MAX_CRASHES:
             self.connecting = self.repeated = True
             self.landed.clear()
             self.posting = self.posted = self.fencing = self.fenced = False
@@ -169,7 +169,7 @@ def deliver(machine: Receive, dma: Dma, event: Event, now: float) -> None:
     reading = bool(dma.flying) or machine.posting
     over = dma.over(now)
     may_open = dma.may_open(now)
-    last = machine.crashes == receive.MAX_CRASHES - 1 and getattr(event, "crashed", False)
+    last = machine.crashes == receive_machine.MAX_CRASHES - 1 and getattr(event, "crashed", False)
     cause = None if dma.cause or finished else cause_of(event, not over, reading and last)
     actions = machine.on(event, now)
     if isinstance(event, Opened):
@@ -314,7 +314,9 @@ def never_changes(machine: Receive, dma: Dma) -> None:
 
 
 def test_every_order_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receive, "MAX_CRASHES", 1)  # or there would be three times as many orders
+    monkeypatch.setattr(
+        receive_machine, "MAX_CRASHES", 1
+    )  # or there would be three times as many orders
     seen: set[tuple[object, ...]] = set()
     states: set[State] = set()
     frontier = [(Receive("r", LEASE_END, DRAIN, STALL), Dma())]
@@ -638,7 +640,7 @@ def test_a_healthy_receive_begins_again_when_its_agent_is_destroyed() -> None:
     machine = ready(0)
     for _ in range(10):
         begins_again(machine, crashed=False)
-    for _ in range(receive.MAX_CRASHES - 1):
+    for _ in range(receive_machine.MAX_CRASHES - 1):
         begins_again(machine, crashed=True)
     assert machine.on(AgentDestroyed(DESTROYED, crashed=True), 6) == (Action.REPORT,)
     assert machine.failure == DESTROYED, "whoever makes the thread fail must not go on for ever"

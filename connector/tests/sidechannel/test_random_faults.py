@@ -46,7 +46,8 @@ from pdcluster_connector.testing.engines import (
 )
 from pdcluster_connector.testing.judge import Judge, Verdict
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
-from pdcluster_connector.transfer.job import FENCE_WORDS, ReceiverOptions
+from pdcluster_connector.transfer.options import ReceiverOptions
+from pdcluster_connector.transfer.planned_reads import FENCE_WORDS
 
 PREFILLS, DECODES = ("P1", "P2"), ("D1", "D2")
 LEASE = 1.0
@@ -454,16 +455,16 @@ class Course:
 
 def left_of(receiver: Any) -> dict[str, Any]:
     """What is left on one rank."""
-    receives, connections = receiver._receives, receiver._connections
-    rebuild, probing = receives._agent_rebuild, connections.probing
+    executor, connections = receiver._executor, receiver._connections
+    rebuild, probing = executor._agent_rebuild, connections.probing
     opened = list(connections.by_engine.values())
     lists = 1 + sum(3 * len(one.sources) for one in opened)
     agent = connections.agent._nixl
     return {
-        "receives": receives.jobs,
-        "results": receives.ended,
-        "transfers": bool(receives.transfers),
-        "unseen": receives.transfers.unseen,
+        "receives": executor.jobs,
+        "results": executor.ended,
+        "transfers": bool(executor.transfers),
+        "unseen": executor.transfers.unseen,
         "rebuild": [rebuild.by, rebuild.renew_by] != [None, None] or rebuild.held,
         "probes": [*probing.runs, *probing.waiting],
         "words": FENCE_WORDS - len(connections.fence_words.free),
@@ -473,7 +474,7 @@ def left_of(receiver: Any) -> dict[str, Any]:
         "lists": len(agent.dlists) - lists,
         "loaded peers": len(agent.peers) - sum(len(one.sources) for one in opened),
         "registered": len(agent.ranges) - len(connections._memory) - 3,
-        "crashes": receiver._thread.crashes,
+        "crashes": receiver.crashes,
     }
 
 

@@ -25,17 +25,18 @@ from turn_by_turn import CACHE, Bench
 import virtual_time
 from pdcluster_connector import link_health
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind
-from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks
+from pdcluster_connector.compat.shape import EngineShape
+from pdcluster_connector.plan.block_pairs import GroupBlocks
 from pdcluster_connector.protocol import launcher_documents as links, messages as m
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.launcher_documents import LinkState
+from pdcluster_connector.protocol.receive_order import ReceiveOrder
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.sidechannel import handshake, lease_client, lease_desk, peers, silence
 from pdcluster_connector.testing.nixl import Behaviour, Transfer
-from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.options import ReceiverOptions
 from pdcluster_connector.transfer.probing import BEHIND_KV_SECONDS
-from pdcluster_connector.transfer.receive import State
+from pdcluster_connector.transfer.receive_machine import Acknowledged, Failed, State
 from pdcluster_connector.vllm.scheduler_side.decode_leases import DecodeLeases
 
 PREFILL, DECODE = "ns.c.prefill.r.0/00000000000000aa", "ns.c.decode.r.0/00000000000000dd"
@@ -175,8 +176,8 @@ class Stage:
             self._step_prefill()
         self.tickets.renew_all()
         renewed, lost = self.tickets.take_news()
-        self.bench.receives.acknowledge({one: now() + left for one, left in renewed.items()})
-        self.bench.receives.refuse(lost)
+        self.bench.executor.pass_on((one, Acknowledged(now() + s)) for one, s in renewed.items())
+        self.bench.executor.pass_on((one, Failed(why)) for one, why in lost.items())
         self.network.carry(self.bench)
         self.bench.turns()
         results = self.bench.take()
@@ -224,13 +225,9 @@ class Stage:
         block, request_id = self.free_here.pop(0), f"r{len(self.sent)}"
         self.tickets.use(ticket, request_id)
         seconds, claimed = self.tickets.park(ticket, request_id)
-        groups = [GroupShape(LayerKind.FULL_ATTENTION, TOKENS)]
-        blocks = EngineBlocks(groups, [GroupBlocks([block])])
         sent = self.sent[request_id] = Sent(ticket, block, now(), self.is_silent)
-        deadline = now() + seconds
-        self.bench.receives.receive(
-            [ReceiveRequest(request_id, ticket, blocks, 0, TOKENS, deadline, claimed)]
-        )
+        blocks = (GroupBlocks([block]),)
+        self.bench.receive(ReceiveOrder(request_id, ticket, blocks, 0, TOKENS, seconds, claimed))
         return sent
 
     async def send_in(self, moment: str) -> Sent:
@@ -242,7 +239,7 @@ class Stage:
         return sent
 
     def _moment(self, sent: Sent) -> str | None:
-        jobs = {job.request.ticket.token: job for job in self.bench.receives.jobs.values()}
+        jobs = {job.request.ticket.token: job for job in self.bench.executor.jobs.values()}
         job, reads = jobs.get(sent.ticket.token), self.bench.fabric.flying
         if job is None or (job.machine.state is not State.HANDSHAKE and not reads):
             return None
@@ -419,7 +416,7 @@ def test_requests_of_a_prefill_that_has_died_fail_soon(
 def left(stage: Stage) -> None:
     """Nothing is left of any request."""
     assert all(one.ended is not None for one in stage.sent.values())
-    assert stage.bench.receives.jobs == {}
+    assert stage.bench.executor.jobs == {}
     assert stage.tickets.held == {}
     assert stage.network.desk.held == 0
     assert stage.held == {}

@@ -27,7 +27,7 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.sidechannel import handshake, lease_client, peers, server, silence
 from pdcluster_connector.testing import engines
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
-from pdcluster_connector.transfer import receiver, transfer_thread
+from pdcluster_connector.transfer import receiver
 
 LONG_AGO = 1e9  # when the machines' clocks began
 TURNS = 4  # of a transfer thread, one after the other, while something moves
@@ -54,15 +54,15 @@ class Soon:
         return True
 
 
-class Turns(transfer_thread.TransferThread):
-    """A transfer thread without the thread."""
+class Turns(receiver.Receiver):
+    """A receiver without the thread."""
 
     crashes = 0
 
-    def start(self, timeout: float) -> None:
-        self._prepare()
+    def start(self) -> None:
+        _ = self._connections.agent
 
-    def stop(self, timeout: float) -> bool:
+    def close(self) -> bool:
         self._end(Failure(Reason.BACKEND_ERROR, "the receiver is closed"))
         return True
 
@@ -71,12 +71,12 @@ class Turns(transfer_thread.TransferThread):
         for _ in range(TURNS):
             try:
                 moved = self._commands()
-                self._receives.tick()
-                moved = self._receives.turn() or moved
+                self._executor.tick()
+                moved = self._executor.turn() or moved
             except Exception as error:  # noqa: BLE001
                 self.crashes += 1
                 failure = Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
-                self._receives.rebuild(failure)
+                self._executor.rebuild(failure)
                 moved = True
             if not moved:
                 return
@@ -232,8 +232,7 @@ def install(monkeypatch: pytest.MonkeyPatch, network: Network, dice: random.Rand
     for module in (peers, lease_client):
         monkeypatch.setattr(module, "LoopThread", Soon)
     monkeypatch.setattr(engines, "secrets", SimpleNamespace(randbits=dice.getrandbits))
-    monkeypatch.setattr(engines, "Receiver", partial(receiver.Receiver, clock=now))
-    monkeypatch.setattr(receiver, "TransferThread", Turns)
+    monkeypatch.setattr(engines, "Receiver", partial(Turns, clock=now))
     monkeypatch.setattr(handshake, "request", network.request)
     monkeypatch.setattr(server, "SideChannelServer", SideChannel)
 
@@ -271,6 +270,5 @@ def end_decode(engine: engines.DecodeEngine) -> list[asyncio.Task[None]]:
 def turns(engine: engines.DecodeEngine) -> None:
     """Let the transfer threads of an engine make turns."""
     for one in engine.receivers.values():
-        thread = one._thread
-        assert isinstance(thread, Turns)
-        thread.turns()
+        assert isinstance(one, Turns)
+        one.turns()

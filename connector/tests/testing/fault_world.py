@@ -12,8 +12,8 @@ from typing import Any
 from pdcluster_connector.testing.engines import PROBE_BYTES, DecodeEngine, PrefillEngine, Size
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.testing.relay import Relay
-from pdcluster_connector.transfer.job import ReceiverOptions
-from pdcluster_connector.transfer.receive import State
+from pdcluster_connector.transfer.options import ReceiverOptions
+from pdcluster_connector.transfer.receive_machine import State
 
 WORD_BYTES = 8
 TOKENS = 10
@@ -102,14 +102,14 @@ class World:
         """Have the transfer threads of an engine take nothing in until the event is set."""
         event = threading.Event()
         for receiver in self.decodes[decode].receivers.values():
-            receiver._thread.put(event.wait)
+            receiver._inbox.put(event.wait)
         return event
 
     def stands(self, decode: str, request_id: str, state: State) -> bool:
         """Whether a request has come to ``state`` on every rank."""
         for receiver in self.decodes[decode].receivers.values():
-            receives = receiver._receives
-            job = receives.jobs.get(request_id)
+            executor = receiver._executor
+            job = executor.jobs.get(request_id)
             if job is None or job.machine.state is not state:
                 return False
         return True
@@ -180,7 +180,7 @@ class World:
             "handles": self.fabric.open_handles(),
             "loaded peers": sum(len(agent.peers) for agent in self.fabric.agents.values()),
             "connections": sum(len(r._connections.by_engine) for r in receivers),
-            "receives": sum(len(r._receives.jobs) for r in receivers),
+            "receives": sum(len(r._executor.jobs) for r in receivers),
             "known peers": sum(len(book._peers) for book in books),
             "outboxes": sum(len(d._leases._outboxes) for d in self.decodes.values()),
             "tickets in use": sum(len(d.tickets.held) for d in self.decodes.values()),

@@ -11,8 +11,8 @@ from fault_world import LEASE_SECONDS, World
 
 from pdcluster_connector.testing.engines import FREED, DecodeEngine
 from pdcluster_connector.testing.judge import Judge, Verdict
-from pdcluster_connector.transfer import transfer_thread
-from pdcluster_connector.transfer.receive import State
+from pdcluster_connector.transfer import receiver
+from pdcluster_connector.transfer.receive_machine import State
 
 STATES = (State.NEW, State.HANDSHAKE, State.POSTED, State.FENCE)
 # A machine may stall for longer than a short lease lasts; then the case begins again.
@@ -23,7 +23,7 @@ REQUESTS = 4  # half of them are computed anew if they fail
 @pytest.fixture(autouse=True)
 def rare_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """While nothing moves, look five times less often: these tests wait for seconds."""
-    monkeypatch.setattr(transfer_thread, "LONGEST_SLEEP", 5e-3)
+    monkeypatch.setattr(receiver, "LONGEST_SLEEP", 5e-3)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from fault_world import World
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.transfer.receive import State
+from pdcluster_connector.transfer.receive_machine import State
 
 STATES = (State.NEW, State.HANDSHAKE, State.POSTED, State.FENCE)
 VICTIMS = ("P1", "D1")

@@ -14,7 +14,7 @@ from transfer_rig import Prefill
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.transfer.job import ReceiverOptions
+from pdcluster_connector.transfer.options import ReceiverOptions
 
 
 class Agents:

@@ -8,70 +8,13 @@ from turn_by_turn import LEASE, PROBE_SECONDS, Bench
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer import (
-    connections as connections_module,
-    probing as probing_module,
-)
-from pdcluster_connector.transfer.job import HANDSHAKE_GRACE_SECONDS
+from pdcluster_connector.transfer.planned_reads import HANDSHAKE_GRACE_SECONDS
 from pdcluster_connector.transfer.probing import NO_ROOM, PROBE_SLOTS
 
 
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
-
-
-# As many connections as allowed.
-
-
-def test_the_connection_without_transfers_makes_room(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections_module, "MAX_CONNECTIONS", 2)
-    busy, idle, newer = (bench.prefill(f"p{n}/1") for n in range(3))
-    bench.hanging.add(busy.engine_id)
-    under_way = bench.send(busy)  # the oldest, and in use
-    assert bench.send(idle) in bench.take().received
-    connection = bench.connections.by_engine.get(busy.engine_id)
-    assert connection is not None
-    third = bench.send(newer)
-    assert third in bench.take().received
-    assert bench.right(third)
-    assert bench.connections.by_engine.get(idle.engine_id) is None
-    assert bench.connections.by_engine.get(busy.engine_id) is connection
-    assert connection.broken is None
-    bench.fabric.land()
-    bench.turns()
-    assert under_way in bench.take().received
-    assert bench.right(under_way)
-    # The one that made room is connected anew when it is needed.
-    assert bench.send(idle) in bench.take().received
-
-
-def test_where_every_connection_is_busy_none_is_broken(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections_module, "MAX_CONNECTIONS", 2)
-    engines = [bench.prefill(f"p{n}/1") for n in range(3)]
-    bench.hanging |= {engine.engine_id for engine in engines}
-    requests = {bench.send(engine) for engine in engines}
-    connections = [bench.connections.by_engine.get(engine.engine_id) for engine in engines]
-    assert [connection.broken for connection in connections if connection is not None] == [None] * 3
-    bench.fabric.land()
-    bench.turns()
-    assert set(bench.take().received) == requests
-    assert all(bench.right(request) for request in requests)
-
-
-def test_up_to_the_bound_every_connection_stays(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections_module, "MAX_CONNECTIONS", 3)
-    engines = [bench.prefill(f"p{n}/1") for n in range(3)]
-    for _ in range(2):
-        for engine in engines:
-            assert bench.send(engine) in bench.take().received
-    assert bench.peers.asked == [engine.engine_id for engine in engines]
 
 
 # Probes that find no room.
@@ -101,28 +44,6 @@ def test_a_probe_without_room_says_nothing_of_its_connection(bench: Bench) -> No
     bench.fabric.land()
     bench.turns()
     assert bench.probe(good).result(0).failure is None
-
-
-def test_more_probes_than_may_wait_are_answered_at_once_and_break_nothing(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(probing_module, "MAX_PROBES", 2)
-    stuck, good = bench.prefill("stuck/1"), bench.prefill("good/1")
-    bench.send(good)
-    bench.take()
-    bench.hanging.add(stuck.engine_id)
-    first = bench.probe(stuck)  # no longer among the waiting
-    waiting = [bench.probe(good) for _ in range(2)]
-    refused = bench.probe(good).result(0).failure
-    assert refused is not None
-    assert "too many probes" in refused.message
-    assert not any(future.done() for future in (first, *waiting))
-    bench.pass_time(PROBE_SECONDS)
-    assert first.result(0).failure is not None
-    assert [future.result(0).failure for future in waiting] == [None, None]
-    connection = bench.connections.by_engine.get(good.engine_id)
-    assert connection is not None
-    assert connection.broken is None
 
 
 # The lease's end against a cause that is known better.

@@ -15,7 +15,7 @@ from nixl_prefill import Agents, PrefillProcess
 from transfer_rig import Decode, FakePeers, eventually
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.transfer.job import ReceiverOptions
+from pdcluster_connector.transfer.options import ReceiverOptions
 
 pytestmark = [pytest.mark.nixl, pytest.mark.needs("network")]
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 64, "block_tokens": 16, "token_bytes": 32}
@@ -79,7 +79,7 @@ def test_a_peer_that_is_cut_off_costs_no_other_peer_and_comes_back(
 
     def near_works(request_id: str) -> None:
         ticket = near.ticket("near/1", 5, [3, 1, 2], 48)
-        receiver.receive([decode.request(request_id, ticket, [51, 52, 53])])
+        decode.receive(decode.request(request_id, ticket, [51, 52, 53]))
         assert request_id in decode.wait(request_id).received
 
     def far_works() -> bool:

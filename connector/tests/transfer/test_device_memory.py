@@ -12,7 +12,7 @@ from pdcluster_connector.nixl_io.probe_memory import HostBuffer
 from pdcluster_connector.nixl_io.serving_agent import WARM_UP_BYTES
 from pdcluster_connector.plan.geometry import MemoryRange
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
-from pdcluster_connector.transfer.job import ReceiverOptions
+from pdcluster_connector.transfer.options import ReceiverOptions
 
 DRAIN_SECONDS = 5.0
 
@@ -88,7 +88,7 @@ def test_no_failure_is_reported_before_the_device_has_ended_its_copies(bench: Be
     assert bench.send(prefill) in bench.take().received
     bench.hanging.add("p/1")
     request_id = bench.send(prefill, blocks=2)
-    bench.receives.abandon([request_id])
+    bench.abandon(request_id)
     bench.turns()
     assert not bench.take().finished
     bench.pass_time(DRAIN_SECONDS + 60)
@@ -104,14 +104,14 @@ def test_a_device_that_cannot_be_asked_ends_the_worker() -> None:
     fatal: list[tuple[str, int]] = []
     options = ReceiverOptions(
         drain_deadline_seconds=DRAIN_SECONDS,
-        fatal=lambda message: fatal.append((message, len(bench.receives.ended))),
+        fatal=lambda message: fatal.append((message, len(bench.executor.ended))),
     )
     bench = Bench(options, Device)
     prefill = bench.prefill("p/1")
     bench.send(prefill)
     bench.take()
     bench.hanging.add("p/1")
-    bench.receives.abandon([bench.send(prefill)])
+    bench.abandon(bench.send(prefill))
     bench._probe_memory.lost = True
     bench.pass_time(DRAIN_SECONDS + 60)
     message, ended = fatal[0]

@@ -22,8 +22,8 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import NixlErrorKind
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
-from pdcluster_connector.transfer.job import ReceiverOptions
-from pdcluster_connector.transfer.receive import State
+from pdcluster_connector.transfer.options import ReceiverOptions
+from pdcluster_connector.transfer.receive_machine import State
 
 TENSOR = PIPELINE = 2
 RANKS = TENSOR * PIPELINE
@@ -123,20 +123,20 @@ class Engine:
             mine = ticket
             if at == fails_on:  # the lease word that it reads is another one
                 mine = msgspec.structs.replace(ticket, token=ticket.token + 1000)
-            rank.receiver.receive([rank.request(request_id, mine, blocks, lease=120.0)])
+            rank.receive(rank.request(request_id, mine, blocks, lease=120.0))
 
     def abort(self, request_id: str) -> None:
         """As vLLM does: all ranks are told, each wherever it stands."""
         for rank in self.ranks:
-            receives = rank.receiver._receives
+            executor = rank.receiver._executor
 
-            def note(receives=receives) -> None:
-                job = receives.jobs.get(request_id)
+            def note(executor=executor) -> None:
+                job = executor.jobs.get(request_id)
                 state = "ended" if job is None else job.machine.state
                 self.aborted_in[state] += 1
 
-            rank.receiver._thread.put(note)
-            rank.receiver.abandon([request_id])
+            rank.receiver._inbox.put(note)
+            rank.abandon(request_id)
 
     def step(self) -> None:
         for number, rank in enumerate(self.ranks):
@@ -239,11 +239,11 @@ def test_every_rank_reports_every_receive_once(requests: int, parked: int) -> No
     assert not engine.parked
     assert not engine.waited_for
     for rank in engine.ranks:
-        receives = rank.receiver._receives
-        assert receives.jobs == {}
-        assert not receives._agent_rebuild.held
-        assert not receives.transfers
-        assert receives.transfers.unseen == 0
+        executor = rank.receiver._executor
+        assert executor.jobs == {}
+        assert not executor._agent_rebuild.held
+        assert not executor.transfers
+        assert executor.transfers.unseen == 0
         assert rank.fatal == []
     assert engine.fabric.open_handles() == engine.fabric.open_dlists() == 0
     assert not [t for t in engine.fabric.flying if t.agent.startswith("decode")]

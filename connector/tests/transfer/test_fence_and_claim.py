@@ -13,9 +13,10 @@ from pdcluster_connector.nixl_io.serving_agent import WORD_BYTES
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.lease import CLEARED, SLOTS
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
-from pdcluster_connector.transfer import transfer_thread
-from pdcluster_connector.transfer.job import FENCE_WORDS, FenceWords, ReceiverOptions
-from pdcluster_connector.transfer.receive import State
+from pdcluster_connector.transfer import receiver
+from pdcluster_connector.transfer.options import ReceiverOptions
+from pdcluster_connector.transfer.planned_reads import FENCE_WORDS, FenceWords
+from pdcluster_connector.transfer.receive_machine import Failed, State
 
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 BLOCKS, OWN = [3, 4, 5], [28, 27, 26]
@@ -26,7 +27,7 @@ SEED, OTHER = 7, 8  # as Prefill.give_up counts
 @pytest.fixture(autouse=True)
 def rare_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """While nothing moves, look five times less often: these tests wait for seconds."""
-    monkeypatch.setattr(transfer_thread, "LONGEST_SLEEP", 5e-3)
+    monkeypatch.setattr(receiver, "LONGEST_SLEEP", 5e-3)
 
 
 class Rig:
@@ -50,7 +51,7 @@ class Rig:
     def send(self, request_id: str = "r", *, lease: float = 20.0, claimed: bool = True) -> None:
         ticket = self.prefill.ticket(SEED, BLOCKS, TOKENS)
         request = self.decode.request(request_id, ticket, OWN, lease=lease, claimed=claimed)
-        self.decode.receiver.receive([request])
+        self.decode.receive(request)
 
     @property
     def under_way(self) -> int:
@@ -143,7 +144,7 @@ def test_each_bit_of_a_lease_word_counts(rig: Rig, bit: int) -> None:
 @pytest.mark.parametrize("slot", [-1, SLOTS, 2**31 - 1])
 def test_a_ticket_without_a_lease_word_is_not_read(rig: Rig, slot: int) -> None:
     ticket = rig.prefill.ticket(SEED, BLOCKS, TOKENS, fence_slot=slot)
-    rig.decode.receiver.receive([rig.decode.request("r", ticket, OWN)])
+    rig.decode.receive(rig.decode.request("r", ticket, OWN))
     failure = rig.decode.wait("r").failed["r"]
     assert failure.reason is Reason.TICKET_INVALID
     assert "data" not in rig.posted
@@ -154,7 +155,7 @@ def test_nothing_is_reported_before_the_claim(rig: Rig) -> None:
     rig.send(claimed=False)
     eventually(lambda: rig.posted.count("word") == len(rig.prefill.caches))
     rig.decode.nothing()
-    rig.decode.receiver.acknowledge({"r": time.monotonic() + 20, "unknown": 1.0})
+    rig.decode.acknowledge("r", "unknown", until=time.monotonic() + 20)
     assert "r" in rig.decode.wait("r").received
 
 
@@ -162,7 +163,7 @@ def test_a_refused_claim_fails_the_receive_when_nothing_can_write_any_more(rig: 
     rig.send(claimed=False)
     eventually(lambda: rig.under_way == len(rig.prefill.caches))
     refused = Failure(Reason.LEASE_CLAIMED, "another engine's")
-    rig.decode.receiver.refuse({"r": refused})
+    rig.decode.receiver.pass_on([("r", Failed(refused))])
     rig.decode.nothing()
     rig.fabric.land()
     assert rig.decode.wait("r").failed["r"] == refused
@@ -172,18 +173,18 @@ def test_a_refused_claim_fails_the_receive_when_nothing_can_write_any_more(rig: 
 def test_a_slow_transfer_is_well_while_its_lease_is_renewed(rig: Rig) -> None:
     rig.send(lease=3.0)
     eventually(lambda: rig.under_way == len(rig.prefill.caches))
-    rig.decode.receiver.acknowledge({"r": time.monotonic() + 20})
+    rig.decode.acknowledge("r", until=time.monotonic() + 20)
     rig.decode.nothing(3.2)
     rig.fabric.land()
     assert "r" in rig.decode.wait("r").received
 
 
 def test_without_renewals_it_fails_when_the_lease_ends(rig: Rig) -> None:
-    receives = rig.decode.receiver._receives
-    receives._drain_seconds = 60.0  # nothing but the landing ends it
+    executor = rig.decode.receiver._executor
+    executor._drain_seconds = 60.0  # nothing but the landing ends it
     rig.send(lease=3.0)
     eventually(lambda: rig.under_way == len(rig.prefill.caches))
-    eventually(lambda: [j.machine.state for j in receives.jobs.values()] == [State.QUARANTINE])
+    eventually(lambda: [j.machine.state for j in executor.jobs.values()] == [State.QUARANTINE])
     rig.fabric.land()
     assert rig.decode.wait("r").failed["r"].reason is Reason.TRANSFER_STALLED
 

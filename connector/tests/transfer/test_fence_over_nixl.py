@@ -67,7 +67,7 @@ class Rig:
         self.agents[-1].landed.clear()
         Watched.hide.set() if hide else Watched.hide.clear()
         ticket = self.prefill.ticket(ENGINE, SEED, BLOCKS, TOKENS)
-        self.decode.receiver.receive([self.decode.request(request_id, ticket, OWN)])
+        self.decode.receive(self.decode.request(request_id, ticket, OWN))
 
     def right(self) -> bool:
         return self.decode.cache.wrong_tokens(SEED, OWN, 0, TOKENS) == []

@@ -47,9 +47,9 @@ class Reader:
     def begin(self, request_id: str, ticket: Ticket, blocks: tuple[int, ...]) -> None:
         """Return when the first of its reads is posted."""
         request = self.decode.request(request_id, ticket, blocks, lease=LEASE_SECONDS)
-        self.decode.receiver.receive([request])
-        receives = self.decode.receiver._receives
-        eventually(lambda: bool(receives.transfers) or not receives.jobs)
+        self.decode.receive(request)
+        executor = self.decode.receiver._executor
+        eventually(lambda: bool(executor.transfers) or not executor.jobs)
 
     def end_of(self, request_id: str, seed: int, blocks: tuple[int, ...]) -> tuple[str, int]:
         """Wait for a request; returns (why it failed, tokens that are wrong if it did not)."""

@@ -15,7 +15,7 @@ from nixl_prefill import Agents, PrefillProcess
 from transfer_rig import Decode, FakePeers, eventually
 
 from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.transfer.job import ReceiverOptions
+from pdcluster_connector.transfer.options import ReceiverOptions
 
 pytestmark = [pytest.mark.nixl, pytest.mark.soak]
 
@@ -43,7 +43,7 @@ class Rig:
 
     def receive(self, request_id: str, ticket: Ticket) -> None:
         for decode in self.decodes:
-            decode.receiver.receive([decode.request(request_id, ticket, self.blocks, lease=120)])
+            decode.receive(decode.request(request_id, ticket, self.blocks, lease=120))
 
     def right(self, request_id: str, seed: int, tokens: int) -> None:
         for decode in self.decodes:
@@ -54,16 +54,16 @@ class Rig:
     def abort(self, request_id: str) -> None:
         """Have it reported by every rank, and not before nothing can write any more."""
         for decode in self.decodes:
-            eventually(lambda decode=decode: bool(decode.receiver._receives.transfers))
+            eventually(lambda decode=decode: bool(decode.receiver._executor.transfers))
         time.sleep(0.5)
         for decode in self.decodes:
-            decode.receiver.abandon([request_id])
+            decode.abandon(request_id)
         aborted_at = time.monotonic()
         for decode in self.decodes:
             results = decode.wait(request_id, timeout=60)
             assert time.monotonic() - aborted_at >= DRAIN_SECONDS - 0.5
             assert results.abandoned == results.failed.keys() == {request_id}
-            assert not decode.receiver._receives.transfers
+            assert not decode.receiver._executor.transfers
             assert decode.receiver._connections.by_engine == {}, "the agent was not destroyed"
 
     def nothing_changes(self, seconds: float) -> None:

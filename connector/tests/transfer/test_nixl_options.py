@@ -170,7 +170,7 @@ def test_large_reads_that_threads_share_are_right_to_the_byte() -> None:
     decode = Decode(Threads(), peers, options=options, **cache)  # type: ignore[arg-type]
     blocks = np.random.default_rng(1).permutation(np.arange(1, 520))[:512].tolist()
     ticket = prefill.ticket("prefill/1", 9, blocks, 512 * 16)
-    decode.receiver.receive([decode.request("r", ticket, blocks[::-1])])
+    decode.receive(decode.request("r", ticket, blocks[::-1]))
     results = decode.wait("r")
     assert results.failed == {}
     assert results.received["r"].nbytes == 2 * 4 * 512 * 16 * 64

@@ -15,7 +15,7 @@ from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.testing.nixl import Behaviour, Transfer
 from pdcluster_connector.transfer.agent_rebuild import HEALTHY_SECONDS, RENEWAL_SECONDS
-from pdcluster_connector.transfer.job import ReceiverOptions
+from pdcluster_connector.transfer.options import ReceiverOptions
 from pdcluster_connector.transfer.probing import BEHIND_KV_SECONDS, RECENT_SECONDS
 
 DRAIN = 30.0
@@ -29,8 +29,8 @@ def bench() -> Bench:
 
 def second(bench: Bench) -> dict[str, Failure | None]:
     """Let a second pass, renew all leases; return what ended, and how."""
-    jobs = bench.receives.jobs.values()
-    bench.receives.acknowledge({job.request.request_id: bench.now + LEASE for job in list(jobs)})
+    jobs = bench.executor.jobs.values()
+    bench.acknowledge([job.request.request_id for job in jobs], bench.now + LEASE)
     bench.pass_time(1.0)
     results = bench.take()
     return {name: results.failed.get(name) for name in results.finished}
@@ -54,7 +54,7 @@ def test_who_waits_for_a_connection_lives_on_when_another_who_waited_has_ended()
     hung = bench.send(cut)
     bench.fabric.behave = lambda transfer: Behaviour(hang=transfer.peer.startswith("slow/1"))
     waiting = [bench.send(slow) for _ in range(3)]  # for a warm-up
-    bench.receives.abandon([waiting[0], hung])
+    bench.abandon(waiting[0], hung)
     bench.fabric.behave = bench._behave
     ended: dict[str, Failure | None] = {}
     for _ in range(7):
@@ -85,7 +85,7 @@ def test_what_waited_in_a_queue_that_moved_is_not_stalled_after_a_rebuild(bench:
         if passed % 40 == 39:
             land_first(bench, "slow/1")
         if passed == int(STALL - DRAIN) - 2:  # so that the agent is destroyed at 299 s
-            bench.receives.abandon([hung])
+            bench.abandon(hung)
         ended |= second(bench)
     assert {name: ended[name] for name in sent} == dict.fromkeys(sent)
 
@@ -112,11 +112,11 @@ def test_many_that_stall_together_do_not_hold_up_the_thread() -> None:
     sent = [bench.send(cut) for _ in range(28)]
     transfers = len(bench.fabric.flying)
     assert transfers == 2 * len(sent)  # one for each layer
-    counted = bench.receives.transfers._under_way = Counted(bench.receives.transfers._under_way)
-    bench.receives.acknowledge(dict.fromkeys(sent, bench.now + 2 * STALL))
+    counted = bench.executor.transfers._under_way = Counted(bench.executor.transfers._under_way)
+    bench.acknowledge(sent, bench.now + 2 * STALL)
     bench.now += STALL
-    bench.receives.tick()
-    assert all(job.machine.failure is not None for job in bench.receives.jobs.values())
+    bench.executor.tick()
+    assert all(job.machine.failure is not None for job in bench.executor.jobs.values())
     assert counted.looked <= 4 * transfers
 
 
@@ -124,18 +124,19 @@ def test_each_receive_sees_its_own_deadline(bench: Bench) -> None:
     slow = bench.prefill("slow/1")
     bench.hanging.add(slow.engine_id)
     first, second = bench.send(slow), bench.send(slow)
-    assert bench.receives.due == bench.now + LEASE
-    bench.receives.acknowledge({first: bench.now + 3 * LEASE, second: bench.now + 2 * LEASE})
+    assert bench.executor.due == bench.now + LEASE
+    bench.acknowledge([first], bench.now + 3 * LEASE)
+    bench.acknowledge([second], bench.now + 2 * LEASE)
     for at, open_receives in ((1.0, 2), (2.0, 1), (3.0, 0)):
         bench.now += LEASE
-        bench.receives.tick()
-        going_on = [job.machine.failure is None for job in bench.receives.jobs.values()]
+        bench.executor.tick()
+        going_on = [job.machine.failure is None for job in bench.executor.jobs.values()]
         assert sum(going_on) == open_receives, at
-    assert bench.receives.due == bench.now + DRAIN, "of the first one's quarantine"
-    bench.receives.rebuild(Failure(Reason.BACKEND_ERROR, "the end"), final=True)
+    assert bench.executor.due == bench.now + DRAIN, "of the first one's quarantine"
+    bench.executor.rebuild(Failure(Reason.BACKEND_ERROR, "the end"), final=True)
     bench.now += DRAIN
-    bench.receives.tick()
-    assert bench.receives.due == inf
+    bench.executor.tick()
+    assert bench.executor.due == inf
 
 
 def test_a_transfer_that_later_ones_overtake_stalls(bench: Bench) -> None:
@@ -162,7 +163,7 @@ def test_clients_that_hang_up_cost_others_nothing_on_a_slow_link(bench: Bench) -
     agents, ended = set(bench.fabric.agents), dict[str, Failure | None]()
     for passed in range(400):
         if passed % 35 == 5 and left:
-            bench.receives.abandon([left.pop()])
+            bench.abandon(left.pop())
         if passed % 29 == 28:
             land_first(bench, "slow/1")
         ended |= second(bench)
@@ -176,11 +177,11 @@ def test_a_slow_read_is_read_again_however_often_another_peer_hangs(bench: Bench
     victim = bench.send(slow)
     bench.sent = 9
     for _ in range(6):
-        bench.receives.abandon([bench.send(cut)])
+        bench.abandon(bench.send(cut))
         for _ in range(int(DRAIN + HEALTHY_SECONDS) + 1):
             assert victim not in second(bench)
     bench.hanging.discard(slow.engine_id)
-    bench.receives.abandon([bench.send(cut)])
+    bench.abandon(bench.send(cut))
     ended: dict[str, Failure | None] = {}
     for _ in range(int(DRAIN + HEALTHY_SECONDS) + 1):
         ended |= second(bench)
@@ -209,7 +210,7 @@ def test_rebuilds_for_others_do_not_make_a_read_that_hangs_last(bench: Bench) ->
             bench.sent = 9
             other = bench.send(cut)
         if passed % 60 == 30:
-            bench.receives.abandon([other])
+            bench.abandon(other)
         ended |= second(bench)
     failure = ended[hung]
     assert failure is not None
@@ -330,7 +331,7 @@ def test_a_probe_that_nobody_waits_for_opens_no_connection(bench: Bench) -> None
     assert future.cancel()
     bench.turns()
     assert not bench.connections.by_engine
-    assert not bench.receives.busy
+    assert not bench.executor.busy
 
 
 def test_a_late_check_of_an_incarnation_that_is_gone_costs_its_successor_nothing(
@@ -364,7 +365,7 @@ def test_a_connection_heals_when_the_peer_answers_again(bench: Bench, reason: Re
     bench.connections.gone("x/1", Failure(reason, "a hiccup"))
     bench.turns()
     assert bench.send(prefill) in bench.take().received
-    assert slow in bench.receives.jobs
+    assert slow in bench.executor.jobs
 
 
 def test_a_probe_that_fails_in_an_unforeseen_way_ends_with_its_agent(

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from pdcluster_connector.transfer.job import FENCE_WORDS, FenceWords, Job, Read
-from pdcluster_connector.transfer.receive import Receive, Signal, State
-from pdcluster_connector.transfer.transfers import Transfers
+from pdcluster_connector.transfer.planned_reads import FENCE_WORDS, FenceWords, Job, Read
+from pdcluster_connector.transfer.posting import Transfers
+from pdcluster_connector.transfer.receive_machine import Receive, Signal, State
 
 
 def test_the_slot_and_the_connection_are_given_back() -> None:
@@ -22,12 +22,12 @@ def test_the_slot_and_the_connection_are_given_back() -> None:
     job = Job(request=SimpleNamespace(request_id="r"), machine=machine)  # type: ignore[arg-type]
     job.connection = connection
     job.reads.append(Read(0, one, one, words.take()))
-    receives: Any = SimpleNamespace(
+    executor: Any = SimpleNamespace(
         connections=SimpleNamespace(fence_words=words, settle=lambda _: None),
         dispatch=lambda job, event: job.machine.on(event, 10.0) and None,
         clock=lambda: 10.0,
     )
-    transfers = Transfers(receives)
+    transfers = Transfers(executor)
     transfers.add(job)
     transfers.post_some()
     assert machine.state is State.FAILED

@@ -16,7 +16,7 @@ from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.testing.nixl import Behaviour
-from pdcluster_connector.transfer.job import ReceiverOptions
+from pdcluster_connector.transfer.options import ReceiverOptions
 
 Ask = Callable[[Bench, EngineMetadata], Future[ProbeResult]]
 CLOSED = Failure(Reason.BACKEND_ERROR, "the receiver is closed")
@@ -71,12 +71,12 @@ def test_a_peer_whose_metadata_nixl_refuses_fails_its_own_question_alone(
     assert failure.reason is Reason.BACKEND_ERROR
     assert failure.message.startswith("NixlError: ")
     assert bench.probe(good).result(0).failure is None
-    assert not bench.receives.busy
+    assert not bench.executor.busy
 
 
 def test_who_asks_after_the_end_is_told_of_it_at_once(bench: Bench) -> None:
     prefill = bench.prefill("p/1")
-    bench.receives.rebuild(CLOSED, final=True)
+    bench.executor.rebuild(CLOSED, final=True)
     agents = set(bench.fabric.agents)
     for ask in (check, probe):
         assert ask(bench, prefill.metadata).result(0).failure == CLOSED
@@ -91,7 +91,7 @@ def test_at_the_end_every_probe_and_check_is_answered(bench: Bench) -> None:
     bench.fabric.behave = lambda _: Behaviour(hang=True)
     asked = [check(bench, prefill.metadata), bench.probe(prefill), *map(bench.probe, others)]
     assert not any(future.done() for future in asked)
-    bench.receives.rebuild(CLOSED, final=True)
+    bench.executor.rebuild(CLOSED, final=True)
     assert [future.result(0).failure for future in asked] == [CLOSED] * 5
 
 
@@ -208,11 +208,11 @@ def test_a_probe_that_may_still_write_keeps_its_handle_and_its_place(bench: Benc
     assert failure.reason is Reason.BACKEND_ERROR
     assert failure.message.startswith("reading p/1-0#")
     assert (bench.fabric.open_handles(), bench.fabric.open_dlists()) == (1, lists + 2)
-    assert bench.receives.busy
-    bench.receives.rebuild(Failure(Reason.BACKEND_ERROR, "x"))
+    assert bench.executor.busy
+    bench.executor.rebuild(Failure(Reason.BACKEND_ERROR, "x"))
     bench.turns()
     assert bench.fabric.open_handles() == 0
-    assert not bench.receives.busy
+    assert not bench.executor.busy
 
 
 def test_a_wrong_byte_is_told_with_what_was_read_and_what_should_have_been(bench: Bench) -> None:
@@ -268,7 +268,7 @@ def test_every_probe_of_a_peer_is_answered_when_its_warm_up_fails_at_once(
     assert first is not None
     corrupted = first.reason is Reason.PROBE_CORRUPTED
     assert corrupted == behaviour.corrupt
-    assert not bench.receives.busy
+    assert not bench.executor.busy
     bench.fabric.behave = lambda _: Behaviour()
     assert bench.probe(bad).result(0).failure is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 from msgspec.structs import replace
@@ -10,25 +11,25 @@ from transfer_rig import Decode, FakePeers, Prefill
 from turn_by_turn import CACHE, LEASE, Bench
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.shape import GroupShape, LayerKind
 from pdcluster_connector.nixl_io.interface import NixlErrorKind
-from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks
+from pdcluster_connector.plan.block_pairs import GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.receive_order import ReceiveOrder
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
-from pdcluster_connector.transfer.job import Job, ReceiveRequest, ReceiverOptions
-from pdcluster_connector.transfer.receive import Signal
+from pdcluster_connector.transfer.options import ReceiverOptions
+from pdcluster_connector.transfer.planned_reads import Job
+from pdcluster_connector.transfer.receive_machine import Signal
 
 DRAIN = 30.0
 BLOCK_BYTES = 2 * 4 * 4 * 4  # two layers, four heads, four tokens of four bytes
 
 
-def request_of(bench: Bench, prefill: Prefill, seed: int, blocks: int) -> ReceiveRequest:
+def request_of(prefill: Prefill, seed: int, blocks: int) -> ReceiveOrder:
     """A request that the test hands over itself, into blocks of its own."""
     tokens = 4 * blocks
     ticket = prefill.ticket(seed, range(4 * seed, 4 * seed + blocks), tokens)
-    groups = [GroupShape(LayerKind.FULL_ATTENTION, CACHE["block_tokens"])]
-    own = EngineBlocks(groups, [GroupBlocks(list(range(4 * seed, 4 * seed + blocks)))])
-    return ReceiveRequest(f"r{seed}", ticket, own, 0, tokens, bench.now + LEASE, True)
+    own = GroupBlocks(list(range(4 * seed, 4 * seed + blocks)))
+    return ReceiveOrder(f"r{seed}", ticket, (own,), 0, tokens, LEASE, True)
 
 
 def of_kv(transfer: Transfer) -> bool:
@@ -50,12 +51,12 @@ def test_requests_are_posted_in_turn_so_that_none_waits_for_a_long_one() -> None
     prefill = bench.prefill("p/1")
     assert bench.send(prefill) in bench.take().received
     bench.hanging.add(prefill.engine_id)
-    first, second = (request_of(bench, prefill, seed, 3) for seed in (2, 3))
+    first, second = (request_of(prefill, seed, 3) for seed in (2, 3))
     order: list[str] = []
     begins = {
         block: request.request_id
         for request in (first, second)
-        for block in request.decode_blocks.blocks[0].blocks
+        for block in request.blocks[0].blocks
     }
     layer, block = bench.cache.bytes[0].nbytes, bench.cache.bytes[0][0].nbytes
     start, as_before = bench.cache.bytes.ctypes.data, bench.fabric.behave
@@ -65,7 +66,7 @@ def test_requests_are_posted_in_turn_so_that_none_waits_for_a_long_one() -> None
         return as_before(transfer)
 
     bench.fabric.behave = behave
-    bench.receives.receive([first, second])
+    bench.receive(first, second)
     bench.turns()
     assert order == ["r2", "r3"] * 6  # of three blocks in two layers
 
@@ -77,10 +78,10 @@ def test_posting_stops_after_two_milliseconds_so_that_what_has_landed_is_noticed
     assert bench.send(prefill) in bench.take().received
 
     post_slowly(bench)
-    bench.receives.receive([request_of(bench, prefill, 2, 4)])
+    bench.receive(request_of(prefill, 2, 4))
     posted = []
     for _ in range(4):
-        bench.receives.turn()
+        bench.executor.turn()
         posted.append(len(bench.fabric.flying))
     assert posted == [3, 6, 8, 8]
 
@@ -88,8 +89,8 @@ def test_posting_stops_after_two_milliseconds_so_that_what_has_landed_is_noticed
 def test_a_request_that_comes_twice_hides_no_other_of_its_batch() -> None:
     bench = Bench()
     prefill = bench.prefill("p/1")
-    first, second = (request_of(bench, prefill, seed, 1) for seed in (2, 3))
-    bench.receives.receive([first, first, second])
+    first, second = (request_of(prefill, seed, 1) for seed in (2, 3))
+    bench.receive(first, first, second)
     bench.turns()
     assert set(bench.take().received) == {"r2", "r3"}
 
@@ -99,7 +100,7 @@ def test_what_is_read_again_is_counted_once() -> None:
     cut, slow = bench.prefill("cut/1"), bench.prefill("slow/1")
     bench.hanging |= {cut.engine_id, slow.engine_id}
     hung, again = bench.send(cut), bench.send(slow, blocks=2)
-    bench.receives.abandon([hung])
+    bench.abandon(hung)
     bench.pass_time(DRAIN)
     bench.hanging.clear()
     bench.pass_time(1.0)
@@ -110,12 +111,12 @@ def test_a_lease_word_that_did_not_come_is_not_taken_for_an_older_one() -> None:
     """The place in memory may still hold this very ticket's word, of an earlier read."""
     bench = Bench()
     prefill = bench.prefill("p/1")
-    first = request_of(bench, prefill, 2, 1)
-    bench.receives.receive([first])
+    first = request_of(prefill, 2, 1)
+    bench.receive(first)
     bench.turns()
     assert "r2" in bench.take().received
     bench.fabric.behave = lambda transfer: Behaviour(drop=transfer.nbytes == 8)
-    bench.receives.receive([first])
+    bench.receive(first)
     bench.turns()
     assert bench.take().failed["r2"].reason is Reason.LEASE_LOST
 
@@ -142,7 +143,7 @@ def test_a_new_agent_is_there_before_anybody_needs_it() -> None:
     bench = Bench(ReceiverOptions(drain_deadline_seconds=DRAIN))
     cut = bench.prefill("cut/1")
     bench.hanging.add(cut.engine_id)
-    bench.receives.abandon([bench.send(cut)])
+    bench.abandon(bench.send(cut))
     before = set(bench.fabric.agents)
     bench.pass_time(DRAIN)
     bench.pass_time(1.0)
@@ -157,9 +158,9 @@ def test_a_second_read_that_hangs_does_not_put_off_the_end_of_the_agent() -> Non
     cut, slow = bench.prefill("cut/1"), bench.prefill("slow/1")
     bench.hanging |= {cut.engine_id, slow.engine_id}
     first, second, _healthy = bench.send(cut), bench.send(cut), bench.send(slow)
-    bench.receives.abandon([first])
+    bench.abandon(first)
     bench.pass_time(0.5)
-    bench.receives.abandon([second])
+    bench.abandon(second)
     agents = set(bench.fabric.agents)
     bench.pass_time(DRAIN - 0.5)
     bench.pass_time(0.5)
@@ -259,11 +260,11 @@ def test_the_place_of_a_lease_word_that_nobody_can_observe_goes_to_no_other_read
 def test_the_first_lease_word_is_one_like_the_others() -> None:
     bench = Bench()
     prefill = bench.prefill("p/1")
-    request = request_of(bench, prefill, 5, 1)
+    request = request_of(prefill, 5, 1)
     prefill.write_word(5, 0)
     prefill.write_word(0, 5)
     ticket = replace(request.ticket, fence_slot=0)
-    bench.receives.receive([dataclasses.replace(request, ticket=ticket)])
+    bench.receive(dataclasses.replace(request, ticket=ticket))
     bench.turns()
     assert "r5" in bench.take().received
 
@@ -277,9 +278,9 @@ def test_a_rank_without_a_layer_that_has_kv_reads_nothing_and_waits_for_the_clai
     decode = Decode(fabric, peers, stage=0, pipeline=2, **cache)
     assert decode.cache.shard.regions == ()
     request = decode.request("r", prefill.ticket(1, [3], 4), [4], claimed=False)
-    decode.receiver.receive([request])
+    decode.receive(request)
     decode.nothing()
-    decode.receiver.acknowledge({"r": request.deadline})
+    decode.acknowledge("r", until=time.monotonic() + request.seconds)
     assert decode.wait("r").received["r"].nbytes == 0
     assert decode.receiver.close()
 
@@ -291,8 +292,8 @@ def test_of_a_peer_that_falls_silent_nothing_more_is_posted() -> None:
     assert bench.send(prefill) in bench.take().received
 
     post_slowly(bench)
-    bench.receives.receive([request_of(bench, prefill, 2, 4)])
-    bench.receives.turn()
+    bench.receive(request_of(prefill, 2, 4))
+    bench.executor.turn()
     posted = len(bench.fabric.flying)
     silent = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "no answer")
     bench.connections.gone("p/1", silent)
@@ -309,7 +310,7 @@ def test_a_handshake_that_ends_after_its_request_connects_nobody() -> None:
     prefill = bench.prefill("p/1")
     bench.peers.hold = True
     left, other = bench.send(prefill), bench.send(prefill)
-    bench.receives.abandon([left, other])
+    bench.abandon(left, other)
     assert set(bench.take().failed) == {left, other}
     bench.peers.release()
     bench.turns()
@@ -329,7 +330,7 @@ def test_a_request_that_wants_tokens_is_not_done_without_having_read_any() -> No
     prefill = bench.prefill("p/1")
     bench.peers.hold = True
     waits = bench.send(prefill)
-    bench.receives.dispatch(bench.receives.jobs[waits], Signal.CONNECTED)
+    bench.executor.dispatch(bench.executor.jobs[waits], Signal.CONNECTED)
     bench.turns()
     assert bench.take().failed[waits].reason is Reason.BACKEND_ERROR
 
@@ -337,16 +338,16 @@ def test_a_request_that_wants_tokens_is_not_done_without_having_read_any() -> No
 def test_a_request_that_cannot_start_hides_no_other_of_its_batch() -> None:
     bench = Bench()
     prefill = bench.prefill("p/1")
-    first, second = (request_of(bench, prefill, seed, 1) for seed in (2, 3))
-    connect = bench.receives.connect
+    first, second = (request_of(prefill, seed, 1) for seed in (2, 3))
+    connect = bench.executor.connect
 
     def broken(job: Job) -> None:
         if job.request is first:
             raise OSError("a fault that nobody thought of")
         connect(job)
 
-    bench.receives.connect = broken
-    bench.receives.receive([first, second])
+    bench.executor.connect = broken
+    bench.receive(first, second)
     bench.turns()
     results = bench.take()
     assert set(results.received) == {"r3"}

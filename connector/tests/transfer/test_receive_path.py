@@ -11,7 +11,7 @@ from transfer_rig import Decode, FakePeers, Prefill, eventually
 import pdcluster_connector
 from design_walk import Calls, happened, rows
 from pdcluster_connector.testing.nixl import Behaviour, Fabric
-from pdcluster_connector.transfer.job import ReceiverOptions
+from pdcluster_connector.transfer.options import ReceiverOptions
 
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 HOME = pdcluster_connector.__path__[0]
@@ -72,7 +72,7 @@ def test_a_warm_receive_reads_few_files_in_the_order_of_the_design() -> None:
             ticket = prefill.ticket(seed, [3 * seed, 3 * seed + 1, 3 * seed + 2], 10)
             blocks = [31 - 3 * seed, 30 - 3 * seed, 29 - 3 * seed]
             walk.begin(on=seed > 1)
-            decode.receiver.receive([decode.request(f"r{seed}", ticket, blocks)])
+            decode.receive(decode.request(f"r{seed}", ticket, blocks))
             assert f"r{seed}" in decode.wait(f"r{seed}").received
             walk.end()
     finally:
@@ -89,7 +89,7 @@ def test_a_warm_receive_reads_few_files_in_the_order_of_the_design() -> None:
     }  # fmt: skip
     happened(walk.calls, "request", "7", "9", "10", "11", but=("NixlAgent.read",))
     happened(walk.calls, "request", "10", instead=memory)
-    happened(walk.calls, "request", "12", only=("Receive.on", "Receives._report"))
+    happened(walk.calls, "request", "12", only=("Receive.on", "ReceiveExecutor._report"))
     happened(walk.calls, "request", "CONNECT", "POST", "FENCE", "REPORT")
 
 
@@ -103,11 +103,11 @@ def test_a_transfer_that_hangs_has_the_agent_destroyed() -> None:
         for seed in (1, 2):  # the first one meets the peer
             fabric.behave = lambda _, seed=seed: Behaviour(hang=seed == 2)
             ticket = prefill.ticket(seed, [3 * seed, 3 * seed + 1, 3 * seed + 2], 10)
-            decode.receiver.receive([decode.request(f"r{seed}", ticket, [3, 4, 5])])
+            decode.receive(decode.request(f"r{seed}", ticket, [3, 4, 5]))
             if seed == 1:
                 decode.wait("r1")
         eventually(lambda: fabric.flying)
-        decode.receiver.abandon(["r2"])
+        decode.abandon("r2")
         eventually(lambda: ("transfer/agent_rebuild.py", "AgentRebuild.ask") in calls.seen)
     decode.receiver.close()
     happened(calls.seen, "request", "DESTROY_AGENT")

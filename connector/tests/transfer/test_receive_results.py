@@ -6,9 +6,17 @@ import pytest
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer.job import ReceiverOptions
-from pdcluster_connector.transfer.receive import Event, Failed, Landed, Opened, Receive, Signal
-from pdcluster_connector.transfer.receiver import Received, ReceiveResults
+from pdcluster_connector.protocol.receive_order import Receipt
+from pdcluster_connector.transfer.measures import ReceiveResults
+from pdcluster_connector.transfer.options import ReceiverOptions
+from pdcluster_connector.transfer.receive_machine import (
+    Event,
+    Failed,
+    Landed,
+    Opened,
+    Receive,
+    Signal,
+)
 
 DATA, WORD = 0, 1
 GONE = Failure(Reason.PEER_RESTARTED, "gone")
@@ -41,9 +49,9 @@ def received(request_id: str, began: float, *phases: float) -> Receive:
 def test_each_phase_lasts_from_the_one_before_and_the_total_from_the_beginning() -> None:
     results = ReceiveResults()
     results.add(received("a", 100.0, 1.0, 1.5, 4.0, 4.25), 4096)
-    assert results.received == {"a": Received(4096, 4.25)}
+    assert results.received == {"a": Receipt(4096, 4.25)}
     results.add(received("b", 200.0, 2.0, 2.25, 8.0, 9.0), 1024)
-    assert results.received["b"] == Received(1024, 9.0)
+    assert results.received["b"] == Receipt(1024, 9.0)
     assert results.phase_seconds == {
         "handshake": [1.0, 2.0],
         "post": [0.5, 0.25],

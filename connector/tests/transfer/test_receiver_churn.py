@@ -21,7 +21,8 @@ from pdcluster_connector.nixl_io.interface import NixlErrorKind
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
-from pdcluster_connector.transfer.job import FENCE_WORDS, ReceiverOptions
+from pdcluster_connector.transfer.options import ReceiverOptions
+from pdcluster_connector.transfer.planned_reads import FENCE_WORDS
 
 UNDER_WAY = 96
 CACHE = {"kv_heads": 2, "layers": 2, "num_blocks": 600, "block_tokens": 4, "token_bytes": 2}
@@ -93,9 +94,9 @@ class Engine:
         request_id = f"r{number}"
         lease = self.random.choice([0.004, 0.02]) if self.random.random() < 0.03 else 30.0
         self.under_way[request_id] = (ticket.token, blocks)
-        self.decode.receiver.receive([self.decode.request(request_id, ticket, blocks, lease=lease)])
+        self.decode.receive(self.decode.request(request_id, ticket, blocks, lease=lease))
         if self.random.random() < 0.05:
-            self.decode.receiver.abandon([self.random.choice(list(self.under_way))])
+            self.decode.abandon(self.random.choice(list(self.under_way)))
 
     def step(self) -> None:
         """Take results, check arrivals, overwrite and watch blocks, recycle what is quiet."""
@@ -157,7 +158,7 @@ def test_requests_through_every_fault(requests: int) -> None:
     assert expected <= set(engine.outcomes), engine.outcomes
     assert len(engine.free) == CACHE["num_blocks"] - 1
 
-    executor = engine.decode.receiver._receives
+    executor = engine.decode.receiver._executor
     assert executor.jobs == {}
     assert engine.fabric.open_handles() == 0
     assert engine.fabric.open_dlists() <= 4  # the live incarnation's link, and the agent's own

@@ -17,8 +17,8 @@ from pdcluster_connector.nixl_io.interface import NixlErrorKind
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
-from pdcluster_connector.transfer import transfer_thread
-from pdcluster_connector.transfer.job import ReceiverOptions
+from pdcluster_connector.transfer import receiver
+from pdcluster_connector.transfer.options import ReceiverOptions
 from pdcluster_connector.transfer.probing import RECENT_SECONDS
 
 # Long enough for a busy machine to post a request before its lease ends.
@@ -30,7 +30,7 @@ CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token
 @pytest.fixture(autouse=True)
 def rare_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """While nothing moves, look five times less often: these tests wait for seconds."""
-    monkeypatch.setattr(transfer_thread, "LONGEST_SLEEP", 5e-3)
+    monkeypatch.setattr(receiver, "LONGEST_SLEEP", 5e-3)
 
 
 class Rig:
@@ -56,7 +56,7 @@ class Rig:
     ) -> None:
         ticket = prefill.ticket(seed, [3 * seed, 3 * seed + 1, 3 * seed + 2], 10)
         blocks = self.blocks(seed)
-        self.decode.receiver.receive([self.decode.request(request_id, ticket, blocks, lease=lease)])
+        self.decode.receive(self.decode.request(request_id, ticket, blocks, lease=lease))
 
     @staticmethod
     def blocks(seed: int) -> list[int]:
@@ -129,7 +129,7 @@ def test_bytes_arrive(prefill_tensor: int, decode_tensor: int) -> None:
     for rank in range(decode_tensor):
         decode = Decode(fabric, peers, rank=rank, tensor=decode_tensor, **CACHE)
         blocks = [5, 6, 30, 1, 8]
-        decode.receiver.receive([decode.request("r", ticket, blocks, start=4)])
+        decode.receive(decode.request("r", ticket, blocks, start=4))
         received = decode.wait("r").received["r"]
         assert decode.cache.wrong_tokens(7, blocks, 4, 18) == []
         assert decode.cache.wrong_tokens(7, blocks, 0, 4) == [0, 1, 2, 3]  # not asked for
@@ -151,7 +151,7 @@ def test_stats_and_received_agree(rig: Rig) -> None:
 def test_stats_by_phase_and_reason(rig: Rig) -> None:
     rig.send("a")
     ticket = rig.prefill.ticket(2, [6], 4, tokens=3)
-    rig.decode.receiver.receive([rig.decode.request("b", ticket, [1], stop=4)])
+    rig.decode.receive(rig.decode.request("b", ticket, [1], stop=4))
     nbytes = 0
     failures: dict[str, int] = {}
     phases: dict[str, int] = {}
@@ -176,7 +176,7 @@ def test_one_peer_is_planned_and_prepared_once(rig: Rig) -> None:
 
 def test_nothing_wanted_is_done_without_a_handshake(rig: Rig) -> None:
     ticket = rig.prefill.ticket(1, [3], 4)
-    rig.decode.receiver.receive([rig.decode.request("r", ticket, [1], start=4, stop=4)])
+    rig.decode.receive(rig.decode.request("r", ticket, [1], start=4, stop=4))
     assert rig.decode.wait("r").received["r"].nbytes == 0
     assert rig.peers.asked == []
 
@@ -186,7 +186,7 @@ def test_an_id_under_way_is_not_taken_twice(rig: Rig) -> None:
     ticket = rig.prefill.ticket(1, [3, 4, 5], 10)
     request = rig.decode.request("r", ticket, rig.blocks(1))
     # In one batch: of two, the second may be taken after the first has landed and is no more.
-    rig.decode.receiver.receive([request, request])
+    rig.decode.receive(request, request)
     eventually(lambda: rig.hanging == 1)
     rig.fabric.land()
     assert "r" in rig.decode.wait("r").received
@@ -253,7 +253,7 @@ def test_what_does_not_fit_fails_that_request_alone(
     rig: Rig, changes: dict[str, object], blocks: list[int], reason: Reason
 ) -> None:
     ticket = rig.prefill.ticket(1, [3, 4, 5], 10, **changes)
-    rig.decode.receiver.receive([rig.decode.request("r", ticket, blocks, stop=10)])
+    rig.decode.receive(rig.decode.request("r", ticket, blocks, stop=10))
     assert rig.decode.wait("r").failed["r"].reason is reason
     assert not rig.decode.cache.bytes.any()
     rig.works("next")
@@ -294,7 +294,7 @@ def test_error_at_poll(rig: Rig, kind: NixlErrorKind) -> None:
 
 def test_a_failed_sibling_waits_for_the_other_transfer(two: Rig) -> None:
     # The hanging one first: were the other polled before it is posted, it would not be.
-    two.decode.receiver._receives._drain_seconds = 600.0  # nothing but the landing ends it
+    two.decode.receiver._executor._drain_seconds = 600.0  # nothing but the landing ends it
     behaviours = [Behaviour(hang=True), Behaviour(poll_error=NixlErrorKind.TRANSPORT)]
     two.fabric.behave = lambda t: Behaviour() if len(t.copies) == 1 else behaviours.pop(0)
     two.send("r")
@@ -315,7 +315,7 @@ def test_no_sibling_is_posted_after_a_failure(two: Rig) -> None:
 
 def test_unlucky_handles_are_not_reported_before_they_are_quiet(rig: Rig) -> None:
     """Past the lease's end the request waits, and what lands then lands in its own blocks."""
-    rig.decode.receiver._receives._drain_seconds = 600.0  # nothing but the landing ends it
+    rig.decode.receiver._executor._drain_seconds = 600.0  # nothing but the landing ends it
     rig.of_kv(Behaviour(hang=True))
     rig.send("r", lease=POSTED_IN_TIME)
     eventually(lambda: rig.hanging == 1)
@@ -419,7 +419,7 @@ def test_requests_that_come_while_the_agent_drains_wait_for_the_new_one(rig: Rig
     rig.send("slow", 2)
     eventually(lambda: rig.hanging == 1)  # or the loss alone would rebuild the agent at once
     rig.send("unseen")
-    eventually(lambda: rig.decode.receiver._receives.transfers.unseen == 1)
+    eventually(lambda: rig.decode.receiver._executor.transfers.unseen == 1)
     rig.fabric.behave = lambda _: Behaviour()
     rig.send("late", 3)
     rig.decode.nothing()
@@ -571,7 +571,7 @@ def test_a_warm_up_that_hangs_holds_no_blocks(rig: Rig) -> None:
 def test_abort_during_the_handshake(rig: Rig) -> None:
     rig.peers.hold = True
     rig.send("r")
-    rig.decode.receiver.abandon(["r"])
+    rig.decode.abandon("r")
     results = rig.decode.wait("r")
     assert results.abandoned == {"r"}
     assert "r" in results.failed
@@ -583,7 +583,7 @@ def test_abort_during_the_warm_up(rig: Rig) -> None:
     rig.fabric.behave = lambda _: Behaviour(polls=200)
     rig.send("r")
     eventually(lambda: len(rig.fabric.flying) == 1)
-    rig.decode.receiver.abandon(["r"])
+    rig.decode.abandon("r")
     assert rig.decode.wait("r").abandoned == {"r"}
     rig.works("next")
 
@@ -592,16 +592,16 @@ def test_abort_of_what_is_posted_waits_for_it(rig: Rig) -> None:
     rig.of_kv(Behaviour(hang=True))
     rig.send("r")
     eventually(lambda: rig.hanging == 1)
-    rig.decode.receiver.abandon(["r"])
+    rig.decode.abandon("r")
     rig.decode.nothing(0.1)
     rig.fabric.land()
     assert rig.decode.wait("r").abandoned == {"r"}
 
 
 def test_abort_before_and_after(rig: Rig) -> None:
-    rig.decode.receiver.abandon(["r"])
+    rig.decode.abandon("r")
     rig.works("r")
-    rig.decode.receiver.abandon(["r", "never"])
+    rig.decode.abandon("r", "never")
     rig.decode.nothing()
 
 
@@ -640,9 +640,9 @@ def test_a_dead_thread_fails_everything_instead_of_hanging(
     def broken() -> bool:
         raise RuntimeError("every turn breaks")
 
-    monkeypatch.setattr(rig.decode.receiver._receives, "turn", broken)
+    monkeypatch.setattr(rig.decode.receiver._executor, "turn", broken)
     late = []
-    while rig.decode.receiver._thread._thread.is_alive():
+    while rig.decode.receiver._thread.is_alive():
         late.append(f"late{len(late)}")
         rig.send(late[-1], 3)
         time.sleep(0.001)
@@ -680,20 +680,9 @@ class _Refusing:
         raise RuntimeError(f"no nixl here for {name}")
 
 
-def test_an_odd_request_raises_nothing_in_the_engine_step(rig: Rig) -> None:
-    rig.decode.receiver.receive([None])  # type: ignore[list-item]
+def test_an_odd_event_raises_nothing_in_the_engine_step(rig: Rig) -> None:
+    rig.decode.receiver.pass_on([None])  # type: ignore[list-item]
     rig.works("next")
-
-
-def test_more_requests_than_allowed_are_refused_by_name() -> None:
-    rig = Rig(options=ReceiverOptions(max_requests=2, drain_deadline_seconds=0.2))
-    rig.peers.hold = True
-    for seed in (1, 2, 3):
-        rig.send(f"r{seed}", seed)
-    results = rig.decode.wait("r3")
-    assert results.failed["r3"].reason is Reason.BACKEND_ERROR
-    assert results.finished == {"r3"}
-    finish(rig)
 
 
 # Probes.
@@ -834,8 +823,8 @@ def test_a_check_cut_short_by_a_rebuild_accuses_nobody(rig: Rig) -> None:
     rig.fabric.behave = lambda _: Behaviour(hang=True)
     checked = rig.decode.receiver.probe(rig.prefill.metadata, check=True)
     eventually(lambda: rig.hanging == 1)
-    rig.decode.receiver._thread.put(
-        lambda: rig.decode.receiver._receives.rebuild(Failure(Reason.BACKEND_ERROR, "x"))
+    rig.decode.receiver._inbox.put(
+        lambda: rig.decode.receiver._executor.rebuild(Failure(Reason.BACKEND_ERROR, "x"))
     )
     result = checked.result(timeout=60)
     assert result.failure is None

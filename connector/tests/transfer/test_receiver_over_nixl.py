@@ -19,9 +19,9 @@ from transfer_rig import PROBE_BYTES, Decode, FakePeers, eventually
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer.job import ReceiverOptions
+from pdcluster_connector.transfer.options import ReceiverOptions
 from pdcluster_connector.transfer.probing import RECENT_SECONDS
-from pdcluster_connector.transfer.receive import State
+from pdcluster_connector.transfer.receive_machine import State
 
 pytestmark = pytest.mark.nixl
 
@@ -81,9 +81,7 @@ def test_every_byte_arrives_in_its_place(
         for decode in ranks:
             if number == 0:
                 decode.cache.bytes[:] = 0xEE
-            decode.receiver.receive(
-                [decode.request(request_id, ticket, blocks["decode"], start=start)]
-            )
+            decode.receive(decode.request(request_id, ticket, blocks["decode"], start=start))
     for decode in ranks:
         results = decode.wait(*(request[0] for request in sent))
         assert results.failed == {}
@@ -146,7 +144,7 @@ class OverTcp:
 
     def works(self, request_id: str) -> None:
         ticket = self.prefill.ticket(self.engine, 5, [3, 1, 2], 48)
-        self.decode.receiver.receive([self.decode.request(request_id, ticket, [151, 152, 153])])
+        self.decode.receive(self.decode.request(request_id, ticket, [151, 152, 153]))
         results = self.decode.wait(request_id)
         assert request_id in results.received, results.failed
         assert self.decode.cache.wrong_tokens(5, [151, 152, 153], 0, 48) == []
@@ -159,13 +157,13 @@ class OverTcp:
         ticket = self.prefill.ticket(self.engine, 6, self.BLOCKS, 2400)
         self.prefill.signal(signal.SIGSTOP)
         self.decode.cache.bytes[:] = 0xEE
-        self.decode.receiver.receive(
-            [self.decode.request("r", ticket, self.BLOCKS, lease=LONG, claimed=False)]
+        self.decode.receive(
+            self.decode.request("r", ticket, self.BLOCKS, lease=LONG, claimed=False)
         )
-        receives = self.decode.receiver._receives
-        eventually(lambda: bool(receives.transfers))
-        [self.job] = receives.jobs.values()
-        self.decode.receiver.acknowledge({"r": time.monotonic() + lease})
+        executor = self.decode.receiver._executor
+        eventually(lambda: bool(executor.transfers))
+        [self.job] = executor.jobs.values()
+        self.decode.acknowledge("r", until=time.monotonic() + lease)
 
     def restart(self, number: int) -> None:
         self.prefill.signal(signal.SIGKILL)

@@ -49,7 +49,7 @@ def test_reads_across_the_seams_are_right(
         decode = Decode(agents, peers, rank=rank, tensor=tensor, options=patient(), **cache)  # type: ignore[arg-type]
         assert (len(decode.cache.memory) > 4) == (kind == "sliced")
         decode.cache.bytes[:] = 0xEE
-        decode.receiver.receive([decode.request("r", ticket, ours, start=32)])
+        decode.receive(decode.request("r", ticket, ours, start=32))
         assert decode.wait("r").failed == {}
         assert decode.cache.wrong_tokens(7, ours, 32, 950) == []
         assert (np.delete(decode.cache.bytes, ours, axis=1) == 0xEE).all()

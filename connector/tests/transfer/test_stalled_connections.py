@@ -13,7 +13,7 @@ from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.testing.nixl import Behaviour, Transfer
 from pdcluster_connector.transfer.agent_rebuild import HEALTHY_SECONDS, RENEWAL_SECONDS
-from pdcluster_connector.transfer.job import ReceiverOptions
+from pdcluster_connector.transfer.options import ReceiverOptions
 from pdcluster_connector.transfer.probing import RECENT_SECONDS
 
 CHECK = ReceiverOptions().check_seconds
@@ -96,7 +96,7 @@ def test_reads_that_were_not_yet_posted_are_posted(
     bench.fabric.behave = lambda transfer: Behaviour(hang=small(transfer))
     checked = check(bench, prefill)
     with monkeypatch.context() as patch:
-        patch.setattr(bench.receives.transfers, "post_some", lambda: False)
+        patch.setattr(bench.executor.transfers, "post_some", lambda: False)
         waits = bench.send(prefill, blocks=4)
         bench.pass_time(CHECK)
         assert checked.result(0).failure is not None
@@ -154,7 +154,7 @@ def test_a_late_warm_up_that_fails_ends_who_waits(bench: Bench, behaviour: str) 
     assert why is (Reason.PROBE_CORRUPTED if behaviour == "corrupt" else Reason.BACKEND_ERROR)
     assert bench.peers.forgotten == ["p/1"]
     assert bench.connections.by_engine == {}
-    assert not bench.receives.busy
+    assert not bench.executor.busy
 
 
 def test_who_waits_until_the_lease_ends_hears_what_it_has_waited_for(bench: Bench) -> None:
@@ -166,7 +166,7 @@ def test_who_waits_until_the_lease_ends_hears_what_it_has_waited_for(bench: Benc
 def test_a_lease_that_is_renewed_lets_nobody_wait_for_ever(bench: Bench) -> None:
     _, waits, _ = warming_up(bench)
     for _ in range(int(STALL)):
-        bench.receives.acknowledge({waits: bench.now + LEASE})
+        bench.acknowledge([waits], bench.now + LEASE)
         bench.pass_time(1.0)
     assert bench.take().failed[waits].reason is Reason.TRANSFER_STALLED
 
@@ -201,7 +201,7 @@ def test_a_new_agent_lets_new_requests_in_when_its_warm_up_has_landed(bench: Ben
     bench.pass_time(RENEWAL_SECONDS + HEALTHY_SECONDS)
     new = bench.send(prefill)
     assert [why.reason for why in bench.take().failed.values()] == [Reason.TRANSFER_STALLED]
-    assert new not in bench.receives.jobs
+    assert new not in bench.executor.jobs
     bench.fabric.behave = lambda _: Behaviour()
     bench.fabric.land()
     bench.turns()

@@ -17,7 +17,7 @@ from pdcluster_connector.transfer.agent_rebuild import (
     RENEWAL_SECONDS,
     RETRY_SECONDS,
 )
-from pdcluster_connector.transfer.job import ReceiverOptions
+from pdcluster_connector.transfer.options import ReceiverOptions
 from pdcluster_connector.transfer.probing import BEHIND_KV_SECONDS, RECENT_SECONDS
 
 DRAIN = 30.0
@@ -32,7 +32,7 @@ def bench() -> Bench:
 def renewed(bench: Bench, seconds: float, *requests: str, every: float = 1.0) -> None:
     """Let time pass. Prefill acknowledges the leases of ``requests`` every so many seconds."""
     for _ in range(int(seconds / every)):
-        bench.receives.acknowledge(dict.fromkeys(requests, bench.now + LEASE))
+        bench.acknowledge(requests, bench.now + LEASE)
         bench.pass_time(every)
 
 
@@ -63,7 +63,7 @@ def test_a_read_that_hangs_ends_although_its_lease_is_renewed(bench: Bench) -> N
     hung = bench.send(cut)
     renewed(bench, STALL - 1, hung)
     assert bench.send(well) in bench.take().received, "others go on meanwhile"
-    assert hung in bench.receives.jobs
+    assert hung in bench.executor.jobs
     renewed(bench, 1, hung)
     # It has failed. Its transfer may still write, so its blocks stay until the agent is destroyed.
     renewed(bench, DRAIN - 1, hung)

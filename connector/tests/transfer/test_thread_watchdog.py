@@ -9,11 +9,47 @@ from collections.abc import Callable
 from functools import partial
 from math import inf
 
+from transfer_rig import receiver_of
+
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer.job import ReceiverOptions
-from pdcluster_connector.transfer.transfer_thread import LOOKS, TransferThread, Watchdog
+from pdcluster_connector.transfer.options import ReceiverOptions
+from pdcluster_connector.transfer.receiver import LOOKS, Receiver
 
 LIMIT = 0.2
+
+
+class Idle:
+    """An executor with nothing to do."""
+
+    busy = False
+    due = inf
+    options = ReceiverOptions(stall_seconds=60.0, fatal=lambda _: None)
+
+    def __init__(self) -> None:
+        self.clock: Callable[[], float] = partial(next, itertools.count(1.0))
+
+    def tick(self) -> None:
+        pass
+
+    def turn(self) -> bool:
+        return False
+
+    def rebuild(self, failure: Failure, *, final: bool = False) -> None:
+        assert final, failure
+
+
+class Watched(Receiver):
+    """A thread that does not run; ``look`` is called for each of the watchdog's looks."""
+
+    look: Callable[[], float | None]
+
+    @property
+    def _works_since(self) -> float | None:
+        return self.look()
+
+    @_works_since.setter
+    def _works_since(self, since: float | None) -> None:
+        assert since is None
 
 
 class Work:
@@ -25,9 +61,11 @@ class Work:
         self.said: list[str] = []
         self.ended = threading.Event()
         self._look = look
-        self.watchdog = Watchdog(
-            "worker", LIMIT, since=self.since, clock=lambda: self.now, hangs=self.hangs
-        )
+        executor = Idle()
+        executor.options = ReceiverOptions(stall_seconds=LIMIT, fatal=self.hangs)
+        executor.clock = lambda: self.now
+        self.thread = receiver_of(executor, Watched)
+        self.thread.look = self.since
 
     def since(self) -> float | None:
         self.looks += 1
@@ -39,12 +77,13 @@ class Work:
 
     def watch(self, looks: int) -> list[str]:
         """Let the watchdog look so many times, unless it speaks first."""
-        self.watchdog.start()
+        self.thread._watchdog.start()
         until = time.monotonic() + 30
         while self.looks < looks and not self.ended.is_set():
             assert time.monotonic() < until
             time.sleep(0.01)
-        self.watchdog.stop()
+        self.thread._ended.set()
+        self.thread._watchdog.join(30)
         return self.said
 
 
@@ -53,7 +92,7 @@ def test_work_that_never_ends_is_said_once() -> None:
     work.now += 2 * LIMIT
     said = work.watch(3 * LOOKS)
     assert len(said) == 1
-    assert said[0].startswith("worker has been in one call for 0 s")
+    assert said[0].startswith("pdcluster-transfer-0-0 has been in one call for 0 s")
     assert work.looks == LOOKS, "it takes that many looks, and no more"
 
 
@@ -86,33 +125,13 @@ def test_a_thread_that_waits_for_work_may_wait_for_ever() -> None:
     assert work.watch(3 * LOOKS) == []
 
 
-class Idle:
-    """An executor with nothing to do."""
-
-    busy = False
-    due = inf
-    options = ReceiverOptions(stall_seconds=60.0, fatal=lambda _: None)
-
-    def __init__(self) -> None:
-        self.clock = partial(next, itertools.count(1.0))
-
-    def tick(self) -> None:
-        pass
-
-    def turn(self) -> bool:
-        return False
-
-    def rebuild(self, failure: Failure, *, final: bool = False) -> None:
-        assert final, failure
-
-
 def test_many_commands_are_not_one_long_piece_of_work() -> None:
     """A thousand requests that arrive at once may take longer together than one call may."""
-    thread = TransferThread("worker", Idle(), prepare=lambda: None)  # type: ignore[arg-type]
+    thread = receiver_of(Idle())
     begun: list[float | None] = []
     for _ in range(5):
-        thread.put(lambda: begun.append(thread._works_since))
-    thread.start(30)
-    assert thread.stop(30)
+        thread._inbox.put(lambda: begun.append(thread._works_since))
+    thread.start()
+    assert thread.close()
     assert None not in begun
     assert len(set(begun)) == len(begun) == 5

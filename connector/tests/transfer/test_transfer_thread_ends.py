@@ -10,10 +10,11 @@ from functools import partial
 from math import inf
 
 import pytest
+from transfer_rig import receiver_of
 
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer.job import ReceiverOptions
-from pdcluster_connector.transfer.transfer_thread import TransferThread
+from pdcluster_connector.transfer.options import ReceiverOptions
+from pdcluster_connector.transfer.receiver import Receiver
 
 
 class Executor:
@@ -52,17 +53,13 @@ class Executor:
             raise OSError("it does not go")
 
 
-def thread_of(executor: Executor) -> TransferThread:
-    return TransferThread("worker", executor, prepare=lambda: None)  # type: ignore[arg-type]
-
-
-def run(executor: Executor, turns: int) -> TransferThread:
+def run(executor: Executor, turns: int) -> Receiver:
     """Run a thread until so many turns were begun, or until it ends by itself."""
     executor.last = turns
-    thread = thread_of(executor)
-    thread.start(30)
+    thread = receiver_of(executor)
+    thread.start()
     assert executor.over.wait(30)
-    assert thread.stop(30)
+    assert thread.close()
     return thread
 
 
@@ -74,41 +71,41 @@ def test_a_thread_survives_twenty_crashes_in_a_row_and_no_more(
     thread = run(executor, 25)
     assert len(executor.rebuilt) == 20
     assert executor.rebuilt[0].message == "RuntimeError: turn 1"
-    assert thread.dead is not None
-    assert executor.ended == [thread.dead]
+    assert thread._dead is not None
+    assert executor.ended == [thread._dead]
     said = "the receiver is closed" if survives else "the transfer thread died: RuntimeError: turn"
-    assert thread.dead.message.startswith(said)
+    assert thread._dead.message.startswith(said)
 
 
 def test_crashes_between_turns_that_go_well_end_no_thread() -> None:
     executor = Executor(lambda turn: turn % 20 != 0)
     thread = run(executor, 100)
     assert len(executor.rebuilt) >= 95
-    assert thread.dead is not None
-    assert thread.dead.message == "the receiver is closed"
+    assert thread._dead is not None
+    assert thread._dead.message == "the receiver is closed"
 
 
 def test_an_agent_that_survives_the_thread_ends_the_worker() -> None:
     executor, said = Executor(), list[str]()
     executor.survives = True
     executor.options = replace(executor.options, fatal=said.append)
-    thread = thread_of(executor)
-    thread.start(30)
-    assert thread.stop(30)
+    thread = receiver_of(executor)
+    thread.start()
+    assert thread.close()
     assert said == ["the reading agent cannot be destroyed: it does not go"]
 
 
 def test_a_thread_that_never_ran_ends_what_it_was_given() -> None:
     executor, done = Executor(), list[str]()
-    thread = thread_of(executor)
-    thread.put(lambda: done.append("before"))
-    thread.put(lambda: 1 // 0)
-    thread.put(lambda: done.append("behind one that fails"))
-    assert thread.stop(0)
+    thread = receiver_of(executor)
+    thread._inbox.put(lambda: done.append("before"))
+    thread._inbox.put(lambda: 1 // 0)
+    thread._inbox.put(lambda: done.append("behind one that fails"))
+    assert thread.close()
     assert [failure.message for failure in executor.ended] == [
         "the receiver was closed before it started"
     ]
     assert done == ["before", "behind one that fails"]
-    thread.put(lambda: done.append("later"))
-    thread.drain()
+    thread._inbox.put(lambda: done.append("later"))
+    thread._drain()
     assert done[-1] == "later"

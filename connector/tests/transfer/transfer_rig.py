@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind
 from pdcluster_connector.nixl_io.probe_memory import ProbeMemory
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
-from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks
+from pdcluster_connector.plan.block_pairs import GroupBlocks
+from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
+from pdcluster_connector.protocol.receive_order import ReceiveOrder
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.testing.caches import LabelledCache
 from pdcluster_connector.testing.nixl import Fabric
-from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
-from pdcluster_connector.transfer.receiver import Receiver, ReceiveResults
+from pdcluster_connector.transfer.measures import ReceiveResults
+from pdcluster_connector.transfer.options import ReceiverOptions
+from pdcluster_connector.transfer.receive_machine import Acknowledged, Signal
+from pdcluster_connector.transfer.receiver import Receiver
 
 PROBE_BYTES = 64 * 1024
 
@@ -166,6 +172,7 @@ class Decode:
         self.fatal: list[str] = []
         self.receiver = Receiver(
             shard=self.cache.shard,
+            groups=[GroupShape(LayerKind.FULL_ATTENTION, self.cache.block_tokens)],
             memory=self.cache.memory,
             make_agent=lambda: fabric.agent(f"decode-{stage}-{rank}"),
             peers=peers,
@@ -193,19 +200,25 @@ class Decode:
         stop: int | None = None,
         lease: float = 100.0,
         claimed: bool = True,
-    ) -> ReceiveRequest:
-        return ReceiveRequest(
+    ) -> ReceiveOrder:
+        return ReceiveOrder(
             request_id=request_id,
             ticket=ticket,
-            decode_blocks=EngineBlocks(
-                [GroupShape(LayerKind.FULL_ATTENTION, self.cache.block_tokens)],
-                [GroupBlocks(list(blocks))],
-            ),
+            blocks=(GroupBlocks(list(blocks)),),
             start=start,
             stop=ticket.tokens if stop is None else stop,
-            deadline=time.monotonic() + lease,
+            seconds=lease,
             claimed=claimed,
         )
+
+    def receive(self, *orders: ReceiveOrder) -> None:
+        self.receiver.receive(orders, time.monotonic())
+
+    def abandon(self, *request_ids: str) -> None:
+        self.receiver.pass_on((request_id, Signal.ABANDONED) for request_id in request_ids)
+
+    def acknowledge(self, *request_ids: str, until: float) -> None:
+        self.receiver.pass_on((request_id, Acknowledged(until)) for request_id in request_ids)
 
     def take(self) -> ReceiveResults:
         results = self.receiver.results()
@@ -238,6 +251,16 @@ class Decode:
         while time.monotonic() < until:
             assert not self.take().finished
             time.sleep(0.001)
+
+
+def receiver_of(executor: Any, kind: type[Receiver] = Receiver) -> Any:
+    """A receiver, not started, whose thread runs the turns of ``executor``."""
+    fabric, peers, shard = Fabric(), FakePeers(), Shard((0, 0), ())
+    made: Any = kind(
+        shard=shard, groups=(), memory=(), make_agent=partial(fabric.agent, "x"), peers=peers
+    )  # type: ignore[arg-type]
+    made._executor = executor
+    return made
 
 
 def eventually(condition: Callable[[], bool], timeout: float = 120.0) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -12,13 +12,15 @@ from transfer_rig import FakePeers, Prefill
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
 from pdcluster_connector.nixl_io.probe_memory import HostMemory, ProbeMemory
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
-from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks
+from pdcluster_connector.plan.block_pairs import GroupBlocks
+from pdcluster_connector.protocol.receive_order import ReceiveOrder
 from pdcluster_connector.testing.caches import LabelledCache
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer.connections import Connections
-from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
-from pdcluster_connector.transfer.receiver import ReceiveResults
-from pdcluster_connector.transfer.receives import Receives
+from pdcluster_connector.transfer.measures import ReceiveResults
+from pdcluster_connector.transfer.options import ReceiverOptions
+from pdcluster_connector.transfer.receive_executor import ReceiveExecutor
+from pdcluster_connector.transfer.receive_machine import Acknowledged, Signal
 
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 PROBE_SECONDS = 10.0
@@ -43,11 +45,12 @@ class Bench:
         self.prefills: list[Prefill] = []  # their memory may be read until the end
         self.hanging: set[str] = set()
         self.fabric.behave = self._behave
-        self.receives = Receives(
+        self.executor = ReceiveExecutor(
             options or ReceiverOptions(drain_deadline_seconds=1e6),
             clock or (lambda: self.now),
-            lambda receives: Connections(
-                receives,
+            [GroupShape(LayerKind.FULL_ATTENTION, CACHE["block_tokens"])],
+            lambda executor: Connections(
+                executor,
                 self.cache.shard,
                 self.cache.memory,
                 partial(self.fabric.agent, "decode"),
@@ -56,7 +59,7 @@ class Bench:
                 self._probe_memory,
             ),
         )
-        self.connections = self.receives.connections
+        self.connections = self.executor.connections
         self.answers: list = []
         self.sent = 0
 
@@ -78,14 +81,20 @@ class Bench:
         request_id = f"r{self.sent}"
         taken, tokens = self._blocks(self.sent, blocks), 4 * blocks
         ticket = prefill.ticket(self.sent, range(self.sent, self.sent + blocks), tokens)
-        groups = [GroupShape(LayerKind.FULL_ATTENTION, CACHE["block_tokens"])]
-        decode_blocks = EngineBlocks(groups, [GroupBlocks(taken)])
-        request = ReceiveRequest(
-            request_id, ticket, decode_blocks, 0, tokens, self.now + LEASE, True
+        self.receive(
+            ReceiveOrder(request_id, ticket, (GroupBlocks(taken),), 0, tokens, LEASE, True)
         )
-        self.receives.receive([request])
         self.turns()
         return request_id
+
+    def receive(self, *orders: ReceiveOrder) -> None:
+        self.executor.receive([(order, self.executor.clock() + order.seconds) for order in orders])
+
+    def abandon(self, *request_ids: str) -> None:
+        self.executor.pass_on((request_id, Signal.ABANDONED) for request_id in request_ids)
+
+    def acknowledge(self, request_ids: Iterable[str], until: float) -> None:
+        self.executor.pass_on((request_id, Acknowledged(until)) for request_id in request_ids)
 
     @staticmethod
     def _blocks(number: int, blocks: int) -> list[int]:
@@ -104,8 +113,8 @@ class Bench:
             answers, self.answers = self.answers, []
             for job, answer in answers:
                 self.connections.answered(job, answer)
-            self.receives.tick()
-            moved = self.receives.turn() or answers or self.answers
+            self.executor.tick()
+            moved = self.executor.turn() or answers or self.answers
             still = 0 if moved or self._waiting_for_polls() else still + 1
             if still == 3:
                 return
@@ -119,8 +128,8 @@ class Bench:
 
     def take(self) -> ReceiveResults:
         results = ReceiveResults()
-        while self.receives.ended:
-            job = self.receives.ended.popleft()
+        while self.executor.ended:
+            job = self.executor.ended.popleft()
             results.add(job.machine, job.nbytes)
         return results
 

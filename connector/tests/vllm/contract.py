@@ -48,8 +48,9 @@ from models.tiny import model_path
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.plan.geometry import MemoryRange
 from pdcluster_connector.protocol.messages import ShardMetadata
+from pdcluster_connector.protocol.receive_order import Receipt
 from pdcluster_connector.vllm.metrics import ConnectorStats
-from pdcluster_connector.vllm.step_messages import Receipt, WorkerHandshake
+from pdcluster_connector.vllm.step_messages import WorkerHandshake
 from ticket_key import KEY_FILE
 
 BLOCK = 16

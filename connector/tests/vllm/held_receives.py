@@ -14,7 +14,7 @@ import aiohttp
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer.receive import State
+from pdcluster_connector.transfer.receive_machine import State
 
 _release: list[Callable[[], None]] = []
 _queued: list[Any] = []  # orders that wait in the transfer thread's queue
@@ -45,7 +45,7 @@ def hold(state: str) -> None:
 def _hold_orders(receiver: Any) -> None:
     """Let the transfer thread take nothing from its queue."""
     event, receive = threading.Event(), receiver.receive
-    receiver._thread.put(event.wait)
+    receiver._inbox.put(event.wait)
     _queued.clear()
 
     def queue(requests: Iterable[Any], *leases: Any) -> None:
@@ -88,7 +88,7 @@ def _hold_handshakes(receiver: Any) -> None:
 
 def _hold_fences(receiver: Any) -> None:
     """Plan the reads of lease words, and post none: the connection stays for them."""
-    transfers, planned = receiver._receives.transfers, {}
+    transfers, planned = receiver._executor.transfers, {}
     add = transfers.add
 
     def keep(job: Any) -> None:
@@ -104,17 +104,17 @@ def _hold_fences(receiver: Any) -> None:
                 add(job)
 
     transfers.add = keep
-    _release.append(lambda: receiver._thread.put(post_fences))
+    _release.append(lambda: receiver._inbox.put(post_fences))
 
 
 def _hold_landings(receiver: Any) -> None:
     """See no transfer land while any receive is posted."""
-    receives = receiver._receives
-    transfers = receives.transfers
+    executor = receiver._executor
+    transfers = executor.transfers
     poll = transfers.poll
 
     def poll_others() -> bool:
-        posted = (_is_in(job, State.POSTED.name) for job in receives.jobs.values())
+        posted = (_is_in(job, State.POSTED.name) for job in executor.jobs.values())
         return not any(posted) and poll()
 
     transfers.poll = poll_others
@@ -133,7 +133,7 @@ def _disconnect(receiver: Any) -> None:
             connections.break_off(connection, failure)
         done.set()
 
-    receiver._thread.put(close)
+    receiver._inbox.put(close)
     done.wait(120)
 
 
@@ -147,18 +147,18 @@ def stands(count: int, state: str) -> bool:
     """Whether so many receives have come to ``state``; NEW ones wait in a queue."""
     if state == State.NEW.name:
         return len(_queued) == count
-    jobs = list(_receiver()._receives.jobs.values())
+    jobs = list(_receiver()._executor.jobs.values())
     return sum(_is_in(job, state) for job in jobs) == count
 
 
 def claimed() -> int:
     """Receives under way whose leases prefill has acknowledged for this engine."""
-    return sum(job.machine.claimed for job in list(_receiver()._receives.jobs.values()))
+    return sum(job.machine.claimed for job in list(_receiver()._executor.jobs.values()))
 
 
 def ended() -> int:
     """Receives that have ended, and of which no step has heard."""
-    return len(_receiver()._receives.ended)
+    return len(_receiver()._executor.ended)
 
 
 def _is_in(job: Any, state: str) -> bool:

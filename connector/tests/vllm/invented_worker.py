@@ -14,7 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.outputs import KVConnectorOutput
 
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.vllm.step_messages import Receipt, StepOrders, StepReport
+from pdcluster_connector.protocol.receive_order import Receipt
+from pdcluster_connector.vllm.step_messages import StepOrders, StepReport
 
 
 class InventedWorker:

@@ -179,7 +179,7 @@ class Pair:
         """What is still there of any request."""
         prefill = self.prefill.connector._scheduler.prefill
         decode = self.decode.connector._scheduler.decode
-        receives = self.decode.workers[0].connector._worker._receiver._receives
+        executor = self.decode.workers[0].connector._worker._receiver._executor
         found = {
             "prefill's requests": self.prefill.scheduler.requests,
             "decode's requests": self.decode.scheduler.requests,
@@ -190,8 +190,8 @@ class Pair:
             "leases that decode renews": decode._tickets.held,
             "orders": [*decode._orders, *decode._abandoned],
             "local prompts": [*decode.local._requests, *decode.local._waiting],
-            "receives": receives.jobs,
-            "results": receives.ended,
+            "receives": executor.jobs,
+            "results": executor.ended,
         }
         for engine in self.engines:
             found[f"{engine.engine_id}: orders"] = engine.workers[0].connector._worker._left

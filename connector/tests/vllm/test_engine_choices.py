@@ -23,7 +23,7 @@ from loopback import free_port
 from models.tiny import model_path
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.engine_id import parse_engine_id
-from pdcluster_connector.transfer.receive import State
+from pdcluster_connector.transfer.receive_machine import State
 
 pytestmark = pytest.mark.engine
 

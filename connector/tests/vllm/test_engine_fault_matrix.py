@@ -31,7 +31,7 @@ from engine_pair import Pair, connector_config, prompt
 from loopback import free_port
 from models.tiny import model_path
 from pdcluster_connector.testing.judge import Judge, Verdict
-from pdcluster_connector.transfer.receive import State
+from pdcluster_connector.transfer.receive_machine import State
 
 pytestmark = [pytest.mark.engine, pytest.mark.soak]
 

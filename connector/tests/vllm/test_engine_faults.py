@@ -17,7 +17,7 @@ from engine_pair import Pair, connector_config, leases_expired, nothing_held
 from loopback import free_port
 from models.tiny import model_path
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.transfer.receive import State
+from pdcluster_connector.transfer.receive_machine import State
 
 pytestmark = pytest.mark.engine
 

@@ -15,7 +15,7 @@ import pytest
 from transfer_rig import Decode, FakePeers, Prefill, eventually
 
 from pdcluster_connector.testing.nixl import Fabric
-from pdcluster_connector.transfer.receive import State
+from pdcluster_connector.transfer.receive_machine import State
 
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 
@@ -50,7 +50,7 @@ def test_a_receive_that_shakes_hands_while_they_are_released_goes_on(
 
     monkeypatch.setattr(peers, "connect", paused)
     ticket = prefill.ticket(1, [3, 4, 5], 10)
-    decode.receiver.receive([decode.request("r", ticket, [28, 27, 26], lease=10.0)])
+    decode.receive(decode.request("r", ticket, [28, 27, 26], lease=10.0))
     eventually(lambda: held_receives.stands(1, State.HANDSHAKE.name))
     held_receives.release()
     released.set()
@@ -63,14 +63,14 @@ def test_receives_stand_in_a_state_until_they_are_released(pair: Pair, state: St
     prefill, decode, _ = pair
     names = [f"{state.name}-{seed}" for seed in (1, 2)]
     warm = prefill.ticket(3, [9, 10, 11], 10)
-    decode.receiver.receive([decode.request("warm", warm, [22, 21, 20])])
+    decode.receive(decode.request("warm", warm, [22, 21, 20]))
     assert "warm" in decode.wait("warm").received
     held_receives.hold(state.name)
     for seed, name in enumerate(names, 1):
         first = 3 * seed
         ticket = prefill.ticket(seed, range(first, first + 3), 10)
         blocks = [31 - first, 30 - first, 29 - first]
-        decode.receiver.receive([decode.request(name, ticket, blocks)])
+        decode.receive(decode.request(name, ticket, blocks))
     eventually(lambda: held_receives.stands(len(names), state.name), timeout=60)
     assert not decode.take().finished
     held_receives.release()

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpe
 
 from pdcluster_connector.compat.check import check, refused
 from pdcluster_connector.compat.shape import PartShape
-from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks, groups_of
+from pdcluster_connector.plan.block_pairs import EngineBlocks, GroupBlocks, groups_of
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.request_descriptors import plan_request
 from pdcluster_connector.vllm.kv_caches import layers as states

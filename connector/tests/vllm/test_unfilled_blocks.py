@@ -18,10 +18,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
-from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks, Unfilled, unfilled
+from pdcluster_connector.plan.block_pairs import EngineBlocks, GroupBlocks, Unfilled, unfilled
+from pdcluster_connector.protocol.receive_order import ReceiveOrder
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.vllm.kv_caches.registration import register
-from pdcluster_connector.vllm.step_messages import ReceiveOrder, StepOrders
+from pdcluster_connector.vllm.step_messages import StepOrders
 from pdcluster_connector.vllm.worker_side.worker import UnfilledBlocks, WorkerRole
 
 pytestmark = pytest.mark.vllm
@@ -127,15 +128,18 @@ def test_a_worker_clears_before_anything_is_posted() -> None:
     seen: list[int] = []
 
     class Receiver:
-        def receive(self, requests: Any, renewed: Any, lost: Any) -> None:
-            seen.extend(cleared(views[NAMES[0]], 16).sum() for _ in requests)
-            assert renewed == lost == {}
+        def receive(self, orders: Any, since: float, events: Any) -> None:
+            seen.extend(cleared(views[NAMES[0]], 16).sum() for _ in orders)
+            assert events == []
+
+        def pass_on(self, events: Any) -> None:
+            assert events == []
 
     transfer = SimpleNamespace(is_kv_producer=False, is_kv_consumer=True)
     role: Any = WorkerRole(
         SimpleNamespace(kv_transfer_config=transfer), config, SimpleNamespace(), "e/1"
     )
-    role._registration, role._receiver = made, Receiver()
+    role._groups, role._receiver = made.shape.groups, Receiver()
     role._unfilled = UnfilledBlocks(config, views, made.shard.regions)
     ticket = Ticket("e/2", "h", 5, "r", 7, ((1,), (1,)), 16, 250, b"d" * 16, 0.0)
     blocks = GroupBlocks(OWN, BEGIN), GroupBlocks((1,))

@@ -20,13 +20,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.supported import REFUSED_FLAGS
-from pdcluster_connector.plan.pairing import GroupBlocks
+from pdcluster_connector.plan.block_pairs import GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.receive_order import Receipt, ReceiveOrder
 from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.transfer.receiver import Received, ReceiveResults
+from pdcluster_connector.transfer.measures import ReceiveResults
+from pdcluster_connector.transfer.receive_machine import Acknowledged, Failed, Signal
 from pdcluster_connector.vllm.config import ConfigError, parse_options, refuse_unsupported
 from pdcluster_connector.vllm.connector import PDClusterConnector
-from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder, StepOrders, StepReport
+from pdcluster_connector.vllm.step_messages import StepOrders, StepReport
 from pdcluster_connector.vllm.worker_side.worker import GONE_SECONDS, receiver_options
 from ticket_key import KEY_FILE
 
@@ -98,7 +100,7 @@ def test_failures_are_counted_by_reason_and_not_those_that_the_engine_gave_up(
         finished={"a", "b", "c", "d", "e"},
         failed={"a": gone, "b": gone, "c": late, "d": late},
         abandoned={"d"},
-        received={"e": Received(4096, 2.0)},
+        received={"e": Receipt(4096, 2.0)},
         phase_seconds={"total": [2.0]},
     )
 
@@ -107,7 +109,7 @@ def test_failures_are_counted_by_reason_and_not_those_that_the_engine_gave_up(
             getattr(results, found.name).update(getattr(ended, found.name))
 
     connector._worker._receiver = SimpleNamespace(  # type: ignore[assignment]
-        acknowledge=lambda _: None, refuse=lambda _: None, results=take
+        pass_on=lambda _: None, receive=lambda *_: None, results=take
     )
     results, report = step(connector, StepOrders())
     assert results.finished_recving == {"a", "b", "c", "d", "e"}
@@ -124,14 +126,11 @@ def test_failures_are_counted_by_reason_and_not_those_that_the_engine_gave_up(
 
 def test_a_fault_while_starting_fails_those_requests(connector: PDClusterConnector) -> None:
     class Broken:
-        def receive(self, *_: Any) -> None:
-            raise AssertionError("not reached")
+        def receive(self, orders: Any, since: float, events: Any) -> None:
+            raise TypeError("a lease without an end")
 
-        def acknowledge(self, until: Any) -> None:
-            assert until == {}
-
-        def refuse(self, failures: Any) -> None:
-            assert failures == {}
+        def pass_on(self, events: Any) -> None:
+            assert events == []
 
         def results(self, results: Any) -> Any:
             raise OSError("a fault that nobody thought of")
@@ -141,9 +140,7 @@ def test_a_fault_while_starting_fails_those_requests(connector: PDClusterConnect
 
     assert connector._worker is not None
     connector._worker._receiver = Broken()
-    broken = order("d1")
-    object.__setattr__(broken, "seconds", None)
-    results, _ = step(connector, StepOrders(receive=[broken, order("d2")]))
+    results, _ = step(connector, StepOrders(receive=[order("d1"), order("d2")]))
     assert not results.finished_recving, "the results were lost to the second fault, not the ids"
     connector._worker._receiver = None
     results, report = step(connector, StepOrders())
@@ -356,6 +353,8 @@ class Queue:
 
     def __getattr__(self, name: str) -> Any:
         def ask(first: Any, *_: Any) -> None:
+            if name == "pass_on" and not first:
+                return
             raises, self.raises = name == self.raises, "" if name == self.raises else self.raises
             if raises:
                 raise OSError("a fault that nobody thought of")
@@ -365,15 +364,14 @@ class Queue:
         return ask
 
 
-@pytest.mark.parametrize("method", ["abandon", "receive", "results"])
+@pytest.mark.parametrize("method", ["pass_on", "receive", "results"])
 def test_what_a_fault_interrupts_is_done_once(connector: PDClusterConnector, method: str) -> None:
     """Receives fail, all else is done in the next step, and no id is reported a second time."""
     assert connector._worker is not None
     queue = connector._worker._receiver = Queue(method)  # type: ignore[assignment]
     orders = StepOrders(
-        sent=["p1"], unreceivable={"d1": "why"}, abandon=["d2"], receive=[order("d3")],
-        renewed={"d3": 5.0},
-    )  # fmt: skip
+        sent=["p1"], unreceivable={"d1": "why"}, abandon=["d2"], receive=[order("d3")]
+    )
     sent: list[str] = []
     finished: list[str] = []
     for given in (orders, StepOrders(), StepOrders()):
@@ -384,7 +382,7 @@ def test_what_a_fault_interrupts_is_done_once(connector: PDClusterConnector, met
     assert sent == ["p1"]
     started = [[request.request_id for request in asked] for name, asked in queue.asked
                if name == "receive"]  # fmt: skip
-    assert ("abandon", ["d2"]) in queue.asked
+    assert ("pass_on", [("d2", Signal.ABANDONED)]) in queue.asked
     assert sorted(finished) == (["d1"] if method == "results" else ["d1", "d3"])
     assert started == ([["d3"]] if method == "results" else [])
 
@@ -396,7 +394,7 @@ def test_news_of_leases_reach_the_receiver_before_the_forward_pass(
     told: list[Any] = []
 
     class Receiver:
-        acknowledge = refuse = staticmethod(told.append)
+        pass_on = staticmethod(told.extend)
 
     assert connector._worker is not None
     connector._worker._receiver = Receiver()
@@ -404,9 +402,11 @@ def test_news_of_leases_reach_the_receiver_before_the_forward_pass(
     now = time.monotonic()
     connector.bind_connector_metadata(StepOrders(renewed={"d1": 5.0}, lost=lost))
     connector._worker._receiver = None
-    (until, failures) = told
-    assert now + 5 <= until["d1"] <= time.monotonic() + 5
-    assert failures == lost
+    (renewed, refused) = told
+    assert renewed[0] == "d1"
+    assert isinstance(renewed[1], Acknowledged)
+    assert now + 5 <= renewed[1].until <= time.monotonic() + 5
+    assert refused == ("d2", Failed(lost["d2"]))
 
 
 class Book:

@@ -20,7 +20,9 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer.receiver import Received, ReceiveResults
+from pdcluster_connector.protocol.receive_order import Receipt
+from pdcluster_connector.transfer.measures import ReceiveResults
+from pdcluster_connector.transfer.receive_machine import Acknowledged, Failed, Signal
 from pdcluster_connector.vllm.connector import PDClusterConnector
 from pdcluster_connector.vllm.step_messages import StepOrders
 
@@ -54,7 +56,6 @@ class V2Rank:
             role._serving = SimpleNamespace(lease_words=self, close=lambda: None)
         if role._consumes:
             role._receiver = Receiver(self)
-            monkeypatch.setattr(role, "_request", lambda order: order)
         self._scheduled: Any = None
         schedule = engine.scheduler.schedule
 
@@ -116,7 +117,7 @@ class V2Rank:
     def land(self, request_id: str) -> None:
         """Let a receive end well."""
         self.results.finished.add(request_id)
-        self.results.received[request_id] = Received(100, 0.25)
+        self.results.received[request_id] = Receipt(100, 0.25)
 
     def give_up(self, request_id: str) -> None:
         """Let an abandoned receive end."""
@@ -130,26 +131,21 @@ class Receiver:
 
     def __init__(self, rank: V2Rank) -> None:
         self._rank = rank
-        self._renewed: dict[str, float] = {}
 
-    def acknowledge(self, until: dict[str, float]) -> None:
-        self._renewed = until
-
-    def refuse(self, failures: dict[str, Failure]) -> None:
-        if self._renewed or failures:
+    def pass_on(self, events: list[tuple[str, Any]]) -> None:
+        abandoned = [key for key, event in events if event is Signal.ABANDONED]
+        renewed = {key for key, event in events if isinstance(event, Acknowledged)}
+        lost = {key for key, event in events if isinstance(event, Failed)}
+        if abandoned:
+            self._rank.note("abandon", abandoned)
+        if renewed or lost:
             done = any(name in ("forward", "receive") for name, *_ in self._rank.steps[-1])
-            name = "leases again" if done else "leases"
-            self._rank.note(name, set(self._renewed), set(failures))
+            self._rank.note("leases again" if done else "leases", renewed, lost)
 
-    def receive(
-        self, orders: list[Any], renewed: dict[str, float], lost: dict[str, Failure]
-    ) -> None:
-        self._rank.note("receive", [order.request_id for order in orders])
-        self.acknowledge(renewed)
-        self.refuse(lost)
-
-    def abandon(self, request_ids: list[str]) -> None:
-        self._rank.note("abandon", list(request_ids))
+    def receive(self, orders: list[Any], since: float, events: list[tuple[str, Any]]) -> None:
+        if orders:
+            self._rank.note("receive", [order.request_id for order in orders])
+            self.pass_on(events)
 
     def results(self, results: ReceiveResults) -> None:
         found, self._rank.results = self._rank.results, ReceiveResults()

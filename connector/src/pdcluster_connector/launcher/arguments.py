@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from pdcluster_connector.certificate_files import TlsFiles, tls_files
 from pdcluster_connector.launcher import inside_vllm
-from pdcluster_connector.plan.topology import node_of_data_rank
+from pdcluster_connector.plan.rank_pairs import node_of_data_rank
 from pdcluster_connector.protocol.launcher_documents import MAX_SIDE_CHANNELS
 
 CONNECTOR_FLAG: Final = "--kv-transfer-config"

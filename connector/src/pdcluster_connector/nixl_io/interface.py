@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdcluster_connector.compat.shape import Memory
-from pdcluster_connector.plan.descriptors import Rows
-from pdcluster_connector.plan.geometry import MemoryRange
+from pdcluster_connector.plan import descriptors, geometry
 
 Indices = NDArray[np.int32]
 
@@ -72,7 +71,7 @@ class AgentInterface(Protocol):
 
     name: str
 
-    def register(self, ranges: Sequence[MemoryRange]) -> None:
+    def register(self, ranges: Sequence[geometry.MemoryRange]) -> None:
         """Register memory; it stays registered until :meth:`close`."""
 
     def metadata(self) -> bytes:
@@ -84,7 +83,7 @@ class AgentInterface(Protocol):
     def remove_peer(self, name: str) -> None:
         """Forget a peer. Its transfers must have ended: this does not stop them."""
 
-    def prepare(self, peer: str | None, rows: Rows, memory: Memory) -> Dlist:
+    def prepare(self, peer: str | None, rows: descriptors.Rows, memory: Memory) -> Dlist:
         """Prepare (n, 5) rows (address, length, device, stride, count).
 
         ``peer`` None means this agent's own memory. Element k of row r has the flattened

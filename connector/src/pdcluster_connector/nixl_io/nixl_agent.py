@@ -27,8 +27,7 @@ from pdcluster_connector.nixl_io.interface import (
     NixlError,
     NixlErrorKind,
 )
-from pdcluster_connector.plan.descriptors import Rows
-from pdcluster_connector.plan.geometry import MemoryRange
+from pdcluster_connector.plan import descriptors, geometry
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -152,7 +151,7 @@ class NixlAgent:
         if not self._agent.backends:
             raise NixlError(NixlErrorKind.INVALID, f"nixl has no backend of {list(backends)}")
 
-    def register(self, ranges: Sequence[MemoryRange]) -> None:
+    def register(self, ranges: Sequence[geometry.MemoryRange]) -> None:
         for memory in Memory:
             rows = [(r.address, r.length, r.device, "") for r in ranges if r.memory is memory]
             if rows:
@@ -169,7 +168,7 @@ class NixlAgent:
     def remove_peer(self, name: str) -> None:
         self._call(lambda: self._agent.remove_remote_agent(name))
 
-    def prepare(self, peer: str | None, rows: Rows, memory: Memory) -> Dlist:
+    def prepare(self, peer: str | None, rows: descriptors.Rows, memory: Memory) -> Dlist:
         agent = "NIXL_INIT_AGENT" if peer is None else peer
         native = self._call(lambda: self._agent.prep_xfer_dlist(agent, rows, memory.value))
         dlist = Dlist(native, peer)

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcluster_connector.compat.shape import GroupShape, Memory
+from pdcluster_connector.compat.shape import Memory
 from pdcluster_connector.nixl_io import interface
 from pdcluster_connector.nixl_io.serving_agent import WORD_BYTES, one_row
-from pdcluster_connector.plan import descriptors, geometry, pairing, peer_plan
+from pdcluster_connector.plan import descriptors, geometry, peer_plan
 from pdcluster_connector.protocol import messages
 from pdcluster_connector.protocol.failure import Failure
 
@@ -62,20 +62,18 @@ class Connection:
     Attributes:
         metadata: what the handshake returned.
         plan: which bytes correspond, compiled once.
-        groups: the peer's KV cache groups.
         sources: in the order of ``plan.sources``.
         transfers: how many transfers may still run over it.
         broken: why no new transfer may start; it closes when ``transfers`` is 0.
         stalled: what receives fail with that begin after ``stalled_at`` (seconds of the receiver's
             clock): a probe has not landed in time. None once it, or KV after it, has landed.
         notice: what makes the link slow though it works; empty if nothing is known to.
-        waiting: receives (``transfer.job.Job``) that wait for the warm-up, or for a broken
+        waiting: jobs (``transfer/planned_reads.py``) that wait for the warm-up, or for a broken
             connection to close; None when there is nothing to wait for.
     """
 
     metadata: messages.EngineMetadata
     plan: peer_plan.PeerPlan
-    groups: tuple[GroupShape, ...] = ()
     sources: list[Source] = field(default_factory=list)
     transfers: int = 0
     broken: Failure | None = None
@@ -130,7 +128,6 @@ class ReadingAgent:
     ) -> None:
         self._synchronize = synchronize
         self._nixl = make_agent()
-        self._peers: dict[str, int] = {}  # agent name -> connections that use it
         try:
             self._nixl.register(memory)
             self._words = self._nixl.prepare(None, fence_words, Memory.DRAM)
@@ -141,7 +138,7 @@ class ReadingAgent:
     def open(self, metadata: messages.EngineMetadata, plan: peer_plan.PeerPlan) -> Connection:
         """Load the peer's agents and prepare the descriptor lists, once per peer."""
         shards = {shard.rank: shard for shard in metadata.shards}
-        connection = Connection(metadata, plan, pairing.groups_of(metadata.shape))
+        connection = Connection(metadata, plan)
         try:
             for source in plan.sources:
                 connection.sources.append(self._open_source(shards[source.rank], source))
@@ -152,7 +149,6 @@ class ReadingAgent:
 
     def _open_source(self, shard: messages.ShardMetadata, source: peer_plan.SourcePlan) -> Source:
         peer = self._nixl.add_peer(shard.agent_metadata)
-        self._peers[peer] = self._peers.get(peer, 0) + 1
         words = shard.lease_words
         prepared: list[interface.Dlist] = []
         try:
@@ -190,12 +186,8 @@ class ReadingAgent:
 
     def _forget(self, peer: str, dlists: Sequence[interface.Dlist]) -> None:
         self.release_dlists(dlists)
-        self._peers[peer] -= 1
-        if self._peers[peer] == 0:
-            del self._peers[peer]
-            # NIXL drops a peer by itself if its transport failed.
-            with suppress(interface.NixlError):
-                self._nixl.remove_peer(peer)
+        with suppress(interface.NixlError):  # NIXL drops a peer by itself if its transport failed
+            self._nixl.remove_peer(peer)
 
     def probe_lists(
         self, source: Source, into: geometry.MemoryRange

@@ -1,4 +1,10 @@
-"""Which bytes of a peer go where: from two shapes to descriptors."""
+"""Which bytes of a peer go where: from two shapes to descriptors.
+
+Which prefill ranks a decode rank reads which heads from: ``rank_pairs.py``. Which blocks of a
+request pair: ``block_pairs.py``. Where bytes lie: ``geometry.py``; how they become descriptors:
+``descriptors.py``, for each peer ``peer_plan.py``, for each request ``request_descriptors.py``. How
+memory is cut for registration: ``slices.py``.
+"""
 
 from pdcluster_connector.compat.reasons import Reason
 

@@ -2,7 +2,7 @@
 
 A *run* is a range of bytes that is contiguous on both sides. It lies at the same place in every
 block, or in every ``unit`` tokens of a block. All runs of a *stride class* repeat with the same
-strides, so one formula gives the indices of all of them (``peer_plan.py``). ``topology.py``
+strides, so one formula gives the indices of all of them (``peer_plan.py``). ``rank_pairs.py``
 decides which heads a rank reads from which peer.
 """
 
@@ -16,8 +16,10 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.plan import PlanError, pairing, topology
+from pdcluster_connector.plan import PlanError
+from pdcluster_connector.plan.block_pairs import Int64
 from pdcluster_connector.plan.geometry import Region
+from pdcluster_connector.plan.rank_pairs import Assignment
 
 Rows = NDArray[np.uint64]
 
@@ -54,7 +56,7 @@ class Side:
         """Return the number of descriptors of one run."""
         return self.num_blocks * self.units
 
-    def rows(self, address: pairing.Int64, length: pairing.Int64) -> Rows:
+    def rows(self, address: Int64, length: Int64) -> Rows:
         """Return the rows ``(addr, len, device, stride, count)`` of runs, run by run."""
         if self.dense:
             stride, count = self.unit_stride, self.elements
@@ -89,9 +91,9 @@ class ClassKey:
 class Runs(NamedTuple):
     """Runs of bytes: addresses of block 0 on both sides, and lengths; int64, one length."""
 
-    prefill: pairing.Int64
-    decode: pairing.Int64
-    length: pairing.Int64
+    prefill: Int64
+    decode: Int64
+    length: Int64
 
     def merged(self) -> "Runs":
         """Join runs that follow one another on both sides.
@@ -108,7 +110,7 @@ class Runs(NamedTuple):
         return Runs(prefill[first], decode[first], np.add.reduceat(length, first))
 
 
-def stride_classes(assignments: Sequence[topology.Assignment]) -> dict[ClassKey, Runs]:
+def stride_classes(assignments: Sequence[Assignment]) -> dict[ClassKey, Runs]:
     """Cut assignments into runs, by stride class. Layers of equal geometry are cut together.
 
     Args:
@@ -117,7 +119,7 @@ def stride_classes(assignments: Sequence[topology.Assignment]) -> dict[ClassKey,
     Raises:
         PlanError: the two sides' bytes do not correspond.
     """
-    alike: dict[tuple[Region, Region, int, int], list[topology.Assignment]] = {}
+    alike: dict[tuple[Region, Region, int, int], list[Assignment]] = {}
     for item in assignments:
         geometry = (_geometry(item.prefill), _geometry(item.decode))
         alike.setdefault((*geometry, item.head_start, item.head_stop), []).append(item)
@@ -191,7 +193,7 @@ class _Axis(NamedTuple):
     decode: int
 
 
-def _runs(item: topology.Assignment, unit: int) -> tuple[int, pairing.Int64, pairing.Int64]:
+def _runs(item: Assignment, unit: int) -> tuple[int, Int64, Int64]:
     """Return the length of the runs of one unit, and their offsets in the first one.
 
     An axis whose stride equals the run's length on both sides lengthens the run; the others
@@ -209,7 +211,7 @@ def _runs(item: topology.Assignment, unit: int) -> tuple[int, pairing.Int64, pai
         axes.remove(inner)
         length *= inner.length
 
-    def offsets(region: Region, strides: Sequence[int]) -> pairing.Int64:
+    def offsets(region: Region, strides: Sequence[int]) -> Int64:
         start = (item.head_start - region.head_start) * region.head_stride
         offset = np.array([start], np.int64)
         for axis, stride in zip(axes, strides, strict=True):

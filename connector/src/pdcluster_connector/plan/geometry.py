@@ -14,7 +14,7 @@ It can be cut by head and not by token.
   ``block_tokens`` 1 (a slot counts as one token), ``num_blocks`` the logical blocks,
   ``block_stride`` the page's stride, ``token_bytes`` the part's ``head_bytes``. With vLLM's DS
   order of the conv state (dim, rows), ``conv.x`` is cut into Mamba heads, ``conv.b`` and
-  ``conv.c`` into groups (:func:`~pdcluster_connector.plan.topology.head_interval` says which
+  ``conv.c`` into groups (:func:`~pdcluster_connector.plan.rank_pairs.head_interval` says which
   ones a rank holds, also where groups are replicated).
 
 Regions of different groups may lie on the same memory (vLLM's hybrid tensors do).

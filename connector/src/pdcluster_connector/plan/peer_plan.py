@@ -12,7 +12,7 @@ import numpy as np
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import Memory
-from pdcluster_connector.plan import PlanError, geometry, pairing, slices, topology
+from pdcluster_connector.plan import PlanError, block_pairs, geometry, rank_pairs, slices
 from pdcluster_connector.plan.descriptors import ClassKey, Rows, Runs, stride_classes
 
 
@@ -28,8 +28,8 @@ class StrideClass:
 
     key: ClassKey
     unit_bytes: int
-    prefill_first: pairing.Int64
-    decode_first: pairing.Int64
+    prefill_first: block_pairs.Int64
+    decode_first: block_pairs.Int64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,13 +71,13 @@ def plan_peer(decode: geometry.Shard, prefill: Sequence[geometry.Shard]) -> Peer
     Raises:
         PlanError: a layer, a head or a shard is missing, or the layouts do not correspond.
     """
-    by_source: dict[int, list[topology.Assignment]] = {}
+    by_source: dict[int, list[rank_pairs.Assignment]] = {}
     for shard, side in ((decode, "decode"), *((shard, "prefill") for shard in prefill)):
         for region in shard.regions:
             if (fault := geometry.region_fault(region)) is not None:
                 message = f"{side} layer {region.layer}: {fault}"
                 raise PlanError(Reason.LAYOUT_UNSUPPORTED, message)
-    for assignment in topology.assign_sources(decode, prefill):
+    for assignment in rank_pairs.assign_sources(decode, prefill):
         by_source.setdefault(assignment.source, []).append(assignment)
     sources = []
     for index, assignments in sorted(by_source.items()):
@@ -127,7 +127,7 @@ def _indexed(found: Mapping[ClassKey, Runs]) -> tuple[StrideClass, ...]:
         )
         prefill_used += number.size * key.prefill.elements
         decode_used += number.size * key.decode.elements
-    if (used := max(prefill_used, decode_used)) > pairing.LIMIT:
+    if (used := max(prefill_used, decode_used)) > block_pairs.LIMIT:
         message = f"{used} descriptors are more than NIXL can index"
         raise PlanError(Reason.LAYOUT_UNSUPPORTED, message)
     return tuple(made)

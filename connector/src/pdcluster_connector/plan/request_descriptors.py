@@ -19,7 +19,8 @@ import numpy as np
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
-from pdcluster_connector.plan import CoverageError, PlanError, descriptors, pairing, peer_plan
+from pdcluster_connector.plan import CoverageError, PlanError, block_pairs, descriptors, peer_plan
+from pdcluster_connector.plan.block_pairs import BlockList, EngineBlocks, GroupBlocks, Int32, Int64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,15 +35,15 @@ class SourceIndices:
     """
 
     source: int
-    prefill_indices: pairing.Int32
-    decode_indices: pairing.Int32
+    prefill_indices: Int32
+    decode_indices: Int32
     nbytes: int
 
 
 def plan_request(
     plan: peer_plan.PeerPlan,
-    prefill: pairing.EngineBlocks,
-    decode: pairing.EngineBlocks,
+    prefill: EngineBlocks,
+    decode: EngineBlocks,
     *,
     start: int,
     stop: int,
@@ -81,35 +82,35 @@ def plan_request(
                 _kernel_blocks(theirs, their_blocks, stop),
             )
             first = _first_needed(theirs.window, lists, start, stop, unit)
-            pairs = pairing.pair_blocks(*lists, first, stop)
+            pairs = block_pairs.pair_blocks(*lists, first, stop)
         found += descriptor_indices(plan, pairs, groups)
     return found
 
 
-def _check_count(side: str, held: pairing.EngineBlocks, reason: Reason) -> None:
+def _check_count(side: str, held: EngineBlocks, reason: Reason) -> None:
     if len(held.blocks) != len(held.groups):
         message = f"{side} lists the blocks of {len(held.blocks)} KV cache groups and has "
         raise PlanError(reason, f"{message}{len(held.groups)}")
 
 
-def _group(held: pairing.EngineBlocks, number: int) -> tuple[GroupShape, pairing.GroupBlocks]:
+def _group(held: EngineBlocks, number: int) -> tuple[GroupShape, GroupBlocks]:
     if number >= len(held.groups):
         message = f"a layer is in KV cache group {number} of {len(held.groups)}"
         raise PlanError(Reason.LAYER_MISMATCH, message)
     return held.groups[number], held.blocks[number]
 
 
-def _kernel_blocks(group: GroupShape, held: pairing.GroupBlocks, stop: int) -> pairing.BlockList:
+def _kernel_blocks(group: GroupShape, held: GroupBlocks, stop: int) -> BlockList:
     """Return the kernel blocks that hold the tokens before ``stop``."""
     size, ratio = group.block_size, group.kernel_blocks_per_block
     needed = max(0, -(-(stop - held.first_token) // size))
-    return pairing.BlockList(
-        pairing.expand_blocks(held.blocks, ratio, most=needed), size // ratio, held.first_token
+    return BlockList(
+        block_pairs.expand_blocks(held.blocks, ratio, most=needed), size // ratio, held.first_token
     )
 
 
 def _first_needed(
-    window: int | None, lists: Sequence[pairing.BlockList], start: int, stop: int, unit: int
+    window: int | None, lists: Sequence[BlockList], start: int, stop: int, unit: int
 ) -> int:
     """Return the first token that decode needs of a group.
 
@@ -125,22 +126,22 @@ def _first_needed(
     return max(start, first - first % unit)
 
 
-def _freed_up_to(held: pairing.BlockList, token: int) -> bool:
+def _freed_up_to(held: BlockList, token: int) -> bool:
     """Return whether ``token`` is the last one of a block that is not held any more."""
     index, offset = divmod(token - held.first_token, held.block_tokens)
     gone = index < 0 or (index < len(held.blocks) and held.blocks[index] < 0)
     return gone and offset == held.block_tokens - 1
 
 
-def _pair_slots(prefill: pairing.GroupBlocks, decode: pairing.GroupBlocks) -> pairing.Pairs:
+def _pair_slots(prefill: GroupBlocks, decode: GroupBlocks) -> block_pairs.Pairs:
     """Pair two slots: each a list of one block of one token."""
     slots = []
     for side, held in (("prefill", prefill), ("decode", decode)):
-        ids = pairing.expand_blocks(held.blocks, 1)
+        ids = block_pairs.expand_blocks(held.blocks, 1)
         if len(ids) != 1:
             raise CoverageError(f"{side} lists {len(ids)} states, not the running one alone")
-        slots.append(pairing.BlockList(np.asarray(ids), 1))
-    return pairing.pair_blocks(slots[0], slots[1], 0, 1)
+        slots.append(BlockList(np.asarray(ids), 1))
+    return block_pairs.pair_blocks(slots[0], slots[1], 0, 1)
 
 
 def units(plan: peer_plan.PeerPlan) -> dict[tuple[int, int], int]:
@@ -157,7 +158,7 @@ def units(plan: peer_plan.PeerPlan) -> dict[tuple[int, int], int]:
 
 
 def descriptor_indices(
-    plan: peer_plan.PeerPlan, pairs: pairing.Pairs, groups: tuple[int, int] = (0, 0)
+    plan: peer_plan.PeerPlan, pairs: block_pairs.Pairs, groups: tuple[int, int] = (0, 0)
 ) -> list[SourceIndices]:
     """Return one request's descriptors in one (prefill, decode) KV cache group, by source.
 
@@ -188,8 +189,8 @@ def descriptor_indices(
 
 
 def _class_indices(
-    item: peer_plan.StrideClass, pairs: pairing.Pairs
-) -> tuple[pairing.Int32, pairing.Int32, int]:
+    item: peer_plan.StrideClass, pairs: block_pairs.Pairs
+) -> tuple[Int32, Int32, int]:
     """Return prefill indices, decode indices and the bytes that they move."""
     key = item.key
     prefill = _first_unit("prefill", key.prefill, pairs.prefill, pairs.tokens, key.unit)
@@ -199,9 +200,9 @@ def _class_indices(
     before = np.repeat(np.cumsum(counts) - counts, counts)
     inner = np.arange(before.size) - before
 
-    def indices(side: descriptors.Side, runs: pairing.Int64, first: pairing.Int64) -> pairing.Int32:
+    def indices(side: descriptors.Side, runs: Int64, first: Int64) -> Int32:
         elements = np.repeat(first[order], counts) + inner * side.per_unit
-        found: pairing.Int32 = np.add.outer(runs, elements).ravel().astype(np.int32)
+        found: Int32 = np.add.outer(runs, elements).ravel().astype(np.int32)
         return found
 
     return (
@@ -212,8 +213,8 @@ def _class_indices(
 
 
 def _first_unit(
-    name: str, side: descriptors.Side, paired: pairing.PairedSide, tokens: pairing.Int32, unit: int
-) -> pairing.Int64:
+    name: str, side: descriptors.Side, paired: block_pairs.PairedSide, tokens: Int32, unit: int
+) -> Int64:
     """Return each pair's first element within a run, after the checks that bound it."""
     blocks, offsets, size = paired
     if size != side.block_tokens:
@@ -234,5 +235,5 @@ def _first_unit(
     if rest.any():
         message = f"tokens start inside of a {name} block's unit of {unit} tokens, "
         raise CoverageError(message + "which can only be moved whole")
-    first: pairing.Int64 = blocks.astype(np.int64) * side.per_block + units * side.per_unit
+    first: Int64 = blocks.astype(np.int64) * side.per_block + units * side.per_unit
     return first

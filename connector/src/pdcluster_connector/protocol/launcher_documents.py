@@ -25,7 +25,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import force_setattr
 
 from pdcluster_connector.compat.shape import Identifier, ParallelSize
-from pdcluster_connector.plan.topology import node_of_data_rank
+from pdcluster_connector.plan.rank_pairs import node_of_data_rank
 from pdcluster_connector.protocol.field_by_field import reader_of
 from pdcluster_connector.protocol.host_port import split_address
 from pdcluster_connector.protocol.messages import Malformed, Rank, RankNumber, Text, bounded

@@ -13,7 +13,7 @@ from pdcluster_connector.compat.findings import Finding, Verdict
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind, LayerShape
 from pdcluster_connector.plan.geometry import Region, region_fault
-from pdcluster_connector.plan.topology import head_interval
+from pdcluster_connector.plan.rank_pairs import head_interval
 from pdcluster_connector.protocol.messages import EngineMetadata, ShardMetadata
 
 MAX_RANKS = 4096

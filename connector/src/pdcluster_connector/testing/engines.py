@@ -22,8 +22,9 @@ from typing import Any
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind, LayerShape, Memory
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
-from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks
+from pdcluster_connector.plan.block_pairs import GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.receive_order import ReceiveOrder
 from pdcluster_connector.protocol.ticket import (
     BlockIds,
     Ticket,
@@ -35,7 +36,8 @@ from pdcluster_connector.sidechannel import lease_client, lease_desk, server, ti
 from pdcluster_connector.sidechannel.peers import CONCERNS_ALL_RANKS, PeerBook
 from pdcluster_connector.testing.caches import LabelledCache, layer_name
 from pdcluster_connector.testing.nixl import Fabric
-from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.options import ReceiverOptions
+from pdcluster_connector.transfer.receive_machine import Acknowledged, Failed, Signal
 from pdcluster_connector.transfer.receiver import Receiver
 from pdcluster_connector.vllm.scheduler_side.decode_leases import DecodeLeases
 
@@ -259,6 +261,7 @@ class DecodeEngine:
             self._peers.append(peers)
             receiver = Receiver(
                 shard=cache.shard,
+                groups=self.size.shape().groups or (),
                 memory=cache.memory,
                 make_agent=partial(fabric.agent, f"{engine_id}-{rank[0]}-{rank[1]}"),
                 peers=peers,
@@ -302,34 +305,25 @@ class DecodeEngine:
         fetch.waits_for = set(self.receivers)
         self.tickets.use(ticket, request_id)
         seconds, claimed = self.tickets.park(ticket, request_id)
-        request = ReceiveRequest(
-            request_id=request_id,
-            ticket=ticket,
-            decode_blocks=EngineBlocks(
-                self.size.shape().groups or (), [GroupBlocks(list(fetch.blocks))]
-            ),
-            start=0,
-            stop=min(fetch.tokens, ticket.tokens),
-            deadline=time.monotonic() + seconds,
-            claimed=claimed,
-        )
+        blocks = (GroupBlocks(list(fetch.blocks)),)
+        stop = min(fetch.tokens, ticket.tokens)
+        order = ReceiveOrder(request_id, ticket, blocks, 0, stop, seconds, claimed)
         for receiver in self.receivers.values():
-            receiver.receive([request])
+            receiver.receive([order], time.monotonic())
 
     def abort(self, request_id: str) -> None:
         """Give a request up; it ends when nothing of it can write any more."""
         for receiver in self.receivers.values():
-            receiver.abandon([request_id])
+            receiver.pass_on([(request_id, Signal.ABANDONED)])
 
     def step(self) -> None:
         """Renew leases, report their state to the ranks, and take in what has ended."""
         self.tickets.renew_all()
         renewed, lost = self.tickets.take_news()
         now = time.monotonic()
-        until = {request_id: now + seconds for request_id, seconds in renewed.items()}
         for rank, receiver in self.receivers.items():
-            receiver.acknowledge(until)
-            receiver.refuse(lost)
+            receiver.pass_on((key, Acknowledged(now + left)) for key, left in renewed.items())
+            receiver.pass_on((key, Failed(why)) for key, why in lost.items())
             results = receiver.results()
             for request_id in results.finished:
                 fetch = self.fetches[request_id]

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import AgentSurvivedError, NixlError
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer.job import Job
-from pdcluster_connector.transfer.receive import AgentDestroyed, Failed, State
+from pdcluster_connector.transfer.planned_reads import Job
+from pdcluster_connector.transfer.receive_machine import AgentDestroyed, Failed, State
 
 if TYPE_CHECKING:
-    from pdcluster_connector.transfer.receives import Receives
+    from pdcluster_connector.transfer.receive_executor import ReceiveExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +39,15 @@ class AgentRebuild:
         over: the failure of every further receive; None while there may be another agent.
     """
 
-    def __init__(self, receives: Receives) -> None:
+    def __init__(self, executor: ReceiveExecutor) -> None:
         self.by: float | None = None
         self.renew_by: float | None = None
         self.held: list[Job] = []
         self.over: Failure | None = None
         self._retry_at = -inf
         self._pause = RETRY_SECONDS
-        self._receives = receives
-        self._stall_seconds = receives.options.transfer_stall_seconds
+        self._executor = executor
+        self._stall_seconds = executor.options.transfer_stall_seconds
         self._patience = self._stall_seconds  # before a hanging probe cuts receives under way
 
     def ask(self, job: Job) -> None:
@@ -60,7 +60,7 @@ class AgentRebuild:
             job.machine.failure,
         )
         if self.by is None:
-            self.by = self._receives.clock() + HEALTHY_SECONDS
+            self.by = self._executor.clock() + HEALTHY_SECONDS
 
     def look_at_probes(self, seconds: float) -> None:
         """Renew the agent if a probe has hung for ``seconds``; no KV is at stake.
@@ -72,7 +72,7 @@ class AgentRebuild:
         hold them up. So each pause is twice as long as the one before, up to ``stall_seconds``,
         until nothing has hung for a whole pause.
         """
-        hanging, now = self._receives.connections.probing.hanging_since, self._receives.clock()
+        hanging, now = self._executor.connections.probing.hanging_since, self._executor.clock()
         if hanging is None:
             return
         if now >= hanging + seconds + self._patience and self.by is None:
@@ -85,10 +85,10 @@ class AgentRebuild:
 
     def carry_out_if_due(self) -> bool:
         """Destroy the agent if it is due; returns whether it was."""
-        if self._receives.transfers.unseen and self.by is None:
-            self.by = self._receives.clock() + RENEWAL_SECONDS
+        if self._executor.transfers.unseen and self.by is None:
+            self.by = self._executor.clock() + RENEWAL_SECONDS
         if not self._is_due():
-            if self.renew_by is not None and self._receives.clock() >= self.renew_by:
+            if self.renew_by is not None and self._executor.clock() >= self.renew_by:
                 # Let those connect that wait for a renewal: a transfer may be slow for minutes.
                 self.renew_by = None
                 self._pause_renewals()
@@ -105,17 +105,17 @@ class AgentRebuild:
     def _is_due(self) -> bool:
         """Whether nothing healthy has to be waited for any more."""
         if self.by is not None:
-            return not self._receives.transfers.healthy or self._receives.clock() >= self.by
-        return not self._receives.transfers
+            return not self._executor.transfers.healthy or self._executor.clock() >= self.by
+        return not self._executor.transfers
 
     def _pause_renewals(self) -> None:
-        self._retry_at = self._receives.clock() + self._pause
+        self._retry_at = self._executor.clock() + self._pause
         self._pause = max(self._pause, min(2 * self._pause, self._stall_seconds))
 
     def _connect_waiting(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             if job.machine.state is State.HANDSHAKE:
-                self._receives.connect(job)
+                self._executor.connect(job)
 
     def carry_out(self, failure: Failure, *, crashed: bool = False, final: bool = False) -> None:
         """Destroy the agent; healthy receives that ran on it begin again over a new one.
@@ -127,24 +127,24 @@ class AgentRebuild:
         if final:
             self.over = failure
         self.by, self.renew_by = None, None
-        jobs = self._receives.jobs
+        jobs = self._executor.jobs
         writing = any(job.machine.open for job in jobs.values())
         try:
-            cut = self._receives.connections.destroy_agent(failure, writing=writing, final=final)
+            cut = self._executor.connections.destroy_agent(failure, writing=writing, final=final)
         except AgentSurvivedError as error:
-            self._receives.transfers.unseen = 0
-            self._receives.options.fatal(str(error))
+            self._executor.transfers.unseen = 0
+            self._executor.options.fatal(str(error))
             return
         for job in jobs.values():  # what waited in a queue that moved has not waited in vain
-            job.machine.queue_moved(self._receives.transfers.queue_moved_at(job))
-        self._receives.transfers.clear()
+            job.machine.queue_moved(self._executor.transfers.queue_moved_at(job))
+        self._executor.transfers.clear()
         again = [job for connection in cut for job in connection.waiting or ()]
         again, self.held = again + self.held, []
         for job in list(jobs.values()):
             if final:
-                self._receives.dispatch(job, Failed(failure))
-            self._receives.dispatch(job, AgentDestroyed(failure, crashed))
+                self._executor.dispatch(job, Failed(failure))
+            self._executor.dispatch(job, AgentDestroyed(failure, crashed))
         self._connect_waiting(again)
         if not final:
             with suppress(NixlError):  # the next request tries again, and fails
-                _ = self._receives.connections.agent
+                _ = self._executor.connections.agent

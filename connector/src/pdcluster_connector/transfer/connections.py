@@ -25,16 +25,15 @@ from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.transfer.job import FenceWords, Job
+from pdcluster_connector.transfer.planned_reads import FenceWords, Job
 from pdcluster_connector.transfer.probing import Probing
-from pdcluster_connector.transfer.receive import Failed, Signal, State
+from pdcluster_connector.transfer.receive_machine import Failed, Signal, State
 
 if TYPE_CHECKING:
-    from pdcluster_connector.transfer.receives import Receives
+    from pdcluster_connector.transfer.receive_executor import ReceiveExecutor
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 1024
 SILENT = frozenset({Reason.SIDE_CHANNEL_UNREACHABLE, Reason.AUTHENTICATION_FAILED})
 """Failures that are over when the peer answers a handshake.
 
@@ -48,7 +47,7 @@ class Connections:
     """Owns the reading agent and the connections over it.
 
     Args:
-        receives: of the same worker.
+        executor: of the same worker.
         shard: this rank's KV.
         memory: what to register for reading into.
         answer: passes a handshake's answer for one job to :meth:`answered`, on this thread.
@@ -63,7 +62,7 @@ class Connections:
 
     def __init__(
         self,
-        receives: Receives,
+        executor: ReceiveExecutor,
         shard: geometry.Shard,
         memory: Sequence[MemoryRange],
         make_agent: Callable[[], AgentInterface],
@@ -71,7 +70,7 @@ class Connections:
         answer: Answer,
         probe_memory: ProbeMemory,
     ) -> None:
-        self._receives = receives
+        self._executor = executor
         self._shard = replace(shard, seams=slices.seams(item.span for item in memory))
         self._memory = memory
         self._make_agent = make_agent
@@ -80,7 +79,7 @@ class Connections:
         self._agent: ReadingAgent | None = None
         self.by_engine: dict[str, Connection] = {}
         self._stalled: dict[str, tuple[Failure | None, float]] = {}  # over the last agent
-        self.probing = Probing(self, receives.options, receives.clock, probe_memory)
+        self.probing = Probing(self, executor.options, executor.clock, probe_memory)
         self._synchronize = probe_memory.synchronize
         self.fence_words = FenceWords()
 
@@ -119,8 +118,6 @@ class Connections:
         if connection is not None:
             return connection
         self._retire_predecessors(metadata.engine_id)
-        if len(self.by_engine) >= MAX_CONNECTIONS:
-            self._make_room()
         plan = peer_plan.plan_peer(self._shard, [shard.shard for shard in metadata.shards])
         connection = self.agent.open(metadata, plan)
         connection.notice = peer_plan.cost_notice(plan, metadata.shape.layout)
@@ -138,7 +135,7 @@ class Connections:
             connection.broken = failure
         if failure.reason is not Reason.BACKEND_ERROR:  # a warm-up may never end
             for job in connection.waiting or ():
-                self._receives.dispatch(job, Failed(failure))
+                self._executor.dispatch(job, Failed(failure))
         self.settle(connection)
 
     def settle(self, connection: Connection) -> None:
@@ -171,13 +168,6 @@ class Connections:
         for connection in list(self.by_engine.values()):
             if answered.succeeds(parse_engine_id(connection.engine_id)):
                 self.break_off(connection, _replaced(connection.engine_id, engine_id))
-
-    def _make_room(self) -> None:
-        """Close the oldest connection without transfers."""
-        for connection in self.by_engine.values():
-            if connection.transfers == 0:
-                self.break_off(connection, Failure(Reason.BACKEND_ERROR, "closed for a newer peer"))
-                return
 
     def destroy_agent(
         self, failure: Failure, *, writing: bool, final: bool = False
@@ -235,13 +225,13 @@ class Connections:
         if job.machine.state is not State.HANDSHAKE:
             return
         if isinstance(answer, Failure):
-            self._receives.dispatch(job, Failed(answer))
+            self._executor.dispatch(job, Failed(answer))
             return
-        with self._receives.guarded(job):
+        with self._executor.guarded(job):
             if answer.engine_id != job.request.ticket.engine_id:
                 message = f"{answer.engine_id} answered for {job.request.ticket.engine_id}"
-                self._receives.dispatch(job, Failed(Failure(Reason.PEER_RESTARTED, message)))
-            elif not self._receives.hold(job):
+                self._executor.dispatch(job, Failed(Failure(Reason.PEER_RESTARTED, message)))
+            elif not self._executor.hold(job):
                 connection = self.by_engine.get(answer.engine_id)
                 if connection and connection.broken and connection.broken.reason in SILENT:
                     connection.broken = None
@@ -252,11 +242,11 @@ class Connections:
         job.connection, broken = connection, connection.broken
         # After an error of NIXL, a new connection takes its place when its last transfer has ended.
         if broken is not None and broken.reason is not Reason.BACKEND_ERROR:
-            self._receives.dispatch(job, Failed(broken))
+            self._executor.dispatch(job, Failed(broken))
         elif broken is not None or connection.waiting is not None:
             connection.waiting = [*(connection.waiting or ()), job]
         else:
-            self._receives.dispatch(job, Signal.CONNECTED)
+            self._executor.dispatch(job, Signal.CONNECTED)
 
     def gone(self, engine_id: str, failure: Failure) -> None:
         """Take in that a peer's incarnation has vanished, or does not answer any more.
@@ -268,9 +258,9 @@ class Connections:
         if connection is not None:
             self.break_off(connection, failure)
         dead = failure.reason is Reason.PEER_RESTARTED
-        for job in list(self._receives.jobs.values()):
+        for job in list(self._executor.jobs.values()):
             if dead and job.request.ticket.engine_id == engine_id:
-                self._receives.dispatch(job, Failed(failure))
+                self._executor.dispatch(job, Failed(failure))
 
     def broken(self, connection: Connection, failure: Failure) -> None:
         """Take in that a transfer found a connection broken; the next receive shakes hands."""
@@ -283,14 +273,14 @@ class Connections:
             logger.warning("the connection to %s failed: %s", connection.engine_id, failure)
             self.peers.forget(connection.engine_id, failure)
         for job in connection.waiting or ():
-            self._receives.dispatch(job, Signal.CONNECTED if failure is None else Failed(failure))
+            self._executor.dispatch(job, Signal.CONNECTED if failure is None else Failed(failure))
 
     def _closed(self, connection: Connection) -> None:
         """Let those connect anew that waited for a broken connection to close."""
         waiting, connection.waiting = connection.waiting or (), None
         for job in waiting:
             if job.machine.state is State.HANDSHAKE:  # it may have ended meanwhile
-                self._receives.connect(job)
+                self._executor.connect(job)
 
 
 def _replaced(engine_id: str, successor: str) -> Failure:

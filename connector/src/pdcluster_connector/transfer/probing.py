@@ -16,8 +16,9 @@ from pdcluster_connector.nixl_io import interface, probe_memory, serving_agent
 from pdcluster_connector.nixl_io.reading_agent import Connection, ProbeResult, ReadingAgent, Source
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.transfer.job import ReceiverOptions, Slots
-from pdcluster_connector.transfer.transfers import release
+from pdcluster_connector.transfer.options import ReceiverOptions
+from pdcluster_connector.transfer.planned_reads import Slots
+from pdcluster_connector.transfer.posting import release
 
 if TYPE_CHECKING:
     from pdcluster_connector.transfer.connections import Connections
@@ -182,7 +183,6 @@ class ProbeRun:
             self.report(Failure(Reason.PROBE_CORRUPTED, wrong))
 
 
-MAX_PROBES = 1024
 WARM_UP_SLOTS = 1024
 PROBE_SLOTS = 2
 
@@ -241,8 +241,6 @@ class Probing:
         """Probe a peer when its turn comes. Probes run one at a time, or they would be slower."""
         if self.over is not None:
             answer(future, ProbeResult(self.over))
-        elif len(self.waiting) >= MAX_PROBES:
-            answer(future, _no_probe("too many probes are waiting"))
         else:
             self.waiting[future] = metadata
 

@@ -11,32 +11,9 @@ from typing import Self
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from pdcluster_connector.compat.shape import EngineShape
-from pdcluster_connector.plan.pairing import GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import ShardMetadata
-from pdcluster_connector.protocol.ticket import Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiveOrder:
-    """Fill a parked request's blocks.
-
-    Attributes:
-        request_id: decode's own id of the request.
-        ticket: where its KV waits.
-        blocks: logical blocks for each KV cache group, of the tokens wanted.
-        start, stop: tokens wanted: ``[start, stop)``.
-        seconds: time left until the lease ends unless it is renewed.
-        claimed: whether prefill has acknowledged the lease for this engine.
-    """
-
-    request_id: str
-    ticket: Ticket
-    blocks: tuple[GroupBlocks, ...]
-    start: int
-    stop: int
-    seconds: float
-    claimed: bool = False
+from pdcluster_connector.protocol.receive_order import Receipt, ReceiveOrder
 
 
 @dataclass
@@ -63,28 +40,6 @@ class StepOrders(base.KVConnectorMetadata):
     renewed: dict[str, float] = field(default_factory=dict)
     lost: dict[str, Failure] = field(default_factory=dict)
     gone: dict[str, Failure] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """What became of a request's receive, on one rank or summed over ranks.
-
-    ``seconds`` is the longest of any rank; ``reason`` is empty unless it failed.
-    """
-
-    nbytes: int
-    seconds: float
-    reason: str = ""
-    message: str = ""
-
-    def __add__(self, other: Self) -> Self:
-        first = self if self.reason else other
-        return type(self)(
-            nbytes=self.nbytes + other.nbytes,
-            seconds=max(self.seconds, other.seconds),
-            reason=first.reason,
-            message=first.message,
-        )
 
 
 @dataclass

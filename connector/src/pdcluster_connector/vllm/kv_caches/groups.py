@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1 import kv_cache_interface as interface
 
-from pdcluster_connector.plan.pairing import GroupBlocks, state_slot
+from pdcluster_connector.plan.block_pairs import GroupBlocks, state_slot
 
 
 @dataclass(frozen=True, slots=True)

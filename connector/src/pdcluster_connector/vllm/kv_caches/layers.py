@@ -34,7 +34,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from pdcluster_connector.compat.shape import LayerKind, Memory, PartShape
 from pdcluster_connector.compat.supported import SCALED, dtype_name
-from pdcluster_connector.plan import geometry, topology
+from pdcluster_connector.plan import geometry, rank_pairs
 
 
 def kind_of(spec: Any) -> LayerKind:
@@ -126,7 +126,7 @@ def heads_of(
         return None
     fitting = [total for total in stated_totals(vllm_config) if _fits(total, tensor, local)]
     total = math.lcm(*fitting) if fitting else local * tensor
-    return total, *topology.head_interval(total, tensor, rank)
+    return total, *rank_pairs.head_interval(total, tensor, rank)
 
 
 def stated_totals(vllm_config: Any) -> frozenset[int]:
@@ -194,7 +194,7 @@ def describe_states(
     regions: list[geometry.Region] = []
     offset = 0
     for label, dtype, heads, head_bytes in _arrays(spec, mixer, tensor):
-        start, stop = topology.head_interval(heads, tensor, rank)
+        start, stop = rank_pairs.head_interval(heads, tensor, rank)
         text = str(dtype).removeprefix("torch.")
         parts.append(PartShape(label, heads, head_bytes, text))
         regions.append(

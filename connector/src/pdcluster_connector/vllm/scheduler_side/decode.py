@@ -19,11 +19,12 @@ from typing import Any, Final
 from vllm.v1.request import Request, RequestStatus
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.plan.pairing import GroupBlocks
+from pdcluster_connector.plan.block_pairs import GroupBlocks
 from pdcluster_connector.protocol import kv_path
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome
+from pdcluster_connector.protocol.receive_order import Receipt, ReceiveOrder
 from pdcluster_connector.protocol.ticket import Ticket, TicketKeys, passed_on, ticket_of
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.vllm.config import ConnectorOptions
@@ -32,7 +33,7 @@ from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.scheduler_side.decode_leases import DecodeLeases
 from pdcluster_connector.vllm.scheduler_side.local_prompts import LocalPrompts, PromptPace
 from pdcluster_connector.vllm.scheduler_side.prefill import digest_of_prompt
-from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder, StepOrders
+from pdcluster_connector.vllm.step_messages import StepOrders
 
 _CHOICE: Final = re.compile(r"[0-9]+_")  # how vLLM begins the id of a choice of ``n``
 

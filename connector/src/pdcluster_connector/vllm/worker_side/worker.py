@@ -20,16 +20,19 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from pdcluster_connector.certificate_files import tls_of
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.shape import EngineShape
+from pdcluster_connector.compat.shape import EngineShape, GroupShape
 from pdcluster_connector.link_health import LauncherClient
 from pdcluster_connector.nixl_io.nixl_agent import SPLIT_BATCH_SIZE, NixlAgent
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
+from pdcluster_connector.plan.block_pairs import EngineBlocks, groups_of, unfilled
 from pdcluster_connector.plan.geometry import Region
-from pdcluster_connector.plan.pairing import EngineBlocks, groups_of, unfilled
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.receive_order import Receipt
 from pdcluster_connector.sidechannel.peers import CONCERNS_ALL_RANKS, FIRST_RANK, PeerBook
-from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
-from pdcluster_connector.transfer.receiver import Receiver, ReceiveResults
+from pdcluster_connector.transfer.measures import ReceiveResults
+from pdcluster_connector.transfer.options import ReceiverOptions
+from pdcluster_connector.transfer.receive_machine import Acknowledged, Event, Failed, Signal
+from pdcluster_connector.transfer.receiver import Receiver
 from pdcluster_connector.vllm import step_messages
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.joined_shape import join_shapes
@@ -106,6 +109,7 @@ class WorkerRole:
         self._rank = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         self.stats = StatsCollector()
         self._registration: Registration | None = None
+        self._groups: tuple[GroupShape, ...] = ()
         self._unfilled: UnfilledBlocks | None = None
         self._device: torch.device | None = None
         self._serving: ServingAgent | None = None
@@ -136,6 +140,7 @@ class WorkerRole:
         )
         registration = replace(registration, shape=_of_all_stages(registration.shape))
         self._registration = registration
+        self._groups = groups_of(registration.shape)
         self._unfilled = UnfilledBlocks(
             self._kv_cache_config, kv_caches, registration.shard.regions
         )
@@ -155,6 +160,7 @@ class WorkerRole:
             self._peers.listen(self.peer_gone)
         self._receiver = Receiver(
             shard=registration.shard,
+            groups=self._groups,
             memory=registration.memory,
             make_agent=lambda: self._new_agent(threads=self._options.num_threads),
             peers=self._peers,
@@ -211,8 +217,7 @@ class WorkerRole:
             for engine_id, failure in orders.gone.items():
                 self._peers.hear(engine_id, failure)
         if self._receiver is not None:
-            self._receiver.acknowledge(self._renewed(orders))
-            self._receiver.refuse(orders.lost)
+            self._receiver.pass_on(self._of_leases(orders))
 
     def start(self, orders: step_messages.StepOrders) -> None:
         """Write lease words, and hand orders to the transfer thread."""
@@ -231,22 +236,24 @@ class WorkerRole:
             self._unreceivable.update([orders.unreceivable.popitem()])
         if self._receiver is None:
             return
-        if orders.abandon:
-            self._receiver.abandon(orders.abandon)
+        self._receiver.pass_on([(given_up, Signal.ABANDONED) for given_up in orders.abandon])
         # Receives start last, and all of them or none: if a line above raises, none has started.
-        if orders.receive:
-            requests = [self._request(order) for order in orders.receive]
-            if self._unfilled is not None:
-                for request in requests:
-                    self._unfilled.clear(request.decode_blocks, request.stop)
-            self._receiver.receive(requests, self._renewed(orders), orders.lost)
+        if self._unfilled is not None:
+            for order in orders.receive:
+                self._unfilled.clear(EngineBlocks(self._groups, order.blocks), order.stop)
+        self._receiver.receive(orders.receive, self._begun(), self._of_leases(orders))
 
-    def _renewed(self, orders: step_messages.StepOrders) -> dict[str, float]:
-        return {key: self._until(left) for key, left in orders.renewed.items()}
+    def _of_leases(self, orders: step_messages.StepOrders) -> list[tuple[str, Event]]:
+        """Return what these orders say of leases, as events of receives."""
+        begun = self._begun()
+        return [
+            *((key, Acknowledged(begun + left)) for key, left in orders.renewed.items()),
+            *((key, Failed(why)) for key, why in orders.lost.items()),
+        ]
 
-    def _until(self, seconds: float) -> float:
-        """Return when a lease ends that had ``seconds`` left at the beginning of this step."""
-        return min(self._bound_at, time.monotonic()) + seconds
+    def _begun(self) -> float:
+        """Return when this step began: the seconds in its orders count from then on."""
+        return min(self._bound_at, time.monotonic())
 
     def fail_orders(self, orders: step_messages.StepOrders, error: Exception) -> None:
         """Report the receives of these orders as failed; the next step does what else is left."""
@@ -269,13 +276,11 @@ class WorkerRole:
             if request_id in ended.abandoned:
                 continue
             self.stats.count("failures", failure.reason.value)
-            receipts[request_id] = step_messages.Receipt(
-                0, 0.0, failure.reason.value, failure.message
-            )
+            receipts[request_id] = Receipt(0, 0.0, failure.reason.value, failure.message)
             logger.warning("KV of %s was not received: %s", request_id, failure)
         for request_id, received in ended.received.items():
             self.stats.count("received_bytes", amount=received.nbytes)
-            receipts[request_id] = step_messages.Receipt(received.nbytes, received.seconds)
+            receipts[request_id] = received
         for phase, seconds in ended.phase_seconds.items():
             self.stats.sample("receive_seconds", seconds, phase)
         results.failed_recving.update(ended.failed)
@@ -306,18 +311,6 @@ class WorkerRole:
         for part in (self._launcher, self._receiver, self._peers, self._serving):
             if part is not None:
                 part.close()
-
-    def _request(self, order: step_messages.ReceiveOrder) -> ReceiveRequest:
-        shape = EngineShape() if self._registration is None else self._registration.shape
-        return ReceiveRequest(
-            request_id=order.request_id,
-            ticket=order.ticket,
-            decode_blocks=EngineBlocks(groups_of(shape), order.blocks),
-            start=order.start,
-            stop=order.stop,
-            deadline=self._until(order.seconds),
-            claimed=order.claimed,
-        )
 
 
 def _of_all_stages(shape: EngineShape) -> EngineShape:

@@ -1,9 +1,9 @@
 """All receives of one worker, from the engine step's request to the report.
 
-``transfer/receive.py`` decides what comes next for a receive; this module carries it out.
+``receive_machine.py`` decides what comes next for a receive; this module carries it out.
 
-The way of one receive: :meth:`Receives.receive` starts its machine, which asks for a connection;
-``connect`` finds one, or has :class:`Connections` make one; ``_prepare`` has the reads planned;
+The way of one receive: ``receive`` starts its machine, which asks for a connection; ``connect``
+finds one, or has :class:`Connections` make one; ``_read`` has the reads planned;
 :class:`Transfers` posts and polls them; ``_report`` hands the result over. ``dispatch``
 passes events to the machine and carries out its actions.
 
@@ -13,27 +13,24 @@ error is left to the thread, which destroys the agent and goes on.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import inf
 from typing import Self
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.shape import GroupShape
 from pdcluster_connector.nixl_io.reading_agent import Connection
 from pdcluster_connector.plan import PlanError
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.receive_order import ReceiveOrder
 from pdcluster_connector.transfer.agent_rebuild import AgentRebuild
 from pdcluster_connector.transfer.connections import Connections
-from pdcluster_connector.transfer.job import (
-    Job,
-    ReceiveRequest,
-    ReceiverOptions,
-    plan_fence,
-    plan_reads,
-)
-from pdcluster_connector.transfer.receive import (
-    Acknowledged,
+from pdcluster_connector.transfer.options import ReceiverOptions
+from pdcluster_connector.transfer.planned_reads import Job, plan_fence, plan_reads
+from pdcluster_connector.transfer.posting import Transfers
+from pdcluster_connector.transfer.receive_machine import (
     Action,
     Event,
     Failed,
@@ -41,15 +38,15 @@ from pdcluster_connector.transfer.receive import (
     Signal,
     State,
 )
-from pdcluster_connector.transfer.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
 
-class Receives:
+class ReceiveExecutor:
     """All receives of one worker.
 
     Args:
+        groups: this engine's KV cache groups.
         make_connections: makes the connections of these receives.
 
     Attributes:
@@ -63,11 +60,13 @@ class Receives:
         self,
         options: ReceiverOptions,
         clock: Callable[[], float],
+        groups: Sequence[GroupShape],
         make_connections: Callable[[Self], Connections],
     ) -> None:
         self.jobs: dict[str, Job] = {}
         self.options = options
         self.clock = clock
+        self._groups = groups
         self.due = inf
         self.connections = make_connections(self)
         self.transfers = Transfers(self)
@@ -78,55 +77,38 @@ class Receives:
 
     def receive(
         self,
-        requests: Iterable[ReceiveRequest],
-        renewed: Mapping[str, float] | None = None,
-        lost: Mapping[str, Failure] | None = None,
+        orders: Iterable[tuple[ReceiveOrder, float]],
+        events: Iterable[tuple[str, Event]] = (),
     ) -> None:
-        """Take requests over from the engine step, with what is known of their leases already."""
-        for request in requests:
-            if request.request_id in self.jobs:
-                logger.warning("request %s is being received already", request.request_id)
+        """Begin receives, each with the end of its lease, and pass on what is known of them."""
+        for order, deadline in orders:
+            if order.request_id in self.jobs:
+                logger.warning("request %s is being received already", order.request_id)
                 continue
             machine = Receive(
-                request.request_id,
-                request.deadline,
+                order.request_id,
+                deadline,
                 self.options.drain_deadline_seconds,
                 self.options.transfer_stall_seconds,
-                request.claimed,
+                order.claimed,
             )
-            job = self.jobs[request.request_id] = Job(request, machine)
+            job = self.jobs[order.request_id] = Job(order, machine)
             with self.guarded(job):  # the others start all the same
                 if self._agent_rebuild.over is not None:
                     self.dispatch(job, Failed(self._agent_rebuild.over))
-                elif len(self.jobs) > self.options.max_requests:
-                    message = f"{self.options.max_requests} receives are under way already"
-                    self.dispatch(job, Failed(Failure(Reason.BACKEND_ERROR, message)))
                 else:
                     self.dispatch(job, Signal.STARTED)
-        self.acknowledge(renewed or {})
-        self.refuse(lost or {})
+        self.pass_on(events)
 
-    def abandon(self, request_ids: Iterable[str]) -> None:
-        """Give requests up."""
-        self._dispatch_each((request_id, Signal.ABANDONED) for request_id in request_ids)
-
-    def acknowledge(self, until: Mapping[str, float]) -> None:
-        """Take in until when prefill has promised to hold the KV of requests."""
-        self._dispatch_each((request_id, Acknowledged(end)) for request_id, end in until.items())
-
-    def refuse(self, failures: Mapping[str, Failure]) -> None:
-        """Take in which requests have no lease any more, and why."""
-        self._dispatch_each((request_id, Failed(why)) for request_id, why in failures.items())
-
-    def rebuild(self, failure: Failure, *, final: bool = False) -> None:
-        """Destroy the agent, because the thread failed; see :meth:`AgentRebuild.carry_out`."""
-        self._agent_rebuild.carry_out(failure, crashed=True, final=final)
-
-    def _dispatch_each(self, events: Iterable[tuple[str, Event]]) -> None:
+    def pass_on(self, events: Iterable[tuple[str, Event]]) -> None:
         """Pass events to machines by request id. Requests that have ended already are left out."""
         for request_id, event in events:
             if (job := self.jobs.get(request_id)) is not None:
                 self.dispatch(job, event)
+
+    def rebuild(self, failure: Failure, *, final: bool = False) -> None:
+        """Destroy the agent, because the thread failed; see :meth:`AgentRebuild.carry_out`."""
+        self._agent_rebuild.carry_out(failure, crashed=True, final=final)
 
     # Turns of the transfer thread.
 
@@ -178,9 +160,10 @@ class Receives:
                 case Action.CONNECT:
                     self.connect(job)
                 case Action.POST:
-                    self._prepare(job)
+                    limit = self.options.descriptors_per_transfer
+                    self._read(job, partial(plan_reads, groups=self._groups, limit=limit))
                 case Action.FENCE:
-                    self._fence(job)
+                    self._read(job, partial(plan_fence, words=self.connections.fence_words))
                 case Action.DESTROY_AGENT:
                     self._agent_rebuild.ask(job)
                 case Action.REPORT:
@@ -229,16 +212,10 @@ class Receives:
             self._agent_rebuild.held.append(job)
         return self._draining
 
-    def _prepare(self, job: Job) -> None:
-        self._read(job, partial(plan_reads, job, limit=self.options.descriptors_per_transfer))
-
-    def _fence(self, job: Job) -> None:
-        self._read(job, partial(plan_fence, job, words=self.connections.fence_words))
-
-    def _read(self, job: Job, plan: Callable[[Connection], Failure | None]) -> None:
+    def _read(self, job: Job, plan: Callable[[Job, Connection], Failure | None]) -> None:
         """Plan reads and post them. Only a request that wants nothing needs no connection."""
         with self.guarded(job):
-            failure = None if job.connection is None else plan(job.connection)
+            failure = None if job.connection is None else plan(job, job.connection)
             if job.connection is None and job.request.start < job.request.stop:
                 failure = Failure(Reason.BACKEND_ERROR, "there is no connection to read over")
             if failure is not None:

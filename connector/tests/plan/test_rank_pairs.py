@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan import PlanError
 from pdcluster_connector.plan.geometry import Region, Shard
-from pdcluster_connector.plan.topology import assign_sources, head_interval
+from pdcluster_connector.plan.rank_pairs import assign_sources, head_interval
 
 
 def region(layer: int, start: int, stop: int) -> Region:

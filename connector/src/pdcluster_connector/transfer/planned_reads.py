@@ -1,15 +1,13 @@
-"""A job: one receive on the transfer thread, and what has to be read for it.
+"""What has to be read for one receive: its KV, and then the lease words of its fence.
 
-That is its KV, and then the lease words of its fence. The fence is a read of one lease word from
-each rank that KV came from. It is planned when all the KV was seen to land: a word that is read
-earlier proves nothing. ``receives.py`` has the reads posted, and reports the job when it has ended.
+The fence is a read of one lease word from each rank that KV came from. It is planned when all the
+KV was seen to land: a word that is read earlier proves nothing. A :class:`Job` is one receive on
+the transfer thread, with the reads that are planned for it. ``posting.py`` posts them.
 """
 
 import logging
-import os
-import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,80 +15,19 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.nixl_io.interface import Indices
-from pdcluster_connector.nixl_io.probe_memory import HostMemory, ProbeMemory
-from pdcluster_connector.nixl_io.reading_agent import Connection
-from pdcluster_connector.nixl_io.serving_agent import WORD_BYTES, one_row
-from pdcluster_connector.plan.descriptors import Rows
-from pdcluster_connector.plan.geometry import MemoryRange
-from pdcluster_connector.plan.pairing import EngineBlocks, GroupBlocks
-from pdcluster_connector.plan.request_descriptors import plan_request
+from pdcluster_connector.compat.shape import GroupShape
+from pdcluster_connector.nixl_io import interface, probe_memory, reading_agent, serving_agent
+from pdcluster_connector.plan import descriptors, geometry, request_descriptors
+from pdcluster_connector.plan.block_pairs import EngineBlocks, GroupBlocks, groups_of
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.lease import CLEARED
-from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.transfer.receive import Event, Failed, Receive, Signal, State
+from pdcluster_connector.protocol.receive_order import ReceiveOrder
+from pdcluster_connector.transfer.receive_machine import Event, Failed, Receive, Signal, State
 
 logger = logging.getLogger(__name__)
 
 FENCE_WORDS = 16_384
 HANDSHAKE_GRACE_SECONDS = 0.25  # time for the peer source to say why the handshake failed
-
-
-def exit_process(message: str) -> None:
-    """End this worker: its blocks can neither be kept forever nor be freed safely."""
-    logger.critical("the worker ends: %s", message)
-    sys.stderr.flush()
-    os._exit(70)  # EX_SOFTWARE; the launcher starts the engine anew
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiveRequest:
-    """One request whose KV is to be read from a prefill engine.
-
-    Attributes:
-        request_id: this engine's id; reported exactly once.
-        ticket: what the prefill engine handed over.
-        decode_blocks: this engine's KV cache groups, and the request's blocks in each.
-        start, stop: tokens wanted, counted from the prompt's start.
-        deadline: when the lease ends unless it is renewed, monotonic seconds.
-        claimed: whether prefill has acknowledged the lease for this engine.
-    """
-
-    request_id: str
-    ticket: Ticket
-    decode_blocks: EngineBlocks
-    start: int
-    stop: int
-    deadline: float
-    claimed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverOptions:
-    """Limits of the receiving side.
-
-    Attributes:
-        drain_deadline_seconds: how long a failed request may wait for its transfers before
-            the reading agent is destroyed.
-        transfer_stall_seconds: how long a request may have transfers under way of which none
-            lands. One transfer may be slow: it waits behind those of other requests.
-        descriptors_per_transfer: larger requests are posted in several transfers, so that other
-            requests are served in between; posting takes about 10 microseconds a descriptor.
-        probe_seconds: how long a warm-up or a probe may take.
-        check_seconds: how long a check may take: a small read over an idle connection.
-        max_requests: requests under way at once.
-        stall_seconds: how long one call of NIXL may last before the worker ends.
-        fatal: called when transfers can no longer be stopped; must not return in production.
-    """
-
-    drain_deadline_seconds: float = 30.0
-    transfer_stall_seconds: float = 300.0
-    descriptors_per_transfer: int = 1024
-    probe_seconds: float = 10.0
-    check_seconds: float = 5.0
-    max_requests: int = 65536
-    stall_seconds: float = 120.0
-    fatal: Callable[[str], None] = exit_process
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,8 +38,8 @@ class Read:
     """
 
     source: int
-    decode: Indices
-    prefill: Indices
+    decode: interface.Indices
+    prefill: interface.Indices
     word: int | None = None
 
 
@@ -111,7 +48,7 @@ class Job:
     """One receive on the transfer thread.
 
     Attributes:
-        request: from the engine step.
+        request: what the engine step ordered.
         machine: the state machine of the receive.
         connection: to the prefill engine, once there is one.
         reads: those that are not yet posted.
@@ -119,9 +56,9 @@ class Job:
         nbytes: of all that is read for it.
     """
 
-    request: ReceiveRequest
+    request: ReceiveOrder
     machine: Receive
-    connection: Connection | None = None
+    connection: reading_agent.Connection | None = None
     reads: deque[Read] = field(default_factory=deque)
     sources: set[int] = field(default_factory=set)
     nbytes: int = 0
@@ -147,8 +84,10 @@ class Job:
         self.nbytes = 0
 
 
-def plan_reads(job: Job, connection: Connection, limit: int) -> Failure | None:
-    """Fill ``job.reads``, each of at most ``limit`` descriptors.
+def plan_reads(
+    job: Job, connection: reading_agent.Connection, groups: Sequence[GroupShape], limit: int
+) -> Failure | None:
+    """Fill ``job.reads``, each of at most ``limit`` descriptors; ``groups`` are this engine's.
 
     Returns why the ticket does not fit this engine.
 
@@ -168,11 +107,12 @@ def plan_reads(job: Job, connection: Connection, limit: int) -> Failure | None:
     if not 0 <= ticket.fence_slot < slots:
         message = f"the ticket names lease word {ticket.fence_slot}, the engine has {slots}"
         return Failure(Reason.TICKET_INVALID, message)
-    prefill = EngineBlocks(connection.groups, [GroupBlocks(ids) for ids in ticket.blocks])
-    for part in plan_request(
+    theirs = groups_of(connection.metadata.shape)
+    prefill = EngineBlocks(theirs, [GroupBlocks(ids) for ids in ticket.blocks])
+    for part in request_descriptors.plan_request(
         connection.plan,
         prefill,
-        request.decode_blocks,
+        EngineBlocks(groups, request.blocks),
         start=request.start,
         stop=request.stop,
         tokens=ticket.tokens,
@@ -192,21 +132,21 @@ class Slots:
     A slot is given back only when no transfer can write into it any more.
     """
 
-    def __init__(self, size: int, count: int, memory: ProbeMemory) -> None:
+    def __init__(self, size: int, count: int, memory: probe_memory.ProbeMemory) -> None:
         self._size, self._count = size, count
         self._buffer = memory.allocate(size * count)
         self.reset()
 
     @property
-    def memory(self) -> MemoryRange:
+    def memory(self) -> geometry.MemoryRange:
         """Return the range to register."""
         return self._buffer.memory
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> descriptors.Rows:
         """Return the descriptor list of all slots; a slot is the index of its descriptor."""
         whole, size = self._buffer.memory, self._size
-        return one_row(whole.address, size, whole.device, self._count)
+        return serving_agent.one_row(whole.address, size, whole.device, self._count)
 
     def reset(self) -> None:
         """Take all slots back: the agent that could write into them is destroyed."""
@@ -220,7 +160,7 @@ class Slots:
         """Return a slot."""
         self.free.append(slot)
 
-    def cleared(self, slot: int, length: int) -> MemoryRange:
+    def cleared(self, slot: int, length: int) -> geometry.MemoryRange:
         """Write zeros to the first ``length`` bytes of a slot; return where they are."""
         self._buffer.clear(slot * self._size, length)
         whole = self._buffer.memory
@@ -235,7 +175,7 @@ class FenceWords(Slots):
     """Registered host memory that lease words are read into, one in each slot."""
 
     def __init__(self) -> None:
-        super().__init__(WORD_BYTES, FENCE_WORDS, HostMemory())
+        super().__init__(serving_agent.WORD_BYTES, FENCE_WORDS, probe_memory.HostMemory())
         self._words = self.bytes_of(0, self.memory.length).view(np.uint64)
 
     def take(self) -> int | None:
@@ -250,7 +190,7 @@ class FenceWords(Slots):
         return int(self._words[slot])
 
 
-def plan_fence(job: Job, connection: Connection, words: FenceWords) -> Failure | None:
+def plan_fence(job: Job, connection: reading_agent.Connection, words: FenceWords) -> Failure | None:
     """Fill ``job.reads`` with the fence: one lease word of each rank that was read.
 
     The reads count as transfers of the connection from now on: it must not close before them.

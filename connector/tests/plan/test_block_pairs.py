@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan import CoverageError
-from pdcluster_connector.plan.pairing import (
+from pdcluster_connector.plan.block_pairs import (
     BlockList,
     Pairs,
     expand_blocks,

@@ -8,7 +8,7 @@
               |            +-> QUARANTINE -> FAILED
               +--------------------------------^
 
-The state machine does no I/O and reads no clock. Its executor (``transfer/receives.py``) passes
+The state machine does no I/O and reads no clock. Its executor (``receive_executor.py``) passes
 events to it and carries out the actions that it returns. It keeps three promises:
 
 * exactly one :attr:`Action.REPORT` for each request, whatever happens in whatever order;

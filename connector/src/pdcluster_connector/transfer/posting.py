@@ -18,11 +18,18 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import OF_PEER, AgentInterface, Handle, NixlError
 from pdcluster_connector.nixl_io.reading_agent import Connection, Source
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer.job import Job
-from pdcluster_connector.transfer.receive import Broken, Failed, Landed, Opened, Signal, State
+from pdcluster_connector.transfer.planned_reads import Job
+from pdcluster_connector.transfer.receive_machine import (
+    Broken,
+    Failed,
+    Landed,
+    Opened,
+    Signal,
+    State,
+)
 
 if TYPE_CHECKING:
-    from pdcluster_connector.transfer.receives import Receives
+    from pdcluster_connector.transfer.receive_executor import ReceiveExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +52,9 @@ class Transfers:
         unseen: transfers that may still write and that nobody can observe.
     """
 
-    def __init__(self, receives: Receives) -> None:
+    def __init__(self, executor: ReceiveExecutor) -> None:
         self.unseen = 0
-        self._receives = receives
+        self._executor = executor
         self._numbers = itertools.count()
         self._posting: deque[Job] = deque()
         self._under_way: dict[int, _UnderWay] = {}
@@ -93,14 +100,14 @@ class Transfers:
         """Post for a while, one read of each job in turn; returns whether there was any."""
         if not self._posting:
             return False
-        until = self._receives.clock() + POST_SECONDS
+        until = self._executor.clock() + POST_SECONDS
         while self._posting:
             job = self._posting.popleft()
             if not job.machine.posting or job.connection is None:
                 self.drop_reads(job)  # it failed meanwhile: none of its other reads follows
                 continue
             if job.connection.broken is not None and job.machine.state is State.POSTED:
-                self._receives.dispatch(job, Failed(job.connection.broken))
+                self._executor.dispatch(job, Failed(job.connection.broken))
                 continue
             self._post(job, job.connection)
             if not job.machine.posting:
@@ -108,8 +115,8 @@ class Transfers:
             if job.reads:
                 self._posting.append(job)
             else:
-                self._receives.dispatch(job, Signal.POSTED)
-            if self._receives.clock() >= until:
+                self._executor.dispatch(job, Signal.POSTED)
+            if self._executor.clock() >= until:
                 break
         return True
 
@@ -118,7 +125,7 @@ class Transfers:
         word = read.word
         number = next(self._numbers)
         # Before the call: whatever it does, the transfer counts as able to write.
-        self._receives.dispatch(job, Opened(number))
+        self._executor.dispatch(job, Opened(number))
         if number not in job.machine.open:
             self._give_back(word)
             if word is not None:
@@ -165,10 +172,10 @@ class Transfers:
             else:
                 self._take_away(number)
                 release(source.agent, transfer.handle)
-                source.moved_at = self._receives.clock()
+                source.moved_at = self._executor.clock()
                 if transfer.word is None:  # lease words are small and come first anyway
                     source.newest_landed = max(source.newest_landed, number)
-                self._receives.dispatch(job, self._landed(number, transfer))
+                self._executor.dispatch(job, self._landed(number, transfer))
                 self._ended(connection)  # after its fence was planned
             moved = True
         return moved
@@ -183,7 +190,7 @@ class Transfers:
         """
         if transfer.word is None:
             return Landed(number)
-        word = self._receives.connections.fence_words.read(transfer.word)
+        word = self._executor.connections.fence_words.read(transfer.word)
         self._give_back(transfer.word)
         ticket = transfer.job.request.ticket
         if word == ticket.token:
@@ -204,7 +211,7 @@ class Transfers:
 
     def _give_back(self, word: int | None) -> None:
         if word is not None:
-            self._receives.connections.fence_words.give_back(word)
+            self._executor.connections.fence_words.give_back(word)
 
     def _failed(self, number: int, job: Job, connection: Connection, error: NixlError) -> None:
         if error.flying:
@@ -212,9 +219,9 @@ class Transfers:
             return
         failure = Failure(Reason.BACKEND_ERROR, f"reading {connection.engine_id}: {error}")
         if error.kind in OF_PEER:
-            self._receives.connections.broken(connection, failure)
+            self._executor.connections.broken(connection, failure)
         self._ended(connection)
-        self._receives.dispatch(job, Broken(number, failure))
+        self._executor.dispatch(job, Broken(number, failure))
 
     def _lost(self, job: Job, message: str) -> None:
         self.unseen += 1
@@ -223,12 +230,12 @@ class Transfers:
             job.request.request_id,
             message,
         )
-        self._receives.dispatch(job, Failed(Failure(Reason.BACKEND_ERROR, message)))
+        self._executor.dispatch(job, Failed(Failure(Reason.BACKEND_ERROR, message)))
 
     def _ended(self, connection: Connection) -> None:
         connection.transfers -= 1
         if connection.broken is not None:
-            self._receives.connections.settle(connection)
+            self._executor.connections.settle(connection)
 
 
 def release(agent: AgentInterface, handle: Handle) -> None:
