@@ -261,6 +261,18 @@ async def test_the_ticket_key_is_minted_once_and_rotated(real, api, live, namesp
     assert caught.value.reason == NAME_CONFLICT
 
 
+async def test_a_ticket_key_that_somebody_emptied_is_made_again(real, api, live, namespace):
+    key, uid = Key(namespace, "tiny"), live["metadata"]["uid"]
+    path = f"/api/v1/namespaces/{namespace}/secrets/tiny-ticket-key"
+    await api.write_ticket_key(key_step(live))
+    merge = "application/merge-patch+json"
+    assert real.call("PATCH", path, {"data": {"ticket": ""}}, merge)[0] == 200
+    assert await api.read_ticket_key(key, uid) is None
+    await api.write_ticket_key(key_step(live))
+    assert await api.read_ticket_key(key, uid) == ""
+    assert len(base64.b64decode(real.call("GET", path)[1]["data"]["ticket"]).split()) == 1
+
+
 async def test_no_key_is_written_into_a_secret_that_has_come_instead(real, api, live, namespace):
     live["metadata"]["annotations"] = {ROTATE_TICKET_KEY_ANNOTATION: "1"}
     with pytest.raises(Conflict, match="was deleted"):

@@ -30,6 +30,7 @@ from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api.object_names import (
     API_VERSION,
     ROTATE_TICKET_KEY_ANNOTATION,
+    TICKET_KEY_HASH_ANNOTATION,
     certificates_name,
 )
 from pdcluster_operator.local.api_server import LocalApi
@@ -42,7 +43,6 @@ from pdcluster_operator.plan.lifecycle import (
     JUST_REPORTED_SECONDS,
     LONGEST_WAIT_SECONDS,
 )
-from pdcluster_operator.plan.renewals import rotation_of
 from pdcluster_operator.plan.status import pace
 from pdcluster_operator.plan.status.pace import LONGEST_SECONDS
 from pdcluster_operator.plan.types import (
@@ -57,7 +57,7 @@ from pdcluster_operator.plan.types import (
     WriteTicketKey,
 )
 from pdcluster_operator.runtime import reconcile
-from pdcluster_operator.runtime.cluster_secrets import with_a_new_key
+from pdcluster_operator.runtime.cluster_secrets import held_ticket_key, with_a_new_key
 from pdcluster_operator.runtime.control_loop import RESYNC_SECONDS, ControlLoop
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict, Key, NamespaceTerminating
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
@@ -100,14 +100,13 @@ class RecordingApi:
         self.reads.append("ticket key")
         if "read Secret" in self.fail:
             raise self.fail["read Secret"]
-        live = self.api.get("Secret", key.namespace, f"{key.name}-ticket-key")
-        return None if live is None else rotation_of(live)
+        return held_ticket_key(self.api.get("Secret", key.namespace, f"{key.name}-ticket-key"))
 
     async def write_ticket_key(self, step: WriteTicketKey) -> None:
         self._write("write Secret")
         metadata = step.manifest["metadata"]
         live = self.api.get("Secret", metadata["namespace"], metadata["name"])
-        if live is not None and not step.rotate:
+        if held_ticket_key(live) is not None and not step.rotate:
             raise Conflict("the Secret is there already")
         self.api.apply(with_a_new_key(step, live))
 
@@ -477,6 +476,54 @@ async def test_a_key_is_in_no_status_no_log_and_no_step(caplog: pytest.LogCaptur
     for key in keys(world):
         assert key not in shown
         assert base64.b64encode(key.encode()).decode() not in shown
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [None, {}, {"ticket": ""}, {"ticket": "bm90IGEga2V5"}, {"ticket": "b" * 88}, {"other": "Yg=="}],
+)
+async def test_a_ticket_key_that_somebody_emptied_or_changed_is_made_again(
+    spoilt: dict[str, str] | None,
+) -> None:
+    world = World()
+    await world.reconcile()
+    [first] = keys(world)
+    secret = copy.deepcopy(world.api.get("Secret", "ns", "tiny-ticket-key"))
+    assert secret is not None
+    world.api.apply({**secret, "data": spoilt})
+    world.start(world.events)  # as after the time for which a Secret is remembered
+    await world.reconcile()
+    [made] = keys(world)
+    assert made != first
+    world.start(world.events)
+    world.port.writes.clear()
+    await world.reconcile()
+    assert "write Secret" not in world.port.writes, "it is written once"
+
+
+async def test_a_foreign_key_becomes_the_second_one() -> None:
+    world = World()
+    await world.reconcile()
+    secret = copy.deepcopy(world.api.get("Secret", "ns", "tiny-ticket-key"))
+    assert secret is not None
+    theirs = "ab" * 32
+    world.api.apply({**secret, "data": {"ticket": base64.b64encode(theirs.encode()).decode()}})
+    world.start(world.events)
+    await world.reconcile()
+    assert keys(world)[1:] == [theirs]
+
+
+async def test_the_secret_of_an_operator_that_noted_no_hash_keeps_its_key() -> None:
+    world = World()
+    await world.reconcile()
+    before = keys(world)
+    secret = copy.deepcopy(world.api.get("Secret", "ns", "tiny-ticket-key"))
+    assert secret is not None
+    del secret["metadata"]["annotations"][TICKET_KEY_HASH_ANNOTATION]
+    world.api.apply(secret)
+    world.start(world.events)
+    await world.reconcile()
+    assert keys(world) == before
 
 
 async def test_a_secret_that_cannot_be_read_stands_in_the_status() -> None:

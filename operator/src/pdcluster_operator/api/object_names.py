@@ -161,6 +161,8 @@ RELEASED_ANNOTATION = f"{GROUP}/released-at"
 RELEASED_BECAUSE_ANNOTATION = f"{GROUP}/released-because"
 ROTATE_TICKET_KEY_ANNOTATION = f"{GROUP}/rotate-ticket-key"
 """On a PDCluster: each new value asks for a new ticket key. On the Secret: the last such value."""
+TICKET_KEY_HASH_ANNOTATION = f"{GROUP}/ticket-key-hash"
+"""On the Secret: a hash of the keys that were written, which shows what somebody changed."""
 
 TLS_LABEL = f"{GROUP}/tls"
 """In an engine's pod template: Mounted, if its pods use certificates that the user mounts. On a

@@ -14,7 +14,7 @@ from pdcluster_operator.adapters import engine_authority, engines_http
 from pdcluster_operator.api import object_names as names
 from pdcluster_operator.local import addresses, controllers, kubelet
 from pdcluster_operator.local.api_server import LocalApi, Manifest
-from pdcluster_operator.plan import renewals, types
+from pdcluster_operator.plan import types
 from pdcluster_operator.runtime import cluster_secrets, control_loop, interfaces, queue
 
 POD_PORTS = (
@@ -138,7 +138,7 @@ class _ApiPort:
 
     async def read_ticket_key(self, key: interfaces.Key, uid: str) -> str | None:
         live = self._api.get("Secret", key.namespace, names.ticket_key_name(key.name))
-        return None if live is None else renewals.rotation_of(live)
+        return cluster_secrets.held_ticket_key(live)
 
     async def write_ticket_key(self, step: types.WriteTicketKey) -> None:
         metadata = step.manifest["metadata"]

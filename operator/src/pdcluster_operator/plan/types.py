@@ -91,7 +91,7 @@ class Observed:
         connector: the connector to mount in engine pods.
         connectors: live ConfigMaps with a connector that the PDClusters of the namespace share.
         ticket_key: value of the annotation for which the last ticket key was made; None if there
-            is no Secret with ticket keys.
+            is no Secret that holds the ticket keys as they were written.
         certificates: the Secret with the engines' certificates.
         place: where the operator runs.
         pod_groups: whether the API server serves PodGroups.

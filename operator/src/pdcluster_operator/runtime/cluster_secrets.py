@@ -9,11 +9,14 @@ The keys themselves are never remembered.
 
 import base64
 import binascii
+import hashlib
+import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from pdcluster_operator.api.object_names import TICKET_KEY_HASH_ANNOTATION
 from pdcluster_operator.plan import types
 from pdcluster_operator.plan.builders.secrets import TICKET_KEY_FILE
 from pdcluster_operator.plan.renewals import rotation_of
@@ -25,7 +28,9 @@ SECRET_SECONDS = 240.0
 It is shorter than the resync period, so each resync reads the Secrets of each cluster.
 """
 TICKET_KEY, CERTIFICATES = "ticket key", "certificates"
-KEY_BYTES = 32  # as many as the connector's ``sidechannel/ticket_key_file.py`` asks for
+# As the connector's ``sidechannel/ticket_key_file.py`` asks for.
+KEY_BYTES, MOST_KEYS = 32, 2
+_KEY = re.compile("[0-9a-fA-F]{64,256}")
 
 
 class _Remembered(NamedTuple):
@@ -109,14 +114,36 @@ class ClusterSecrets:
 
 def with_a_new_key(step: types.WriteTicketKey, live: types.Manifest | None) -> dict[str, Any]:
     """Return the Secret with a new random key first, and the first key of ``live`` second."""
-    lines = [secrets.token_hex(KEY_BYTES), *_keys_in(live)[:1]]
-    text = "".join(f"{line}\n" for line in lines)
-    return {**step.manifest, "data": {TICKET_KEY_FILE: base64.b64encode(text.encode()).decode()}}
+    keys = [secrets.token_hex(KEY_BYTES), *_keys_in(live)[:1]]
+    text = "".join(f"{key}\n" for key in keys)
+    metadata = step.manifest["metadata"]
+    annotations = {**metadata["annotations"], TICKET_KEY_HASH_ANNOTATION: _hash(keys)}
+    data = {TICKET_KEY_FILE: base64.b64encode(text.encode()).decode()}
+    return {**step.manifest, "metadata": {**metadata, "annotations": annotations}, "data": data}
+
+
+def held_ticket_key(live: types.Manifest | None) -> str | None:
+    """Return which rotation a live Secret is of; None without one that holds what was written.
+
+    The Secret of an operator of 0.1.0 has no hash. It has to hold keys that engines can use.
+    """
+    keys = _keys_in(live)
+    if live is None or not keys:
+        return None
+    noted = (live["metadata"].get("annotations") or {}).get(TICKET_KEY_HASH_ANNOTATION)
+    return rotation_of(live) if noted in (None, _hash(keys)) else None
 
 
 def _keys_in(live: types.Manifest | None) -> list[str]:
+    """Return the keys of a Secret; none if engines could not use them as they are."""
     encoded = ((live or {}).get("data") or {}).get(TICKET_KEY_FILE) or ""
     try:
-        return base64.b64decode(encoded, validate=True).decode("ascii").split()
+        keys = base64.b64decode(encoded, validate=True).decode("ascii").split()
     except (binascii.Error, UnicodeDecodeError):  # somebody else wrote it
         return []
+    return keys if len(keys) <= MOST_KEYS and all(map(_KEY.fullmatch, keys)) else []
+
+
+def _hash(keys: Iterable[str]) -> str:
+    """Return a short hash of keys. They are random, so it tells nothing of them."""
+    return hashlib.sha256("\n".join(keys).encode()).hexdigest()[:16]

@@ -71,13 +71,17 @@ class ApiServer(Protocol):
         """Return the cluster's UID as the server has it now; None when it is gone."""
 
     async def read_ticket_key(self, key: Key, uid: str) -> str | None:
-        """Return what the cluster's Secret says beside its keys; None when there is none.
+        """Return what the cluster's Secret says beside its keys.
 
+        None if there is none, or if somebody changed its keys; then it is written again.
         Raises NameConflict when an object that the cluster ``uid`` does not own has its name.
         """
 
     async def write_ticket_key(self, step: types.WriteTicketKey) -> None:
-        """Mint a key and write it. A Secret that came or changed meanwhile is a Conflict."""
+        """Mint a key and write it; keep the first key of a Secret that is there as the second.
+
+        A Secret that came or changed meanwhile is a Conflict.
+        """
 
     async def read_certificates(self, key: Key, uid: str) -> types.HeldCertificates:
         """Return what the Secret with the engines' certificates says beside their keys.

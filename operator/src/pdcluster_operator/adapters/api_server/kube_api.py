@@ -15,12 +15,12 @@ from pdcluster_operator.adapters import engine_authority
 from pdcluster_operator.adapters.api_server import kinds
 from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient, NotFound
 from pdcluster_operator.api import conditions, object_names
-from pdcluster_operator.plan import renewals, types
+from pdcluster_operator.plan import types
 from pdcluster_operator.plan.connectors import MOUNTING_KINDS
 from pdcluster_operator.plan.name_conflicts import name_conflict, why_not_applied
 from pdcluster_operator.plan.objects import drift, ownership, shared_parts
 from pdcluster_operator.plan.rollout.wanted_children import REFUSALS, refusal
-from pdcluster_operator.runtime.cluster_secrets import with_a_new_key
+from pdcluster_operator.runtime.cluster_secrets import held_ticket_key, with_a_new_key
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict, Invalid, Key
 
 Manifest = Mapping[str, Any]
@@ -59,9 +59,9 @@ class KubeApi:
         return str(live["metadata"]["uid"])
 
     async def read_ticket_key(self, key: Key, uid: str) -> str | None:
-        """Return what the cluster's Secret says beside its keys; None when there is none."""
-        live = await self._own_secret(key.namespace, object_names.ticket_key_name(key.name), uid)
-        return None if live is None else renewals.rotation_of(live)
+        """Return what the cluster's Secret says beside its keys; None if it does not hold them."""
+        name = object_names.ticket_key_name(key.name)
+        return held_ticket_key(await self._own_secret(key.namespace, name, uid))
 
     async def read_certificates(self, key: Key, uid: str) -> types.HeldCertificates:
         """Return what the Secret with the engines' certificates says beside their keys."""
@@ -85,21 +85,24 @@ class KubeApi:
 
     async def write_ticket_key(self, step: types.WriteTicketKey) -> None:
         """Mint a key and write it. A Secret that came or changed meanwhile is a Conflict."""
-        metadata = step.manifest["metadata"]
-        if not step.rotate:
-            path = kinds.SECRET.path(metadata["namespace"])
-            query = {"fieldManager": object_names.FIELD_MANAGER}
-            await self._client.call("POST", path, query=query, body=with_a_new_key(step, None))
-            return
-        path = kinds.SECRET.path(metadata["namespace"], metadata["name"])
-        uid = ownership.controller_uid(step.manifest)
-        live = await self._own_secret(metadata["namespace"], metadata["name"], uid)
-        if live is None:
-            raise Conflict(f"Secret {metadata['name']} was deleted before its key was rotated")
-        version = {"resourceVersion": live["metadata"]["resourceVersion"]}
-        body = with_a_new_key(step, live)
-        body["metadata"] = {"annotations": metadata["annotations"], **version}
+        namespace, name = (step.manifest["metadata"][part] for part in ("namespace", "name"))
         query = {"fieldManager": object_names.FIELD_MANAGER}
+        conflict = Conflict(f"Secret {name} was deleted before its key was rotated")
+        if not step.rotate:
+            try:
+                path, body = kinds.SECRET.path(namespace), with_a_new_key(step, None)
+                await self._client.call("POST", path, query=query, body=body)
+                return
+            except Conflict as error:
+                conflict = error
+        live = await self._own_secret(namespace, name, ownership.controller_uid(step.manifest))
+        if live is None or (not step.rotate and held_ticket_key(live) is not None):
+            raise conflict
+        body = with_a_new_key(step, live)
+        version = live["metadata"]["resourceVersion"]
+        annotations = body["metadata"]["annotations"]
+        body["metadata"] = {"annotations": annotations, "resourceVersion": version}
+        path = kinds.SECRET.path(namespace, name)
         await self._client.call("PATCH", path, query=query, body=body, content=MERGE)
 
     async def apply(self, manifest: Manifest, uid: str = "") -> dict[str, Any]:
