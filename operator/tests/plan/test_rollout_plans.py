@@ -781,6 +781,74 @@ def test_a_pause_stops_a_rollout_where_it_is() -> None:
     assert len(engines(world)) == 3
 
 
+def half_way(change: dict[str, Any], rounds: int) -> tuple[SimulatedCluster, dict[str, Any]]:
+    """A surge of three engines of each role after some rounds; and the spec without its pause."""
+    sides = {role: {"replicas": 3} for role in ("prefill", "decode")}
+    world = up("Surge", **sides)
+    spec = {**sides, **change, "decode": {**sides["decode"], **change.get("decode", {})}}
+    world.edit(**spec)
+    for _ in range(rounds):
+        world.step()
+        world.others_act()
+    world.edit(rollout={"type": "Surge", "paused": True})
+    return world, spec
+
+
+def served(world: SimulatedCluster, role: str) -> int:
+    """How many engines of a role stand behind the Service."""
+    return routers(world)[selector(world)].split().count(f"--{role}")
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 5])
+@pytest.mark.parametrize("rounds", range(1, 7))
+@pytest.mark.parametrize("change", [ENV, KEY], ids=["env", "key"])
+def test_a_rollout_that_is_paused_half_way_still_scales(
+    change: dict[str, Any], rounds: int, replicas: int
+) -> None:
+    world, spec = half_way(change, rounds)
+    go_on(world)
+    paused, key = engines(world), selector(world)
+    for _ in range(3):
+        assert world.step().steps == ()
+        world.others_act()
+    sides = {role: {**spec[role], "replicas": replicas} for role in ("prefill", "decode")}
+    world.edit(**sides)
+    go_on(world)
+    assert selector(world) == key, "the Service stays where it is"
+    for role in sides:
+        there = len(world.leaders(role))
+        unserved = sum(key not in str(world.children["StatefulSet", name.stateful_set]["metadata"])
+                       for name in world.leaders(role))  # fmt: skip
+        assert there <= replicas + 1, "they have GPUs for one more"
+        assert there == replicas + 1 or served(world, role) == replicas
+        assert served(world, role) == there - unserved >= min(replicas, replicas + 1 - unserved)
+    revisions = {name.rpartition("-")[0] for name in engines(world)}
+    assert revisions <= {name.rpartition("-")[0] for name in paused}, "of none that did not run"
+    world.edit(rollout={"type": "Surge"})
+    go_on(world)
+    assert world.condition("Ready")["status"] == "True"
+    assert len(engines(world)) == 2 * replicas
+
+
+def test_a_new_revision_that_does_not_work_is_not_what_a_paused_rollout_scales_with() -> None:
+    world = up("Surge")
+    old = engines(world)
+    world.edit(**ENV)
+    for _ in range(3):
+        world.step()
+    [broken] = engines(world) - old
+    world.edit(rollout={"type": "Surge", "paused": True}, decode={**ENV["decode"], "replicas": 3})
+    for _ in range(9):
+        world.step()
+        world.others_act()
+        world.links.pop(
+            next(n.logical for n in world.leaders("decode") if n.stateful_set == broken)
+        )
+    assert served(world, "decode") == 3
+    assert len(world.leaders("decode")) == 4
+    assert len({name.revision for name in world.leaders("decode")}) == 2
+
+
 def test_a_pause_moves_no_service_and_mixes_no_keys() -> None:
     world = up("Surge")
     key = selector(world)

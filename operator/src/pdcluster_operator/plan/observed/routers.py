@@ -79,11 +79,14 @@ def routed_engines(
     return listed_engines(observed, engines)
 
 
-def listed_engines(observed: Observed, engines: Iterable[EngineName]) -> frozenset[EngineName]:
-    """Return the engines in the templates of the routers' Deployments."""
+def listed_engines(
+    observed: Observed, engines: Iterable[EngineName], key: str | None = None
+) -> frozenset[EngineName]:
+    """Return the engines in the templates of the routers' Deployments, or of those of one key."""
     known = {
         word
         for deployment in _deployments(observed)
+        if key in (None, pairing_key_of(deployment))
         for container in deployment["spec"]["template"]["spec"]["containers"]
         for word in container.get("args") or ()
     }

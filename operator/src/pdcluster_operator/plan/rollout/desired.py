@@ -7,6 +7,7 @@ engines the routers know, and :mod:`.wanted_children` makes the objects.
 
 from collections.abc import Mapping, Set as AbstractSet
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from pdcluster_operator.api.object_names import QUEUE_LABEL, EngineName, pairing_key_of
 from pdcluster_operator.api.spec.engine_types import Switch
@@ -16,6 +17,7 @@ from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.ownership import engine_sets, engines_of
 from pdcluster_operator.plan.observed.engines import Live, live_by_role
 from pdcluster_operator.plan.observed.pods import lost_engines
+from pdcluster_operator.plan.observed.routers import listed_engines, served_key
 from pdcluster_operator.plan.rollout.fleet import (
     Existing,
     Fleet,
@@ -210,7 +212,8 @@ def _choose(observed: Observed, cluster: Cluster, live: Live, memo: Memo) -> _Ch
     paused = cluster.spec.rollout.paused
     untried = [] if paused else _untried(targets, live)
     hold = paused or bool(untried)
-    serving = {role: _serving(targets, role, live, hold=hold) for role in Role}
+    served = listed_engines(observed, chain(*live.values()), served_key(observed, cluster))
+    serving = {role: _serving(targets, role, live, served, hold=hold) for role in Role}
     return _Choice(targets, serving, untried, hold)
 
 
@@ -230,9 +233,12 @@ def _place(observed: Observed, cluster: Cluster, existing: Existing, choice: _Ch
     fleet = observe_fleet(
         observed, cluster, existing, wanted=wanted, revisions=revisions, keys=places.keys
     )
-    held = choice.hold and _is_replacing(existing, choice)
-    moves = frozen(fleet) if held else next_moves(fleet, cluster.spec.rollout.type)
-    return replace(places, fleet=fleet, moves=moves)
+    how = cluster.spec.rollout.type
+    if not (choice.hold and _is_replacing(existing, choice)):
+        return replace(places, fleet=fleet, moves=next_moves(fleet, how))
+    moves = frozen(fleet, how)
+    wanted = {role: tuple(one for one in wanted[role] if one in moves.made) for role in Role}
+    return replace(places, wanted=wanted, fleet=fleet, moves=moves)
 
 
 def _gangs(
@@ -261,6 +267,8 @@ def _route(
     observed: Observed, cluster: Cluster, existing: Existing, choice: _Choice, places: _Places
 ) -> Routing:
     key = _pairing_key(choice.serving, existing.live)
+    if (wanted := choice.targets.wanted[Role.PREFILL].pairing_key) in places.keys.values():
+        key = wanted  # a rollout has begun, although it may be held
     if places.fleet is None or places.moves is None:
         return Routing(key, {key: _with(places.wanted, places.old)})
     recreate = cluster.spec.rollout.type is RolloutType.RECREATE
@@ -305,10 +313,16 @@ def _pods(
     return max(sum(sizes), cluster.spec.role(role).replicas * new)
 
 
-def _serving(targets: Targets, role: Role, live: Live, *, hold: bool) -> Revision | None:
-    """Return the revision to make engines of; None if those that are held back are unknown."""
+def _serving(
+    targets: Targets, role: Role, live: Live, served: AbstractSet[EngineName], *, hold: bool
+) -> Revision | None:
+    """Return the revision to make engines of; None if those that are held back are unknown.
+
+    Args:
+        served: engines that clients reach. What is held back may not work, so none is made of it.
+    """
     wanted = targets.wanted[role]
-    running = {name.revision for name in live[role]}
+    running = {name.revision for name in (served & live[role].keys() or live[role])}
     if not hold or not running or wanted.name in running:
         return wanted
     return next((one for one in targets.stored if one.role is role and one.name in running), None)

@@ -59,10 +59,23 @@ def next_moves(fleet: Fleet, how: RolloutType) -> Moves:
     return Moves(frozenset(made), frozenset(leaving), _forgotten(fleet, leaving), stuck)
 
 
-def frozen(fleet: Fleet) -> Moves:
-    """Return the moves of a rollout that is held: fewer engines may be asked for, no others."""
-    made = {name for side in fleet.roles.values() for name in side.made}
-    leaving = _surplus(fleet)
+def frozen(fleet: Fleet, how: RolloutType) -> Moves:
+    """Return the moves of a rollout that is held: as many engines serve as are asked for.
+
+    Engines of both revisions count as far as clients reach them. Those of a surge that began stay.
+    """
+    made, leaving = set[EngineName](), _surplus(fleet)
+    for side in fleet.roles.values():
+        old = [name for name in side.old if fleet.reached(name)]
+        serving = [name for name in old if not fleet.served_key or name in fleet.listed]
+        missing = max(0, len(side.wanted) - len(side.made) - len(serving))
+        new = _affordable(side, fleet.surge if how is RolloutType.SURGE else 0) - set(side.made)
+        made.update(side.made, sorted(new)[:missing])
+        most = len(side.wanted) + fleet.surge if side.wanted else 0
+        for name in reversed(side.old):
+            there = side.live.keys() - side.going - leaving
+            if len(there) > most and _may_leave(name, fleet, leaving):
+                leaving.add(name)
     return Moves(frozenset(made), frozenset(leaving), _forgotten(fleet, leaving))
 
 

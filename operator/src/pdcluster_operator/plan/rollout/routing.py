@@ -59,7 +59,8 @@ def route(observed: Observed, fleet: Fleet, moves: Moves, target: str, *, hold: 
         hold: the Service stays where it is.
     """
     served = fleet.served_key or _first_key(observed, fleet, target)
-    members = {key: _members(fleet, moves, key) for key in dict.fromkeys((served, target))}
+    keys = dict.fromkeys((served, target))
+    members = {key: _members(fleet, moves, key, hold=hold) for key in keys}
     members = {key: found for key, found in members.items() if all(found.values())}
     verified = {fleet.keys[prefill] for prefill, _ in fleet.verified}
     movable = served not in members or (target in verified and routers_run(observed, target))
@@ -79,13 +80,14 @@ def _first_key(observed: Observed, fleet: Fleet, target: str) -> str:
     return target if not others or routers_run(observed, target) else min(others)
 
 
-def _members(fleet: Fleet, moves: Moves, key: str) -> Members:
+def _members(fleet: Fleet, moves: Moves, key: str, *, hold: bool) -> Members:
     """Return the engines of a key that stay and are verified, or that nothing replaces.
 
     An engine that restarts stays with the routers that know it: to leave and to join again would
     replace their pods twice. An engine whose pod is being deleted leaves if another one of its role
     serves, because it ends when it gets no more requests. If none of a role is known or verified
-    yet, the routers get all that are wanted, and wait for them.
+    yet, the routers get all that are wanted, and wait for them. While a change is held, those that
+    are not wanted may be the new ones, so they have to be verified, too.
     """
     verified = fleet.proven
     known = verified | fleet.listed
@@ -96,10 +98,10 @@ def _members(fleet: Fleet, moves: Moves, key: str) -> Members:
             for name in (*side.live, *side.wanted)
             if fleet.keys[name] == key and name not in side.going and name not in moves.leaving
         }
-        proven = {name for name in staying if name in known or name not in side.wanted}
+        proven = {name for name in staying if name in known or not (hold or name in side.wanted)}
         if proven & verified:
             proven -= fleet.ending
-        found[role] = tuple(sorted(proven if proven or side.old else staying))
+        found[role] = tuple(sorted(proven if proven or (side.old and not hold) else staying))
     return found
 
 
