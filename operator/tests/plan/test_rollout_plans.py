@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 from simulated_cluster import SimulatedCluster, brought_up, copied
 
-from pdcluster_connector.protocol.launcher_documents import LinkState
+from pdcluster_connector.protocol.launcher_documents import EngineState, LinkState
 from pdcluster_operator.api.conditions import StatusReason, timestamp
 from pdcluster_operator.api.object_names import PAIRING_LABEL, engine_of
 from pdcluster_operator.plan.planner import make_plan
@@ -847,6 +847,45 @@ def test_a_new_revision_that_does_not_work_is_not_what_a_paused_rollout_scales_w
     assert served(world, "decode") == 3
     assert len(world.leaders("decode")) == 4
     assert len({name.revision for name in world.leaders("decode")}) == 2
+
+
+def test_available_is_about_the_pair_that_the_service_reaches() -> None:
+    """Half-way between two pairing keys, the other pair is verified and has routers that run."""
+    world = up("Surge")
+    key = selector(world)
+    old = [*world.leaders("prefill"), *world.leaders("decode")]
+    world.edit(**KEY)
+    while len(routers(world)) == 1:
+        world.step()
+        world.others_act()
+    world.edit(rollout={"type": "Surge", "paused": True})
+    world.step()
+    assert world.condition("Available")["status"] == "True"
+    for name in old:
+        world.engines[name.logical] = structs.replace(
+            world.engines[name.logical], ready=False, state=EngineState.FAILED
+        )
+    world.step()
+    assert selector(world) == key
+    for kind in ("Available", "Ready"):
+        assert world.condition(kind)["status"] == "False", kind
+    assert world.condition("Available")["reason"] == StatusReason.NO_VERIFIED_PAIR
+    world.others_act()
+    assert world.step().steps == ()
+    assert world.condition("Available")["status"] == "True"
+
+
+def test_available_asks_for_the_routers_that_the_service_reaches() -> None:
+    world = up("Surge")
+    key = selector(world)
+    world.edit(**KEY)
+    while len(routers(world)) == 1:
+        world.step()
+        world.others_act()
+    world.edit(rollout={"type": "Surge", "paused": True})
+    world.children["Deployment", f"llama-router-{key}"]["status"] = {}
+    world.step()
+    assert world.condition("Available")["reason"] == StatusReason.ROUTER_UNAVAILABLE
 
 
 def test_a_pause_moves_no_service_and_mixes_no_keys() -> None:

@@ -10,18 +10,28 @@ from pdcluster_operator.api.object_names import (
 )
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.router import ROUTER_COMPONENT
-from pdcluster_operator.plan.observed.pods import is_lost, metadata_of, pod_trouble, status_of
+from pdcluster_operator.plan.observed.pods import (
+    is_lost,
+    joined,
+    metadata_of,
+    pod_trouble,
+    status_of,
+)
 from pdcluster_operator.plan.types import Apply, Manifest, Observed, Step
 
 CHANGED = "the routers' Deployment has changed"
 NOT_READY = "not every router pod is new and ready"
 
 
-def router_available(observed: Observed, cluster: Cluster) -> bool | None:
-    """Whether a router pod serves; None if the spec wants no router."""
+def why_unreachable(observed: Observed, cluster: Cluster) -> str:
+    """Return why clients reach no router; empty if they do, or if the spec wants none."""
     if cluster.spec.router.replicas == 0:
-        return None
-    return any(status_of(child).get("availableReplicas") for child in _deployments(observed))
+        return ""
+    key = served_key(observed, cluster)
+    behind = [one for one in _deployments(observed) if not key or pairing_key_of(one) == key]
+    if any(status_of(one).get("availableReplicas") for one in behind):
+        return ""
+    return joined("no router pod is ready", router_trouble(observed))
 
 
 def router_behind(observed: Observed, steps: Iterable[Step] = ()) -> str:

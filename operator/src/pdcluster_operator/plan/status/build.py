@@ -80,10 +80,9 @@ def _change(
         replacing=desired.stale,
         paused=cluster.spec.rollout.paused,
         surging=cluster.spec.rollout.type is RolloutType.SURGE,
-        router_available=routers.router_available(observed, cluster),
+        unreachable=routers.why_unreachable(observed, cluster),
         started=max((moment for moment in created if moment is not None), default=None),
         deadline=cluster.spec.rollout.progress_deadline_seconds,
-        router_trouble=routers.router_trouble(observed),
         changed=desired.changed,
         stuck=desired.stuck,
         router_behind=routers.router_behind(observed, steps),
@@ -127,7 +126,7 @@ def judge(
         "engines": [_engine(engine) for engine in (*prefill, *decode)][:MAX_ENGINES],
     }
     return Judgement(
-        _verdicts(observed, cluster, findings, engines, pairs, change),
+        _verdicts(observed, cluster, findings, engines, pairs, change, desired.keys),
         change,
         groups,
         fields,
@@ -170,7 +169,10 @@ def _verdicts(
     engines: Mapping[Role, tuple[EngineView, ...]],
     pairs: Sequence[PairView],
     change: ChangeView,
+    keys: Mapping[object_names.EngineName, str],
 ) -> dict[ConditionType, Verdict]:
+    key = routers.served_key(observed, cluster) if cluster.spec.router.replicas else ""
+    reached = [pair for pair in pairs if key in ("", keys.get(pair.decode.name))]
     before = observed.cluster.get("status") or {}
     old = {kind: api_conditions.find_condition(before, kind) for kind in ConditionType}
     prefill, decode = (engines[role] for role in Role)
@@ -193,7 +195,7 @@ def _verdicts(
             decode, observed.links, share, old[ConditionType.TRANSPORT_HEALTHY]
         )
         or conditions.transport_healthy(pairs, cluster.spec.transfer),
-        ConditionType.AVAILABLE: conditions.available(pairs, change),
+        ConditionType.AVAILABLE: conditions.available(reached, change),
     }
     verdicts[ConditionType.READY] = conditions.summary(verdicts, change)
     return verdicts

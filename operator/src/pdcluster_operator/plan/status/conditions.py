@@ -224,22 +224,21 @@ SUMMARIZED = (
 
 
 def available(pairs: Sequence[PairView], change: ChangeView) -> Verdict:
-    """Whether some verified pair of engines serves."""
+    """Whether some verified pair of engines serves.
+
+    Args:
+        pairs: those that clients reach.
+    """
     if change.scaled_to_zero:
         return _nothing_serves(change)
-    if change.router_available is False:
-        return _no_router(change)
+    if change.unreachable:
+        return no(StatusReason.ROUTER_UNAVAILABLE, change.unreachable)
     if any(pair.verified for pair in pairs):
         return yes(StatusReason.SERVING, "a verified pair of engines serves")
     silent = next((pair for pair in pairs if pair.state is LinkState.UNKNOWN), None)
     if silent is not None:
         return unknown(silent.reason, silent.message)
     return no(StatusReason.NO_VERIFIED_PAIR, "no pair of engines is verified")
-
-
-def _no_router(change: ChangeView) -> Verdict:
-    message = joined("no router pod is ready", change.router_trouble)
-    return no(StatusReason.ROUTER_UNAVAILABLE, message)
 
 
 def _nothing_serves(change: ChangeView) -> Verdict:
@@ -255,8 +254,8 @@ def summary(verdicts: Mapping[ConditionType, Verdict], change: ChangeView) -> Ve
         return _replaced(change) or _nothing_serves(change)
     if (unclear := _first(verdicts, Status.UNKNOWN)) is not None:
         return unclear
-    if change.router_available is False:
-        return _no_router(change)
+    if (serves := verdicts[ConditionType.AVAILABLE]).status is not Status.TRUE:
+        return serves
     return _replaced(change) or yes(StatusReason.READY, "what the spec wants is there and verified")
 
 

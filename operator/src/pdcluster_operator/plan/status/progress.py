@@ -33,8 +33,7 @@ class ChangeView:
         replacing: engines that the spec does not ask for still exist.
         paused: ``rollout.paused`` is set, so engines of another revision stay.
         surging: ``rollout.type`` is Surge.
-        router_available: None if no router is wanted.
-        router_trouble: why a router pod does not run; empty if none has trouble.
+        unreachable: why clients reach no router; empty if they do, or if none is wanted.
         stuck: why engines cannot be replaced; empty if they can.
         changed: which fields of the spec made engines be replaced; empty if that is not known.
         router_behind: what the routers' Deployment still has to do; empty if nothing.
@@ -45,10 +44,9 @@ class ChangeView:
 
     replacing: bool
     paused: bool
-    router_available: bool | None
     started: float | None
     deadline: int
-    router_trouble: str = ""
+    unreachable: str = ""
     changed: str = ""
     stuck: str = ""
     router_behind: str = ""
