@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from pdcluster_operator.plan.objects.drift import repair, stamped, without_manager
+import copy
+
+import pytest
+
+from pdcluster_operator.plan.objects.drift import (
+    covers,
+    differences,
+    repair,
+    stamped,
+    without_manager,
+)
 
 LIVE = {
     "metadata": {"name": "tiny", "resourceVersion": "7"},
@@ -38,3 +48,16 @@ def test_the_order_of_fields_is_no_change() -> None:
     other = {"spec": {"b": {"d": 3, "c": 2}, "a": 1}, "metadata": {"name": "tiny"}}
     assert stamped(one) == stamped(other)
     assert stamped(one) != stamped({**one, "spec": {"a": 1}})
+
+
+@pytest.mark.parametrize(
+    ("field", "path"),
+    [("selector", "spec.selector"), ("podSelector", "spec.podSelector.matchLabels")],
+)
+def test_a_label_more_in_a_selector_selects_other_objects(field: str, path: str) -> None:
+    labels = {"a": "1"}
+    ours = {"spec": {field: {"matchLabels": labels} if field == "podSelector" else labels}}
+    theirs = copy.deepcopy(ours)
+    (theirs["spec"][field].get("matchLabels") or theirs["spec"][field])["b"] = "2"
+    assert [one for one, _ in differences(theirs, ours)] == [path]
+    assert covers(ours, ours)

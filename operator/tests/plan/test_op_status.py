@@ -46,6 +46,28 @@ def is_(world, kind, status, reason, *words):
     assert condition["observedGeneration"] == world.cluster["metadata"]["generation"]
 
 
+@pytest.mark.parametrize("change", ["missing", "of a stranger", "elsewhere", "more", "nothing"])
+def test_without_a_service_that_reaches_the_routers_nothing_is_available(world, change):
+    world.bring_up()
+    name = "Service", "llama-router"
+    if change in ("missing", "of a stranger"):  # which the store shows to no PDCluster
+        del world.children[name]
+    else:
+        selector = world.children[name]["spec"]["selector"]
+        labels = {"elsewhere": {"pdcluster.dev/pairing-key": "other"}, "more": {"app": "x"}}
+        selector |= labels.get(change, {}) if change != "nothing" else {}
+        if change == "nothing":
+            selector.clear()
+    plan = world.plan()
+    assert [step.manifest["metadata"]["name"] for step in plan.steps] == [name[1]]
+    world.cluster["status"] = dict(plan.status)
+    for kind in ("Available", "Ready"):
+        is_(world, kind, "False", "RouterUnavailable", "" if change == "elsewhere" else "Service")
+    world.settle()
+    world.step()
+    is_(world, "Ready", "True", "Ready")
+
+
 def container(world, role, state, last=None):
     name = world.leaders(role)[0].pod()
     status = {"name": "engine", "state": state, "lastState": last or {}}

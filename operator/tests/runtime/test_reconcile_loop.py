@@ -27,6 +27,7 @@ from pdcluster_operator.adapters.engine_authority import (
     with_certificates,
 )
 from pdcluster_operator.adapters.engines_http import EnginesHttp
+from pdcluster_operator.api.conditions import ConditionType, set_conditions, yes
 from pdcluster_operator.api.object_names import (
     API_VERSION,
     ROTATE_TICKET_KEY_ANNOTATION,
@@ -43,14 +44,18 @@ from pdcluster_operator.plan.lifecycle import (
     JUST_REPORTED_SECONDS,
     LONGEST_WAIT_SECONDS,
 )
+from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.status import pace
+from pdcluster_operator.plan.status.events import transitions
 from pdcluster_operator.plan.status.pace import LONGEST_SECONDS
 from pdcluster_operator.plan.types import (
     ConnectorBundle,
     Delete,
     Event,
     HeldCertificates,
+    Observed,
     Place,
+    Plan,
     ScalerStatus,
     TryOut,
     WriteCertificates,
@@ -674,6 +679,39 @@ async def test_a_failed_step_stops_the_rest_and_stands_in_the_status() -> None:
     world.port.fail.clear()
     await world.reconcile()
     assert world.condition("Progressing")["status"] == "True"
+
+
+async def test_a_cluster_whose_step_fails_is_not_ready_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All that a plan sees is well but for one object, which somebody deleted."""
+    world, make_plan = World(), planner.make_plan
+
+    def all_is_well(observed: Observed, now: float, memo: Memo) -> Plan:
+        plan, before = make_plan(observed, now, memo), observed.cluster.get("status")
+        verdicts = [(kind, yes("Fine")) for kind in ConditionType]
+        status = {**plan.status, "conditions": set_conditions(before, verdicts, 1, now)}
+        return replace(plan, status=status, events=transitions(before, status, secured=True))
+
+    monkeypatch.setattr(planner, "make_plan", all_is_well)
+    await world.reconcile()
+    assert world.condition("Ready")["status"] == "True"
+    world.events.events.clear()
+    policy = next(c for c in world.store.children(KEY) if c["kind"] == "NetworkPolicy")
+    world.api.delete("NetworkPolicy", "ns", policy["metadata"]["name"])
+    world.port.fail["apply NetworkPolicy"] = ApiError("Forbidden", "exceeded quota")
+    for _ in range(3):
+        with pytest.raises(ApiError):
+            await world.reconcile()
+        for kind in ("Ready", "Progressing"):
+            assert world.condition(kind)["reason"] == "Forbidden"
+            assert world.condition(kind)["status"] == "False"
+        assert world.condition("Available")["status"] == "True"
+    world.port.fail.clear()
+    await world.reconcile()
+    assert world.condition("Ready")["status"] == "True"
+    said = [(one.type, one.message.partition(":")[0]) for one in world.events.events]
+    assert said == [("Warning", "Ready is False"), ("Normal", "Ready is True")]
 
 
 async def test_a_conflict_is_tried_again_and_is_no_news() -> None:

@@ -17,7 +17,16 @@ from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.ownership import is_being_deleted
 from pdcluster_operator.plan.status import pace, progress
-from pdcluster_operator.plan.types import ConnectorBundle, Manifest, Observed, Place, Plan, creates
+from pdcluster_operator.plan.status.events import transitions
+from pdcluster_operator.plan.types import (
+    ConnectorBundle,
+    Event,
+    Manifest,
+    Observed,
+    Place,
+    Plan,
+    creates,
+)
 from pdcluster_operator.runtime import cluster_secrets, executor, launcher_monitor
 from pdcluster_operator.runtime.interfaces import (
     ApiError,
@@ -193,7 +202,7 @@ class Reconciler:
         self, key: Key, cluster: Manifest, plan: Plan, now: float, *, new: bool
     ) -> float | None:
         failure: ApiError | None = None
-        events = list(plan.events)
+        events: list[Event] = []
         try:
             if not await self._is_still_there(key, cluster, plan, new=new):
                 log.info("%s: the cluster is gone, or was created again; nothing was done", key)
@@ -204,14 +213,16 @@ class Reconciler:
             raise
         except ApiError as error:
             failure = error
-        status = plan.status
+        status, flips = plan.status, plan.events
         if failure is not None and not failure.passing:
             status = progress.with_failure(status, cluster, failure.reason, str(failure), now)
+            found = transitions(cluster.get("status"), status, secured=True)
+            flips = (*(one for one in flips if one.type == "Warning" and one not in found), *found)
         self._monitor.assign(key, plan.peers)
         self._monitor.route(key, plan.routed)
         wait = await self._write_status(key, cluster, status)
-        if wait:  # the status of now is still the one before, so the next plan has them, too
-            events = [one for one in events if one not in plan.events]
+        if not wait:  # else the status of now is still the one before, and the next plan has them
+            events = [*flips, *events]
         await self._events.publish(cluster, events)
         if plan.scaler is not None and self._may_write(key):
             await self._api_server.write_scaler_status(key, plan.scaler)

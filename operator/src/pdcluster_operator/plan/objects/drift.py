@@ -22,6 +22,8 @@ from pdcluster_operator.plan.objects.kept_fields import without_contents
 from pdcluster_operator.plan.types import Event, Manifest, Rewrite
 
 QUANTITY_FIELDS = frozenset({"requests", "limits", "sizeLimit"})
+SELECTORS = frozenset({"selector", "podSelector", "matchLabels"})
+"""Fields that select other objects with one label more than was applied."""
 
 
 def stamped(desired: Manifest) -> dict[str, Any]:
@@ -85,7 +87,8 @@ def differences(
     if live == desired or (_is_empty(desired) and _is_empty(live)):
         return
     quantities = quantities or key in QUANTITY_FIELDS
-    if isinstance(live, Mapping) and isinstance(desired, Mapping) and desired:
+    other = key in SELECTORS and isinstance(live, Mapping) and not live.keys() <= desired.keys()
+    if isinstance(live, Mapping) and isinstance(desired, Mapping) and desired and not other:
         for name, value in desired.items():
             below = f"{path}.{name}" if path else name
             yield from differences(live.get(name), value, name, below, quantities=quantities)

@@ -9,7 +9,8 @@ from pdcluster_operator.api.object_names import (
     router_name,
 )
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.router import ROUTER_COMPONENT
+from pdcluster_operator.plan.builders.router import ROUTER_COMPONENT, router_selector
+from pdcluster_operator.plan.objects.ownership import identity
 from pdcluster_operator.plan.observed.pods import (
     is_lost,
     joined,
@@ -29,9 +30,11 @@ def why_unreachable(observed: Observed, cluster: Cluster) -> str:
         return ""
     key = served_key(observed, cluster)
     behind = [one for one in _deployments(observed) if not key or pairing_key_of(one) == key]
-    if any(status_of(one).get("availableReplicas") for one in behind):
-        return ""
-    return joined("no router pod is ready", router_trouble(observed))
+    if not any(status_of(one).get("availableReplicas") for one in behind):
+        return joined("no router pod is ready", router_trouble(observed))
+    name = router_name(cluster.name)
+    lost = f"Service {name} is missing, belongs to something else, or selects other pods"
+    return "" if key else lost
 
 
 def router_behind(observed: Observed, steps: Iterable[Step] = ()) -> str:
@@ -109,12 +112,13 @@ def routed_keys(observed: Observed) -> frozenset[str]:
 
 
 def served_key(observed: Observed, cluster: Cluster) -> str:
-    """Return the pairing key that the Service for clients selects; empty if it selects none."""
+    """Return the pairing key whose routers the Service selects; empty if it selects other pods."""
+    service = "Service", router_name(cluster.name)
     for child in observed.children:
-        if child.get("kind") == "Service" and metadata_of(child)["name"] == router_name(
-            cluster.name
-        ):
-            return str((child["spec"].get("selector") or {}).get(PAIRING_LABEL, ""))
+        if identity(child) == service:
+            selector = child["spec"].get("selector") or {}
+            key = str(selector.get(PAIRING_LABEL, ""))
+            return key if selector == router_selector(cluster, key) else ""
     return ""
 
 

@@ -118,15 +118,19 @@ def with_failure(
 ) -> dict[str, Any]:
     """Return ``status`` with the failure in its Progressing condition.
 
+    What the spec wants is then not there, so Ready is not True either.
+
     Args:
         status: the planned status, or the one that the cluster has if there is no plan. Of that,
             only what the operator itself writes is returned.
         cluster: the live PDCluster; its Progressing condition says when that last changed.
         now: seconds since the epoch.
     """
-    verdict = (ConditionType.PROGRESSING, conditions.no(reason, message))
+    ready = conditions.find_condition(status, ConditionType.READY).get("status") == Status.TRUE
+    kinds = (ConditionType.PROGRESSING, *([ConditionType.READY] if ready else []))
+    verdicts = [(kind, conditions.no(reason, message)) for kind in kinds]
     generation = cluster["metadata"].get("generation", 0)
-    failed = conditions.set_conditions(cluster.get("status"), [verdict], generation, now)
+    failed = conditions.set_conditions(cluster.get("status"), verdicts, generation, now)
     given = status.get("conditions")
     others = given if isinstance(given, list) else []
     written: dict[str, Any] = conditions.own_status({**status, "conditions": [*failed, *others]})
