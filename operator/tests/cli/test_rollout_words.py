@@ -136,6 +136,20 @@ def test_a_server_that_is_away_for_a_while_ends_no_watch(
         run("status")
 
 
+def test_a_step_that_fails_and_fails_ends_the_wait(cluster: Cluster) -> None:
+    """One failure may pass, as with an API server that restarts."""
+    fails = Announcement("Http500: no", None, fails=True)
+    cluster.says = [*[fails] * 25, waits("1 of 2"), *[fails] * 25, Announcement("end", True)]
+    assert run("status") == Exit.DONE
+    cluster.says = [waits("1 of 2"), fails]
+    cluster.asked.clear()
+    with pytest.raises(UserError, match=r"^somebody has to act, .*: Http500: no$") as ended:
+        run("status")
+    assert ended.value.exit == Exit.NOT_READY
+    assert 30 < cluster.asked[-1] < 33
+    assert run("status", "--no-watch") == Exit.NOT_READY
+
+
 def test_a_cluster_that_is_not_there_is_named(cluster: Cluster) -> None:
     cluster.live = None
     for verb in ("status", "pause", "resume", "undo"):

@@ -23,6 +23,8 @@ from pdcluster_operator.plan.types import ConnectorBundle, Manifest, Observed
 from pdcluster_operator.runtime.interfaces import ApiError, Key
 
 POLL_SECONDS = 1.0
+FAILING_SECONDS = 30.0
+"""How long steps of the operator may fail. An API server that restarts is back by then."""
 OBJECT = "pdcluster.pdcluster.dev"
 WITHOUT_AN_END = frozenset(
     {
@@ -43,10 +45,12 @@ class Announcement:
     Attributes:
         line: for people.
         complete: whether nothing is left to do; None while it goes on.
+        fails: whether it goes on, and a step of the operator fails.
     """
 
     line: str
     complete: bool | None
+    fails: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +83,19 @@ async def status(client: KubeClient, key: Key, options: argparse.Namespace) -> E
     """Print how far a rollout is until it ends; once with ``--no-watch``."""
     deadline = time.monotonic() + options.timeout
     latest = await _announcement(client, key)
-    shown = _show(key.name, latest.line, "")
+    shown, well = _show(key.name, latest.line, ""), time.monotonic()
     while latest.complete is None and not options.no_watch:
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        well = well if latest.fails else now
+        if now > deadline:
             late = f"not complete after {options.timeout:.0f} s: {shown}"
             raise UserError(late, Exit.NOT_READY)
+        if now - well > FAILING_SECONDS:
+            raise UserError(f"somebody has to act, a step still fails: {shown}", Exit.NOT_READY)
         await asyncio.sleep(POLL_SECONDS)
         latest = await _announcement(client, key, patient=True)
         shown = _show(key.name, latest.line, shown)
-    return Exit.NOT_READY if latest.complete is False else Exit.DONE
+    return Exit.NOT_READY if latest.complete is False or latest.fails else Exit.DONE
 
 
 async def hold(client: KubeClient, key: Key, options: argparse.Namespace) -> Exit:
@@ -172,7 +180,7 @@ def announce(cluster: Manifest) -> Announcement:
     why = f"{progressing.get('reason')}: {progressing.get('message')}"
     held = progressing.get("status") == Status.FALSE
     ended = held and progressing.get("reason") in WITHOUT_AN_END
-    return Announcement(f"{counts}; {why}", False if ended else None)
+    return Announcement(f"{counts}; {why}", False if ended else None, held and not ended)
 
 
 def undo(observed: Observed) -> Undo | None:
