@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -45,6 +47,32 @@ def answered(
 
 def get(client: KubeClient) -> Any:
     return client.call("GET", "/api/v1/pods")
+
+
+@pytest.mark.parametrize(
+    ("date", "year"),
+    [("Thu, 26 Nov 2020 09:01:05 GMT", 2020), ("Thu, 26 Nov 2048 09:01:05 GMT", 2048)],
+)
+def test_the_time_is_that_of_the_api_server_whatever_this_machine_says(
+    date: str, year: int
+) -> None:
+    async def ask(client: KubeClient) -> float:
+        await get(client)
+        return client.now()
+
+    answer = web.json_response({}, headers={"Date": date})
+    now, _, _ = answered(answer, ask)
+    assert datetime.fromtimestamp(now, UTC).year == year
+
+
+@pytest.mark.parametrize("date", ["", "today"])
+def test_without_a_date_it_is_the_time_of_this_machine(date: str) -> None:
+    async def ask(client: KubeClient) -> float:
+        await get(client)
+        return client.now()
+
+    now, _, _ = answered(web.json_response({}, headers={"Date": date}), ask)
+    assert abs(now - time.time()) < 60
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,37 @@ def test_an_engine_whose_pods_take_long_to_end_is_released_once(
         assert (sizes(world), moment()) == ([0], first)
 
 
+YEAR = 365 * 86_400.0
+
+
+def test_a_release_by_a_clock_that_was_ahead_ends_when_the_clock_is_right_again() -> None:
+    world = world_of(1)
+    world.now += YEAR
+    step(world, TIMEOUT + 5)
+    assert sizes(world) == [0]
+    world.now -= YEAR
+    step(world, 1)
+    assert sizes(world) == [2]
+    step(world, 1)
+    assert world.plan().steps == ()
+
+
+@pytest.mark.parametrize("ahead", [-YEAR, -5.0, 5.0, YEAR])
+def test_a_mark_on_an_engine_that_has_its_pods_decides_nothing(ahead: float) -> None:
+    world = world_of(1)
+    schedule(world, room=True)
+    world.run_pods()
+    world.speak()
+    world.step()
+    [engine] = [c for (kind, name), c in world.children.items()
+                if kind == "StatefulSet" and "-prefill-" in name]  # fmt: skip
+    engine["metadata"]["annotations"][RELEASED_ANNOTATION] = timestamp(world.now + ahead)
+    for _ in range(3):
+        step(world, 1)
+        assert sizes(world) == [2]
+    assert world.condition("PrefillReady")["status"] == "True"
+
+
 def test_of_two_that_hold_each_others_nodes_one_gives_way() -> None:
     world = world_of(2)
     step(world, TIMEOUT + 5)

@@ -886,6 +886,17 @@ def test_paused():
     is_(world, "Progressing", "False", "Paused", "rollout.paused")
 
 
+def test_a_deadline_that_began_by_a_clock_that_was_ahead_begins_again():
+    world = SimulatedCluster(manifest(rollout={"progressDeadlineSeconds": 60}))
+    world.now += 365 * DAY
+    world.step()
+    world.now -= 365 * DAY
+    world.step()
+    world.now += 61
+    world.step()
+    is_(world, "Progressing", "False", "ProgressDeadlineExceeded")
+
+
 def test_without_a_change_that_waits_a_paused_cluster_says_what_it_waits_for():
     world = SimulatedCluster(manifest(rollout={"paused": True, "progressDeadlineSeconds": 60}))
     world.step()

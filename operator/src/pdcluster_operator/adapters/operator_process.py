@@ -135,6 +135,7 @@ class OperatorProcess:
             launchers=engines,
             events=KubeEvents(client),
             connector=connector,
+            clock=client.now,
             poll_seconds=options.launcher_poll_seconds,
             place=types.Place(
                 kubeconfig.own_namespace(),
@@ -158,7 +159,8 @@ class OperatorProcess:
             self._go_on(stack, keep_certificate(client, options.webhook, expires))
         await reflectors.ready.wait()
         loop.start()
-        self._go_on(stack, keep_collecting(loop.store, api, options.keep_connector_seconds))
+        keep = options.keep_connector_seconds
+        self._go_on(stack, keep_collecting(loop.store, api, keep, client.now))
         log.info("reconciling %s", ", ".join(options.namespaces) or "every namespace")
 
     def _go_on(self, stack: AsyncExitStack, part: Coroutine[Any, Any, None]) -> None:

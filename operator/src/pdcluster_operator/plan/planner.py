@@ -52,7 +52,8 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
 
     Args:
         observed: the cluster and everything around it, as it was seen.
-        now: seconds since the epoch; only transition times and deadlines depend on it.
+        now: seconds since the epoch, by the clock of the API server. Only transition times and
+            deadlines depend on it. A moment after it comes from a clock that was wrong.
         memo: of the last plans for this cluster. The plan is the same without it, only slower.
     """
     memo = memo or Memo()

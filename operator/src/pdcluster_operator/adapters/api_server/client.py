@@ -20,6 +20,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlencode
 
@@ -42,6 +43,8 @@ HALF_A_LINE = 8 * 1024 * 1024
 """aiohttp reads lines that are twice as long. An object that etcd takes is shorter."""
 CALL = aiohttp.ClientTimeout(total=TIMEOUT)
 USER_AGENT = "pdcluster-operator"
+CLOCK_SECONDS = 2.0
+"""By how much an API server's clock may seem to differ: answers take time, seconds are whole."""
 TRIES = 5
 """How often a call is sent to an overloaded server, each time after the wait that it asks for."""
 JSON = "application/json"
@@ -100,6 +103,16 @@ class KubeClient:
         self._connections = connections
         self._client = client.ApiClient(configuration)
         self._overload = Overload()
+        self._date = time.time(), time.monotonic()  # of the API server, and when it said so
+
+    def now(self) -> float:
+        """Return the time by the API server's clock, in seconds since the epoch.
+
+        What is compared with the moments in objects: they are by that clock. Until the first answer
+        it is the time of this machine.
+        """
+        date, moment = self._date
+        return date + time.monotonic() - moment
 
     async def __aenter__(self) -> Self:
         self._http = self._session()
@@ -224,12 +237,20 @@ class KubeClient:
         try:
             answer = await self._send(request, CALL)
             status = answer.status
+            self._set_clock(answer.headers.get("Date", ""))
             return status, await answer.read(), answer.headers.get("Retry-After", "")
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             said = str(error) or type(error).__name__
             raise interfaces.ApiError("ApiServerUnreachable", f"{method} {path}: {said}") from error
         finally:
             self._seen(method, path, status, time.monotonic() - started)
+
+    def _set_clock(self, date: str) -> None:
+        """Follow the ``Date`` of an answer, in whole seconds, unless it says what is known."""
+        with suppress(ValueError):
+            told = parsedate_to_datetime(date).timestamp()
+            if abs(told - self.now()) > CLOCK_SECONDS:
+                self._date = told, time.monotonic()
 
 
 def namespace_of(path: str) -> str:

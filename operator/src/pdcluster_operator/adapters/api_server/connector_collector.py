@@ -7,7 +7,7 @@ for the version that was seen.
 
 import asyncio
 import logging
-import time
+from collections.abc import Callable
 from functools import partial
 
 from pdcluster_operator.adapters.api_server.kube_api import KubeApi
@@ -20,15 +20,18 @@ log = logging.getLogger(__name__)
 SHORTEST_SECONDS, LONGEST_SECONDS = 1.0, 60.0
 
 
-async def keep_collecting(store: Store, api: KubeApi, keep: float) -> None:
+async def keep_collecting(
+    store: Store, api: KubeApi, keep: float, clock: Callable[[], float]
+) -> None:
     """Check all such ConfigMaps again and again, until the task is cancelled.
 
     Args:
+        clock: the time by the API server's clock.
         keep: how long a connector stays that nothing mounts, in seconds.
     """
     while True:
         await asyncio.sleep(max(SHORTEST_SECONDS, min(LONGEST_SECONDS, keep)))
-        await collect(store, api, time.time(), keep)
+        await collect(store, api, clock(), keep)
 
 
 async def collect(store: Store, api: KubeApi, now: float, keep: float) -> None:

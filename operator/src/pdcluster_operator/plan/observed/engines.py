@@ -157,8 +157,13 @@ def _name(pod: Manifest) -> str:
 
 
 def released(engine: Manifest | None) -> tuple[float | None, str]:
-    """Return when and why a live StatefulSet was released; None and empty if it was not."""
+    """Return when and why a live StatefulSet was released; None and empty if it was not.
+
+    One that is released has no pods. A mark on another one is somebody else's.
+    """
     annotations = pods.metadata_of(engine or {}).get("annotations") or {}
+    if engine is None or engine["spec"].get("replicas") != 0:
+        return None, ""
     moment = seconds(annotations.get(object_names.RELEASED_ANNOTATION))
     return moment, pods.text_of(
         annotations.get(object_names.RELEASED_BECAUSE_ANNOTATION)

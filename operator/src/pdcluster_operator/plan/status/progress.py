@@ -110,7 +110,7 @@ def progressing_since(before: Mapping[str, Any], generation: int, now: float) ->
     """
     known = conditions.seconds(before.get("progressingSince"))
     same = before.get("observedGeneration") == generation
-    return known if known is not None and same else now
+    return known if known is not None and same and known <= now else now
 
 
 def with_failure(
