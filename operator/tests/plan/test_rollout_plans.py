@@ -888,6 +888,61 @@ def test_available_asks_for_the_routers_that_the_service_reaches() -> None:
     assert world.condition("Available")["reason"] == StatusReason.ROUTER_UNAVAILABLE
 
 
+def assert_no_router_mixes_keys(world: SimulatedCluster) -> None:
+    for key, known in routers(world).items():
+        for name in (*world.leaders("prefill"), *world.leaders("decode")):
+            labels = world.children["StatefulSet", name.stateful_set]["metadata"]["labels"]
+            assert name.api_url not in known.split() or labels[PAIRING_LABEL] == key
+
+
+@pytest.mark.parametrize(
+    ("how", "held"), [("Surge", "refused"), ("Replace", "paused"), ("Recreate", "refused")]
+)
+@pytest.mark.parametrize("roles", [("prefill",), ("prefill", "decode")])
+@pytest.mark.parametrize("rounds", range(1, 5))
+def test_a_revision_that_is_deleted_half_way_moves_no_service_to_routers_that_never_ran(
+    rounds: int, roles: tuple[str, ...], held: str, how: str
+) -> None:
+    world = up(how, prefill={"replicas": 2}, decode={"replicas": 2})
+    world.edit(**KEY)
+    for _ in range(rounds):
+        world.step()
+        world.others_act()
+    used = {name.rpartition("-")[0] for name in engines(world)}
+    for kind, name in list(world.children):
+        if kind == "ControllerRevision" and name in used and name.split("-")[1] in roles:
+            del world.children[kind, name]
+    if held == "refused":
+        world.refused = "the server says no"
+        world.edit(engine={"blockSize": 64})
+    else:
+        world.edit(engine={"blockSize": 64}, rollout={"type": how, "paused": True})
+    for _ in range(8):
+        before = selector(world)
+        running = {
+            key
+            for key in routers(world)
+            if world.children["Deployment", f"llama-router-{key}"]["status"].get(
+                "availableReplicas"
+            )
+        }
+        serves = world.condition("Available")["status"] == "True"
+        world.step()
+        if serves:
+            assert selector(world) == before or selector(world) in running
+            assert world.condition("Available")["status"] == "True"
+        assert_no_router_mixes_keys(world)
+        world.others_act()
+    assert world.condition("Available")["status"] == "True"
+    world.refused = ""
+    world.edit(rollout={"type": how})
+    for _ in range(40):
+        world.step()
+        world.others_act()
+    assert world.condition("Ready")["status"] == "True"
+    assert len(engines(world)) == 4
+
+
 def test_a_pause_moves_no_service_and_mixes_no_keys() -> None:
     world = up("Surge")
     key = selector(world)

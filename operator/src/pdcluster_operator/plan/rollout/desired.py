@@ -9,7 +9,7 @@ from collections.abc import Mapping, Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from pdcluster_operator.api.object_names import QUEUE_LABEL, EngineName, pairing_key_of
+from pdcluster_operator.api.object_names import QUEUE_LABEL, EngineName
 from pdcluster_operator.api.spec.engine_types import Switch
 from pdcluster_operator.api.spec.types import Cluster, Role, RolloutType
 from pdcluster_operator.plan.connectors import config_maps_seen
@@ -29,9 +29,14 @@ from pdcluster_operator.plan.rollout.gangs import GangEngines, Gangs, find_gangs
 from pdcluster_operator.plan.rollout.moves import Moves, frozen, next_moves
 from pdcluster_operator.plan.rollout.revisions import Revision, in_words, spec_of_engines
 from pdcluster_operator.plan.rollout.routing import Routing, route, stored_templates
-from pdcluster_operator.plan.rollout.targets import Targets, find_targets, what_targets_depend_on
+from pdcluster_operator.plan.rollout.targets import (
+    Targets,
+    find_targets,
+    of_engines,
+    what_targets_depend_on,
+)
 from pdcluster_operator.plan.rollout.wanted_children import Build, try_out, wanted_children
-from pdcluster_operator.plan.types import Apply, Observed, TryOut
+from pdcluster_operator.plan.types import Apply, Manifest, Observed, TryOut
 
 Names = Mapping[Role, tuple[EngineName, ...]]
 
@@ -72,14 +77,13 @@ class _Choice:
     """The revisions of a spec, and which of them engines are made from now.
 
     Attributes:
-        serving: what engines are made from, by role; None if those that are held back are of a
-            revision that nobody stored.
+        serving: what engines are made from, by role.
         untried: roles whose new revision was not tried out on the API server yet.
         hold: no engine is replaced, because of ``rollout.paused`` or of ``untried``.
     """
 
     targets: Targets
-    serving: Mapping[Role, Revision | None]
+    serving: Mapping[Role, Revision]
     untried: list[Role]
     hold: bool
 
@@ -97,26 +101,23 @@ class _Places:
         wanted: names of the engines that the spec asks for.
         old: engines that it does not ask for and that have a StatefulSet.
         keys: pairing key of each engine that exists or is wanted.
-        fleet, moves: what is known of all engines, and what comes next for them; None while none
-            exists.
+        fleet, moves: what is known of all engines, and what comes next for them.
     """
 
     wanted: Names
     old: frozenset[EngineName]
     keys: Mapping[EngineName, str]
-    fleet: Fleet | None = None
-    moves: Moves | None = None
+    fleet: Fleet
+    moves: Moves
 
     @property
     def kept(self) -> frozenset[EngineName]:
         """Old engines that are not removed now."""
-        return self.old - self.moves.removed if self.moves else self.old
+        return self.old - self.moves.removed
 
     @property
     def blocked(self) -> frozenset[EngineName]:
         """Wanted engines that may not be created yet."""
-        if self.moves is None:
-            return frozenset()
         return frozenset(name for names in self.wanted.values() for name in names) - self.moves.made
 
 
@@ -190,7 +191,7 @@ def desire(
         trials=tuple(try_out(cluster, choice.targets.newest(role)) for role in choice.untried),
         forgotten=choice.targets.forgotten(cluster, existing.engines),
         changed=in_words(_changed(choice.targets, existing.engines, observed)) if stale else "",
-        stuck=places.moves.stuck if places.moves else "",
+        stuck=places.moves.stuck,
     )
 
 
@@ -212,33 +213,33 @@ def _choose(observed: Observed, cluster: Cluster, live: Live, memo: Memo) -> _Ch
     paused = cluster.spec.rollout.paused
     untried = [] if paused else _untried(targets, live)
     hold = paused or bool(untried)
-    served = listed_engines(observed, chain(*live.values()), served_key(observed, cluster))
-    serving = {role: _serving(targets, role, live, served, hold=hold) for role in Role}
+    serving = dict(targets.wanted)
+    if hold:
+        served = listed_engines(observed, chain(*live.values()), served_key(observed, cluster))
+        for role, engines in live.items():
+            reached = {name: one for name, one in engines.items() if name in served}
+            if found := reached or engines:
+                serving[role] = _serving(observed, targets, role, found)
     return _Choice(targets, serving, untried, hold)
 
 
 def _place(observed: Observed, cluster: Cluster, existing: Existing, choice: _Choice) -> _Places:
     wanted = {
         role: engine_names(cluster, role, one.name, existing.live[role], existing.lost)
-        if one
-        else ()
         for role, one in choice.serving.items()
     }
     others = existing.engines.difference(*wanted.values())
     old = frozenset(name for name in others if name in existing.live[name.role])
-    places = _Places(wanted, old, engine_keys(observed, wanted, choice.serving))
-    revisions = {role: one for role, one in choice.serving.items() if one is not None}
-    if not existing.engines or len(revisions) < len(Role):
-        return places
+    keys = engine_keys(observed, wanted, choice.serving)
     fleet = observe_fleet(
-        observed, cluster, existing, wanted=wanted, revisions=revisions, keys=places.keys
+        observed, cluster, existing, wanted=wanted, revisions=choice.serving, keys=keys
     )
     how = cluster.spec.rollout.type
     if not (choice.hold and _is_replacing(existing, choice)):
-        return replace(places, fleet=fleet, moves=next_moves(fleet, how))
+        return _Places(wanted, old, keys, fleet, next_moves(fleet, how))
     moves = frozen(fleet, how)
-    wanted = {role: tuple(one for one in wanted[role] if one in moves.made) for role in Role}
-    return replace(places, wanted=wanted, fleet=fleet, moves=moves)
+    made = {role: tuple(one for one in wanted[role] if one in moves.made) for role in Role}
+    return _Places(made, old, keys, fleet, moves)
 
 
 def _gangs(
@@ -266,16 +267,12 @@ def _gangs(
 def _route(
     observed: Observed, cluster: Cluster, existing: Existing, choice: _Choice, places: _Places
 ) -> Routing:
-    key = _pairing_key(choice.serving, existing.live)
-    if (wanted := choice.targets.wanted[Role.PREFILL].pairing_key) in places.keys.values():
-        key = wanted  # a rollout has begun, although it may be held
-    if places.fleet is None or places.moves is None:
-        return Routing(key, {key: _with(places.wanted, places.old)})
+    key = choice.targets.wanted[Role.PREFILL].pairing_key
+    if key not in places.keys.values():  # a change is held that has not begun
+        key = choice.serving[Role.PREFILL].pairing_key
     recreate = cluster.spec.rollout.type is RolloutType.RECREATE
-    if not recreate or not _is_replacing(existing, choice):
+    if choice.hold or not recreate or not _is_replacing(existing, choice):
         return route(observed, places.fleet, places.moves, key, hold=choice.hold)
-    if choice.hold:
-        return Routing(key, {key: _with(places.wanted, places.old)})
     # Recreate ends the old engines at once. Their routers end with them, or the engines would wait
     # until no router knows them.
     return Routing(key, {key: places.wanted}, stop=True)
@@ -283,8 +280,7 @@ def _route(
 
 def _is_replacing(existing: Existing, choice: _Choice) -> bool:
     """Whether an engine exists that is not of the revision that its role is made from."""
-    revisions = {role: one.name for role, one in choice.serving.items() if one is not None}
-    return any(name.revision != revisions.get(name.role) for name in existing.engines)
+    return any(name.revision != choice.serving[name.role].name for name in existing.engines)
 
 
 def _with(names: Names, others: AbstractSet[EngineName]) -> dict[Role, tuple[EngineName, ...]]:
@@ -306,7 +302,7 @@ def _pods(
     A rollout may have more engines than the spec for a while, or fewer.
     """
     revision, found = choice.serving[role], live[role]
-    new = 1 if revision is None else revision.nodes
+    new = revision.nodes
     sizes = (
         int(found[name]["spec"].get("replicas", 1)) if name in found else new for name in engines
     )
@@ -314,18 +310,19 @@ def _pods(
 
 
 def _serving(
-    targets: Targets, role: Role, live: Live, served: AbstractSet[EngineName], *, hold: bool
-) -> Revision | None:
-    """Return the revision to make engines of; None if those that are held back are unknown.
+    observed: Observed, targets: Targets, role: Role, engines: Mapping[EngineName, Manifest]
+) -> Revision:
+    """Return the revision to make engines of while a change is held.
+
+    It may be one that is stored no more. Then engines are all that is left of it.
 
     Args:
-        served: engines that clients reach. What is held back may not work, so none is made of it.
+        engines: those that clients reach. What is held back may not work, so none is made of it.
     """
-    wanted = targets.wanted[role]
-    running = {name.revision for name in (served & live[role].keys() or live[role])}
-    if not hold or not running or wanted.name in running:
-        return wanted
-    return next((one for one in targets.stored if one.role is role and one.name in running), None)
+    known = (targets.wanted[role], *(one for one in targets.stored if one.role is role))
+    running = {name.revision for name in engines}
+    found = (one for one in known if one.name in running)
+    return next(found, None) or of_engines(observed, engines, {})
 
 
 def _untried(targets: Targets, live: Live) -> list[Role]:
@@ -354,12 +351,3 @@ def _changed(targets: Targets, seen: AbstractSet[EngineName], observed: Observed
     for role in Role:
         changed |= targets.causes(role, (name for name in seen if name.role is role), spec)
     return changed
-
-
-def _pairing_key(serving: Mapping[Role, Revision | None], live: Live) -> str:
-    """Return the key of the engines that serve."""
-    known = [one.pairing_key for one in serving.values() if one is not None]
-    if known:
-        return known[0]
-    engines = (engine for found in live.values() for engine in found.values())
-    return next(map(pairing_key_of, engines), "")

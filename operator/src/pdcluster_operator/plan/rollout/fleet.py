@@ -237,13 +237,12 @@ def _unheard(
 def engine_keys(
     observed: Observed,
     wanted: Mapping[Role, tuple[EngineName, ...]],
-    revisions: Mapping[Role, Revision | None],
+    revisions: Mapping[Role, Revision],
 ) -> dict[EngineName, str]:
     """Return the pairing key of each engine that exists or is wanted."""
     found: dict[EngineName, str] = {}
     for role, revision in revisions.items():
-        if revision is not None:
-            found |= dict.fromkeys(wanted[role], revision.pairing_key)
+        found |= dict.fromkeys(wanted[role], revision.pairing_key)
     for one in (*observed.pods, *observed.children):
         name = engine_of(one)
         if name is not None:

@@ -68,7 +68,7 @@ class GangEngines:
     names: Mapping[Role, tuple[EngineName, ...]]
     live: Live
     keys: Mapping[EngineName, str]
-    revisions: Mapping[Role, Revision | None]
+    revisions: Mapping[Role, Revision]
     pods: tuple[Manifest, ...]
 
     def every(self) -> Iterable[EngineName]:
@@ -82,16 +82,15 @@ class GangEngines:
     def size(self, name: EngineName) -> int:
         """Return how many pods an engine has. One that was released gets them back later."""
         revision = self.revisions[name.role]
-        if revision is not None and revision.name == name.revision:
+        if revision.name == name.revision:
             return revision.nodes
         engine = self.live[name.role][name]
         return int(engine["spec"].get("replicas") or 1)
 
     def priority(self, name: EngineName) -> str:
         """Return the ``priorityClassName`` of an engine's pods."""
-        engine, revision = self.live[name.role].get(name), self.revisions[name.role]
-        template: Manifest = revision.template if revision is not None else {}
-        template = engine["spec"]["template"] if engine is not None else template
+        engine = self.live[name.role].get(name)
+        template = engine["spec"]["template"] if engine else self.revisions[name.role].template
         return str((template.get("spec") or {}).get("priorityClassName") or "")
 
 

@@ -199,20 +199,31 @@ def _of_engines_alone(
     for role in Role:
         if role in stored or len({name.revision for name in live[role]}) != 1:
             continue
-        name, engine = min(live[role].items(), key=lambda item: item[0])
-        template = revisions.template_of_engine(engine, name)
-        mounted, digest = mounted_connector(template), observed.connector.digest
-        if mounted and mounted != object_names.connector_name(digest):
-            digest = mounted.rpartition("-")[2]  # no more of it is known
-        yield Revision(
-            role=role,
-            name=name.revision,
-            pairing_key=object_names.pairing_key_of(engine),
-            connector=digest,
-            nodes=int(engine["spec"].get("replicas") or 1),
-            template=template,
-            spec=dict(spec),
-        )
+        yield of_engines(observed, live[role], spec)
+
+
+def of_engines(
+    observed: Observed, engines: Mapping[EngineName, Manifest], spec: Manifest
+) -> Revision:
+    """Return the revision of the first of these engines, as far as the engine shows it.
+
+    Args:
+        spec: what it was rendered from; empty if that is not known.
+    """
+    name, engine = min(engines.items(), key=lambda item: item[0])
+    template = revisions.template_of_engine(engine, name)
+    mounted, digest = mounted_connector(template), observed.connector.digest
+    if mounted and mounted != object_names.connector_name(digest):
+        digest = mounted.rpartition("-")[2]  # no more of it is known
+    return Revision(
+        role=name.role,
+        name=name.revision,
+        pairing_key=object_names.pairing_key_of(engine),
+        connector=digest,
+        nodes=int(engine["spec"].get("replicas") or 1),
+        template=template,
+        spec=dict(spec),
+    )
 
 
 def _is_settled(cluster: Mapping[str, Any]) -> bool:

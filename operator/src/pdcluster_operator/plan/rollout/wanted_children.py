@@ -32,7 +32,7 @@ class Build:
     """What the children of one spec are made from.
 
     Attributes:
-        serving: the revision that engines are made from, by role; None if it is not known.
+        serving: the revision that engines are made from, by role.
         numbers: the number with which a role's revision has to be stored.
         pods: how many pods the engines of a role should have.
         config_maps: names of the ConfigMaps with a connector that exist.
@@ -44,7 +44,7 @@ class Build:
 
     cluster: Cluster
     connector: ConnectorBundle
-    serving: Mapping[Role, Revision | None]
+    serving: Mapping[Role, Revision]
     numbers: Mapping[Role, int]
     routing: Routing
     operator_namespace: str | None
@@ -69,8 +69,6 @@ class Build:
             yield Apply(group, "pods that get their nodes together")
         for role in Role:
             revision = self.serving[role]
-            if revision is None:
-                continue
             yield from self._revision(revision)
             for name in names[role]:
                 if name not in skipped:
@@ -106,7 +104,7 @@ class Build:
 
     def _connectors(self, routers: Iterable[Mapping[str, Any]]) -> Iterator[Apply]:
         """Yield this operator's connector if it is mounted. Of another one it has no bytes."""
-        templates = [one.template for one in self.serving.values() if one is not None]
+        templates = [one.template for one in self.serving.values()]
         templates += [one["spec"]["template"] for one in routers]
         if object_names.connector_name(self.connector.digest) in map(
             connectors.mounted_connector, templates
@@ -120,13 +118,11 @@ class Build:
         Engines whose image holds the connector mount none. Their routers stay with the one that
         there was when the engines were made.
         """
-        newest = object_names.connector_name(self.connector.digest)
-        engines = next((one for one in self.serving.values() if one is not None), None)
-        if engines is None:
-            return newest
+        engines = self.serving[Role.PREFILL]
         if mounted := connectors.mounted_connector(engines.template):
             return mounted
         older = object_names.connector_name(engines.connector)
+        newest = object_names.connector_name(self.connector.digest)
         return older if older in self.config_maps else newest
 
     def _revision(self, revision: Revision) -> Iterator[Apply]:
