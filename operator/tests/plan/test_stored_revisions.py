@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from simulated_cluster import SimulatedCluster, brought_up, manifest
 from valid_specs import manifests
 
+from pdcluster_connector.protocol.launcher_documents import EngineReport, EngineState
 from pdcluster_operator.api.rules import extra_args
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.types import Role
@@ -285,18 +286,25 @@ def test_a_revision_from_engines_says_what_they_were_made_from() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "again"),
-    [("Ready", True), ("EngineFailed", True), ("Paused", False), ("Replacing", False)],
+    ("status", "reason", "again"),
+    [
+        ("False", "Complete", True),
+        ("True", "EngineFailed", True),
+        ("False", "Paused", False),
+        ("True", "Replacing", False),
+        ("False", "TemplateRefused", False),
+        ("False", "ProgressDeadlineExceeded", False),
+    ],
 )
 def test_engines_that_were_to_be_replaced_were_made_of_another_spec(
-    reason: str, again: bool
+    status: str, reason: str, again: bool
 ) -> None:
     """Nothing then says what the engines that run were made from."""
     world = up()
     for name in named(world, "ControllerRevision"):
         del world.children["ControllerRevision", name]
     world.connector = NEWER
-    world.condition("Ready")["reason"] = reason
+    world.condition("Progressing").update(status=status, reason=reason)
     tried_out = [step for step in world.plan().steps if isinstance(step, TryOut)]
     assert bool(tried_out) is not again
 
@@ -430,6 +438,36 @@ def test_a_paused_rollout_without_stored_revisions_makes_the_same_router_again()
     [step] = world.plan().steps
     assert step.manifest["metadata"]["name"] == router[1]
     assert step.manifest["spec"]["template"] == before
+
+
+@pytest.mark.parametrize("held", ["paused", "refused"])
+def test_a_change_that_is_held_is_not_forgotten_with_the_stored_revisions(held: str) -> None:
+    """Prefill starts again meanwhile, and that is then the reason of Ready."""
+    world = up()
+    old = of_role(world, "StatefulSet", "decode")
+    world.refused = "the server says no" if held == "refused" else ""
+    world.edit(decode=ONE_VARIABLE, rollout={"paused": held == "paused"})
+    world.step()
+    [prefill] = world.leaders("prefill")
+    world.engines[prefill.logical] = EngineReport(
+        ready=False, engine=prefill.logical, state=EngineState.STARTING
+    )
+    world.step()
+    assert world.condition("Ready")["reason"] == "Starting"
+    for key in [key for key in world.children if key[0] == "ControllerRevision"]:
+        del world.children[key]
+    for _ in range(4):
+        world.step()
+        world.others_act()
+        assert world.condition("Ready")["status"] == "False"
+        assert world.condition("Progressing")["reason"] != "Complete"
+    assert of_role(world, "StatefulSet", "decode") == old
+    world.refused = ""
+    world.edit(rollout={})
+    roll(world)
+    assert world.condition("Ready")["status"] == "True"
+    [decode] = of_role(world, "StatefulSet", "decode")
+    assert decode not in old
 
 
 @pytest.fixture(scope="module")

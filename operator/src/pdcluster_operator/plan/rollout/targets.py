@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pdcluster_operator.api import object_names
-from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition
+from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, find_condition
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec import parse, resolve
 from pdcluster_operator.api.spec.types import Cluster, Role
@@ -227,8 +227,15 @@ def of_engines(
 
 
 def _is_settled(cluster: Mapping[str, Any]) -> bool:
-    """Whether the engines that run were made of the present spec, as the last status says."""
+    """Whether the engines that run were made of the present spec, as the last status says.
+
+    Complete says so, and so does a change of another kind that is under way. While a change is held
+    or fails, the reason may be any other one.
+    """
     status = cluster.get("status") or {}
     seen = status.get("observedGeneration") == cluster["metadata"].get("generation")
-    ready = find_condition(status, ConditionType.READY).get("reason")
-    return seen and ready not in (StatusReason.PAUSED, StatusReason.REPLACING)
+    progress = find_condition(status, ConditionType.PROGRESSING)
+    going = (
+        progress.get("status") == Status.TRUE and progress.get("reason") != StatusReason.REPLACING
+    )
+    return seen and (going or progress.get("reason") == StatusReason.COMPLETE)
