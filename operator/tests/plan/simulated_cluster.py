@@ -28,7 +28,7 @@ from pdcluster_connector.protocol.launcher_documents import (
     PromptsReport,
 )
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
-from pdcluster_operator.api.conditions import timestamp
+from pdcluster_operator.api.conditions import Verdict, timestamp
 from pdcluster_operator.api.object_names import (
     CERTIFICATES_ANNOTATION,
     ROLE_LABEL,
@@ -141,6 +141,7 @@ class SimulatedCluster:
         self.memo = CheckedMemo()
         self.refused = ""
         self.looks: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {}
+        self.unread: Verdict | None = None
 
     def observed(self) -> Observed:
         return Observed(
@@ -154,6 +155,7 @@ class SimulatedCluster:
             self.certificates,
             scaler=copied(self.scaler),
             connectors=tuple(copied(list(self.shared.values()))),
+            unread=self.unread,
         )
 
     def _look(self, name: tuple[str, str], live: dict[str, Any]) -> dict[str, Any]:

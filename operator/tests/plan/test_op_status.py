@@ -22,7 +22,7 @@ from pdcluster_connector.protocol.launcher_documents import (
     LinksReport,
     LinkState,
 )
-from pdcluster_operator.api.conditions import timestamp
+from pdcluster_operator.api.conditions import no, timestamp
 from pdcluster_operator.api.findings import Rule
 from pdcluster_operator.api.schema.status_schema import status_schema
 from pdcluster_operator.plan.planner import make_plan
@@ -66,6 +66,46 @@ def test_without_a_service_that_reaches_the_routers_nothing_is_available(world, 
     world.settle()
     world.step()
     is_(world, "Ready", "True", "Ready")
+
+
+def test_a_status_is_made_of_what_is_seen_although_the_secrets_cannot_be_read(world):
+    """A backup was restored without owner references, and then the engines die."""
+    world.bring_up()
+    world.unread = no("NameConflict", "Secret llama-ticket-key exists and does not belong to us")
+    assert world.step().steps == ()
+    is_(world, "Available", "True", "Serving")
+    for kind in ("Progressing", "Ready"):
+        is_(world, kind, "False", "NameConflict", "llama-ticket-key")
+    for role in ("prefill", "decode"):
+        container(world, role, {"terminated": {"exitCode": 1, "message": "CUDA error"}})
+    assert world.step().steps == ()
+    for kind in ("Available", "PrefillReady", "DecodeReady", "Ready"):
+        assert world.condition(kind)["status"] == "False", kind
+    is_(world, "Ready", "False", "EngineFailed", "CUDA error")
+    is_(world, "Progressing", "False", "NameConflict")
+    world.unread = None
+    world.others_act()
+    world.settle()
+    is_(world, "Ready", "True", "Ready")
+
+
+def test_while_the_secrets_cannot_be_read_clients_are_served_and_no_engine_comes_or_goes(world):
+    world.edit(decode={"replicas": 2})
+    world.bring_up()
+    world.unread = no("Forbidden", "secrets is forbidden")
+    before = {name for name in world.children if name[0] == "StatefulSet"}
+    world.children.pop(("Service", "llama-router"))
+    world.edit(decode={"replicas": 3}, engine={"blockSize": 32}, rollout={"type": "Recreate"})
+    for _ in range(4):
+        world.step()
+        world.others_act()
+    assert {name for name in world.children if name[0] == "StatefulSet"} == before
+    assert ("Service", "llama-router") in world.children
+    is_(world, "Available", "True", "Serving")
+    new = SimulatedCluster(manifest())
+    new.unread = world.unread
+    assert new.step().steps == ()
+    is_(new, "Progressing", "False", "Forbidden")
 
 
 def container(world, role, state, last=None):

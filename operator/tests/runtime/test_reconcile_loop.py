@@ -541,6 +541,10 @@ async def test_a_secret_that_cannot_be_read_stands_in_the_status() -> None:
     progressing = world.condition("Progressing")
     assert (progressing["status"], progressing["reason"]) == ("False", "Forbidden")
     assert "secrets is forbidden" in progressing["message"]
+    reads = len(world.port.reads)
+    with pytest.raises(ApiError, match="forbidden"):
+        await world.reconcile()
+    assert len(world.port.reads) > reads, "it is tried again"
     world.port.fail.clear()
     await world.reconcile()
     assert len(keys(world)) == 1
@@ -784,6 +788,8 @@ async def test_a_bug_in_the_planner_stands_in_the_status(monkeypatch: pytest.Mon
             await world.reconcile()
         progressing = world.condition("Progressing")
         assert (progressing["status"], progressing["reason"]) == ("False", "PlanFailed")
+        for kind in ("Accepted", "Available", "Ready"):
+            assert world.condition(kind)["status"] == "Unknown", "nothing is known any more"
     await world.reconcile()
     assert world.condition("Progressing")["status"] == "True"
 

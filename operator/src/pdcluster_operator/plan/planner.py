@@ -126,18 +126,25 @@ def _outcome(
     )
     if strange:
         steps = [step for step in steps if name_conflicts.may_be_taken(step, observed, strange)]
+    if observed.unread:
+        steps = [one for one in steps if observed.children and _needs_no_secret(one)]
     judged = build.judge(observed, cluster, findings, desired, steps, lost)
     peers: dict[str, PeersDocument] = {}
     for group in judged.groups if findings.ok else ():
         peers |= peers_and_canaries.assign_peers(cluster, *group, observed.links)
     return _Outcome(
         steps=tuple(steps),
-        refused=name_conflicts.why_strange(strange) if strange else None,
+        refused=observed.unread or (name_conflicts.why_strange(strange) if strange else None),
         judged=judged,
         peers=peers,
         routed=_routed(observed, lost),
         certified=certified,
     )
+
+
+def _needs_no_secret(step: Step) -> bool:
+    """Whether no engine starts or ends because of a step. New ones would mount the Secrets."""
+    return isinstance(step, Apply) and step.manifest["kind"] != "StatefulSet"
 
 
 def _routed(observed: Observed, lost: AbstractSet[str]) -> frozenset[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinksReport, PeersDocument
+from pdcluster_operator.api.conditions import Verdict
 
 Manifest = Mapping[str, Any]
 
@@ -97,6 +98,8 @@ class Observed:
         pod_groups: whether the API server serves PodGroups.
         rewrites: what something else made of children as they were applied, by kind and name.
         scaler: the PrefillScaler of the cluster's name; None if there is none.
+        unread: why the Secrets could not be read; None if they were. Then ``ticket_key`` and
+            ``certificates`` say nothing.
     """
 
     cluster: Manifest
@@ -112,6 +115,7 @@ class Observed:
     rewrites: Rewrites = field(default_factory=dict)
     scaler: Manifest | None = None
     connectors: tuple[Manifest, ...] = ()
+    unread: Verdict | None = None
 
 
 @dataclass(frozen=True, slots=True)

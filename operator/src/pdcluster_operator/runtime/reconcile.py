@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from pdcluster_operator.api.conditions import own_status
+from pdcluster_operator.api.conditions import no, own_status
 from pdcluster_operator.plan import launchers, lifecycle, planner
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.memo import Memo
@@ -21,6 +21,7 @@ from pdcluster_operator.plan.status.events import transitions
 from pdcluster_operator.plan.types import (
     ConnectorBundle,
     Event,
+    HeldCertificates,
     Manifest,
     Observed,
     Place,
@@ -148,10 +149,14 @@ class Reconciler:
             return wait
         now = self._clock()
         new = lifecycle.is_new(cluster, has_children=bool(children))
+        uid, failure = cluster["metadata"]["uid"], None
+        ticket_key, certificates = None, HeldCertificates()
         try:
-            uid = cluster["metadata"]["uid"]
             ticket_key = await self._secrets.ticket_key(key, uid, new=new)
             certificates = await self._secrets.certificates(key, uid, new=new)
+        except ApiError as error:  # the status is made of everything else
+            failure = error
+        try:
             observed = Observed(
                 cluster=cluster,
                 children=children,
@@ -166,20 +171,18 @@ class Reconciler:
                 rewrites=self._executor.rewrites(key),
                 scaler=self._store.scaler(key),
                 connectors=self._store.connectors(key.namespace),
+                unread=None if failure is None else no(failure.reason, str(failure)),
             )
             plan = planner.make_plan(observed, now, self._memo(key))
         except Exception as error:
-            # Anything but an ApiError is a bug of the operator. Users see it in the status, and
-            # other clusters go on.
+            # A bug of the operator. Users see it in the status, and other clusters go on.
             bug = f"{type(error).__name__}: {error}"
-            failure = error if isinstance(error, ApiError) else ApiError("PlanFailed", bug)
-            before = cluster.get("status") or {}
-            status = progress.with_failure(before, cluster, failure.reason, str(failure), now)
-            await self._write_status(key, cluster, status)
-            if failure is error:
-                raise
-            raise failure from error
-        return await self._carry_out(key, cluster, plan, now, new=new)
+            await self._write_status(key, cluster, progress.without_plan(cluster, bug, now))
+            raise ApiError(progress.PLAN_FAILED, bug) from error
+        again = await self._carry_out(key, cluster, plan, now, new=new)
+        if failure is not None:
+            raise failure
+        return again
 
     def leave(self, key: Key) -> None:
         """Forget a cluster that is gone, or that another operator may change from now on."""

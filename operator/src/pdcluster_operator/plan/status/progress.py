@@ -11,10 +11,12 @@ from typing import Any
 from pdcluster_operator.api import conditions
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, Verdict
 from pdcluster_operator.api.findings import Findings
+from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.plan.observed.pods import IN_QUEUE
 from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
 from pdcluster_operator.plan.types import Manifest
 
+PLAN_FAILED = "PlanFailed"
 HELD_BY_OTHERS = (
     "Insufficient ",
     "Too many pods",
@@ -113,6 +115,15 @@ def progressing_since(before: Mapping[str, Any], generation: int, now: float) ->
     return known if known is not None and same and known <= now else now
 
 
+def without_plan(cluster: Manifest, why: str, now: float) -> dict[str, Any]:
+    """Return the status if no plan could be made: nothing that it said before is known any more."""
+    verdicts = dict.fromkeys(ConditionType, conditions.unknown(PLAN_FAILED, why))
+    verdicts[ConditionType.PROGRESSING] = conditions.no(PLAN_FAILED, why)
+    before, generation = cluster.get("status"), cluster["metadata"].get("generation", 0)
+    written = conditions.set_conditions(before, verdicts.items(), generation, now)
+    return {**as_mapping(before), "conditions": written}
+
+
 def with_failure(
     status: Manifest, cluster: Manifest, reason: str, message: str, now: float
 ) -> dict[str, Any]:
@@ -121,8 +132,7 @@ def with_failure(
     What the spec wants is then not there, so Ready is not True either.
 
     Args:
-        status: the planned status, or the one that the cluster has if there is no plan. Of that,
-            only what the operator itself writes is returned.
+        status: the planned status.
         cluster: the live PDCluster; its Progressing condition says when that last changed.
         now: seconds since the epoch.
     """
