@@ -273,6 +273,29 @@ async def test_a_ticket_key_that_somebody_emptied_is_made_again(real, api, live,
     assert len(base64.b64decode(real.call("GET", path)[1]["data"]["ticket"]).split()) == 1
 
 
+async def test_secrets_that_somebody_made_immutable_are_named(real, api, live, namespace):
+    live["spec"]["transfer"] = {**live["spec"].get("transfer", {}), "tls": "Enabled"}
+    observed = Observed(live, (), (), {}, {}, CONNECTOR, "")
+    [wanted] = [
+        one for one in make_plan(observed, 1.8e9).steps if isinstance(one, WriteCertificates)
+    ]
+    await api.write_ticket_key(key_step(live))
+    await api.write_certificates(wanted)
+    merge = "application/merge-patch+json"
+    for name in ("tiny-ticket-key", "tiny-certificates"):
+        path = f"/api/v1/namespaces/{namespace}/secrets/{name}"
+        assert real.call("PATCH", path, {"immutable": True}, merge)[0] == 200
+    live["metadata"]["annotations"] = {ROTATE_TICKET_KEY_ANNOTATION: "1"}
+    held = await api.read_certificates(Key(namespace, "tiny"), live["metadata"]["uid"])
+    later = replace(wanted, start=wanted.start + 9e6, end=wanted.end + 9e6, uid=held.uid)
+    for write in (api.write_ticket_key(key_step(live, rotate=True)), api.write_certificates(later)):
+        with pytest.raises(
+            ApiError, match="is immutable, so it cannot be changed: delete it"
+        ) as no:
+            await write
+        assert no.value.reason == "Immutable"
+
+
 async def test_no_key_is_written_into_a_secret_that_has_come_instead(real, api, live, namespace):
     live["metadata"]["annotations"] = {ROTATE_TICKET_KEY_ANNOTATION: "1"}
     with pytest.raises(Conflict, match="was deleted"):

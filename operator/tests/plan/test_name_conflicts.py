@@ -52,6 +52,16 @@ def test_an_object_of_the_former_cluster_of_that_name_is_waited_for() -> None:
     assert refusal.reason == NAME_CONFLICT, "whose it is comes first"
 
 
+def test_what_somebody_made_immutable_is_named_with_the_remedy() -> None:
+    refusal = why_not_applied(service("ours"), {**service("ours"), "immutable": True})
+    assert refusal is not None
+    assert refusal.reason == "Immutable"
+    assert "Service tiny is immutable" in refusal.message
+    assert "delete it" in refusal.message
+    assert "spec.rollout.renew" in refusal.message
+    assert why_not_applied(service("ours"), {**service("ours"), "immutable": False}) is None
+
+
 OWNER = {"kind": "PDCluster", "uid": "theirs", "controller": True}
 SHARED = build_connector_configmap("ns", ConnectorBundle("c" * 64, b"bytes"))
 

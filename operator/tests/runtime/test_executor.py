@@ -39,8 +39,9 @@ class Api:
         self.lose_after = 1_000
 
     async def write_ticket_key(self, step: WriteTicketKey) -> None:
-        if "Secret" in self.fail:
-            raise ApiError("Forbidden", "Secret")
+        self.begun.append("ticket key")
+        if "ticket key" in self.fail:
+            raise ApiError("Immutable", "ticket key")
         self.held = "1"
 
     async def write_certificates(self, step: WriteCertificates) -> HeldCertificates:
@@ -125,6 +126,17 @@ async def test_engines_wait_for_their_certificates() -> None:
     with pytest.raises(ApiError):
         await executor_of(api).perform(KEY, [engine, certificates()], [])
     assert api.begun == ["certificates"]
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+async def test_nothing_waits_for_another_ticket_key_but_for_the_first_one(rotate: bool) -> None:
+    api = Api()
+    api.fail = {"ticket key"}
+    secret = {"kind": "Secret", "metadata": {"name": "tiny-ticket-key"}}
+    step = WriteTicketKey(secret, rotate=rotate, why="a test")
+    with pytest.raises(ApiError, match="ticket key"):
+        await executor_of(api).perform(KEY, [step, apply("engine", "StatefulSet", uid="u")], [])
+    assert api.begun == ["ticket key", *(["engine"] * rotate)]
 
 
 @pytest.mark.parametrize("refused", [False, True])

@@ -1,8 +1,9 @@
 """Reasons not to apply a desired child.
 
-Two reasons: another object has the child's name, or an object of that name is still being
-deleted. A ConfigMap that PDClusters share belongs to none of them, so its content decides. No pods
-are started that would mount a connector whose content is not the one of its name.
+Three reasons: another object has the child's name, an object of that name is still being deleted,
+or somebody made it immutable. A ConfigMap that PDClusters share belongs to none of them, so its
+content decides. No pods are started that would mount a connector whose content is not the one of
+its name.
 """
 
 from collections.abc import Iterable, Set as AbstractSet
@@ -15,6 +16,7 @@ from pdcluster_operator.plan.types import Apply, Delete, Manifest, Observed, Ste
 
 NAME_CONFLICT = "NameConflict"
 STILL_BEING_DELETED = "StillBeingDeleted"
+IMMUTABLE = "Immutable"
 
 
 def why_not_applied(desired: Manifest, live: Manifest | None) -> Verdict | None:
@@ -32,6 +34,14 @@ def why_not_applied(desired: Manifest, live: Manifest | None) -> Verdict | None:
         return name_conflict(kind, name)
     if is_being_deleted(live):
         return no(STILL_BEING_DELETED, f"{kind} {name} is still being deleted")
+    if live.get("immutable"):
+        # To replace it would be no remedy: the kubelet never looks at an immutable Secret again.
+        return no(
+            IMMUTABLE,
+            f"{kind} {name} is immutable, so it cannot be changed: delete it, and the operator "
+            "makes another one; then set spec.rollout.renew to a new value, because pods that run "
+            "do not see it",
+        )
     return None
 
 

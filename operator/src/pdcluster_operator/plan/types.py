@@ -285,6 +285,11 @@ def creates(steps: Iterable[Step]) -> bool:
     )
 
 
+def is_needed(step: Step) -> bool:
+    """Whether later stages need a step. While the present ticket key stays, pods start with it."""
+    return not (isinstance(step, WriteTicketKey) and step.rotate)
+
+
 def _stage(step: Step) -> int:
     if isinstance(step, WriteTicketKey | WriteCertificates):
         return 0

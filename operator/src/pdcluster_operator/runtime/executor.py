@@ -65,8 +65,10 @@ class Executor:
         Events of the steps themselves are added to ``events``.
 
         Raises:
-            ApiError: of the first step that failed. The other steps of its stage were tried.
+            ApiError: of the first step that failed. The other steps of its stage were tried, and
+                those of later stages if these do not need it.
         """
+        failure: BaseException | None = None
         todo = types.stages(steps)
         if todo and not self._may_write(key):
             return False
@@ -81,9 +83,12 @@ class Executor:
             if any(isinstance(one, _LeaseLostError) for one in ended):
                 log.warning("%s: the Lease of its namespace is lost; nothing more is done", key)
                 return False
-            for error in ended:
-                if error is not None:
+            for step, error in zip(stage, ended, strict=True):
+                if error is not None and types.is_needed(step):
                     raise error
+                failure = failure or error
+        if failure is not None:
+            raise failure
         return True
 
     async def _while_lease_is_held(

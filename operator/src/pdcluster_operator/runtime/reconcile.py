@@ -176,9 +176,10 @@ class Reconciler:
             plan = planner.make_plan(observed, now, self._memo(key))
         except Exception as error:
             # A bug of the operator. Users see it in the status, and other clusters go on.
-            bug = f"{type(error).__name__}: {error}"
-            await self._write_status(key, cluster, progress.without_plan(cluster, bug, now))
-            raise ApiError(progress.PLAN_FAILED, bug) from error
+            bug = ApiError("PlanFailed", f"{type(error).__name__}: {error}")
+            status = progress.without_plan(cluster, bug.reason, str(bug), now)
+            await self._write_status(key, cluster, status)
+            raise bug from error
         again = await self._carry_out(key, cluster, plan, now, new=new)
         if failure is not None:
             raise failure

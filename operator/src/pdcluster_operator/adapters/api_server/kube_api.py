@@ -95,14 +95,16 @@ class KubeApi:
                 return
             except Conflict as error:
                 conflict = error
-        live = await self._own_secret(namespace, name, ownership.controller_uid(step.manifest))
+        path = kinds.SECRET.path(namespace, name)
+        live = await self._client.read(path)
+        if (refusal := why_not_applied(step.manifest, live)) is not None:
+            raise ApiError(refusal.reason, refusal.message)
         if live is None or (not step.rotate and held_ticket_key(live) is not None):
             raise conflict
         body = with_a_new_key(step, live)
         version = live["metadata"]["resourceVersion"]
         annotations = body["metadata"]["annotations"]
         body["metadata"] = {"annotations": annotations, "resourceVersion": version}
-        path = kinds.SECRET.path(namespace, name)
         await self._client.call("PATCH", path, query=query, body=body, content=MERGE)
 
     async def apply(self, manifest: Manifest, uid: str = "") -> dict[str, Any]:

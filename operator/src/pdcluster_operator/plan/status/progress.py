@@ -16,7 +16,6 @@ from pdcluster_operator.plan.observed.pods import IN_QUEUE
 from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
 from pdcluster_operator.plan.types import Manifest
 
-PLAN_FAILED = "PlanFailed"
 HELD_BY_OTHERS = (
     "Insufficient ",
     "Too many pods",
@@ -115,10 +114,10 @@ def progressing_since(before: Mapping[str, Any], generation: int, now: float) ->
     return known if known is not None and same and known <= now else now
 
 
-def without_plan(cluster: Manifest, why: str, now: float) -> dict[str, Any]:
+def without_plan(cluster: Manifest, reason: str, why: str, now: float) -> dict[str, Any]:
     """Return the status if no plan could be made: nothing that it said before is known any more."""
-    verdicts = dict.fromkeys(ConditionType, conditions.unknown(PLAN_FAILED, why))
-    verdicts[ConditionType.PROGRESSING] = conditions.no(PLAN_FAILED, why)
+    verdicts = dict.fromkeys(ConditionType, conditions.unknown(reason, why))
+    verdicts[ConditionType.PROGRESSING] = conditions.no(reason, why)
     before, generation = cluster.get("status"), cluster["metadata"].get("generation", 0)
     written = conditions.set_conditions(before, verdicts.items(), generation, now)
     return {**as_mapping(before), "conditions": written}
