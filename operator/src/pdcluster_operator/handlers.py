@@ -200,11 +200,11 @@ class _Response(aiohttp.ClientResponse):
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
         await super().start(connection)
-        if self._is_repeated():
+        if self.status in AGAIN or self.status >= SERVER_ERROR:  # kopf repeats it
             return self
         if self.status == TOO_MANY:  # kopf would wait for as long as anybody asks
             raise aiohttp.ClientConnectionError(f"{self.url}: {self.status} {self.reason}")
-        if self._is_watch():
+        if self.url.query.get("watch") == "true":
             self.content = _ShallowLines(self.content, refused=not self.ok)  # type: ignore[assignment]
             self.status = min(self.status, OK)
         elif not self.ok and self._is_list():
@@ -224,12 +224,6 @@ class _Response(aiohttp.ClientResponse):
         if self.ok and self._is_list():
             await _broken_off(f"{self.url}: the answer is no JSON object")
         return await super().json(**more)  # raises what kopf expects
-
-    def _is_repeated(self) -> bool:
-        return self.status in AGAIN or self.status >= SERVER_ERROR
-
-    def _is_watch(self) -> bool:
-        return self.url.query.get("watch") == "true"
 
     def _is_list(self) -> bool:
         return self.url.name in (PDCLUSTER.plural, PREFILL_SCALER.plural)

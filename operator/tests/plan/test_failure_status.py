@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdcluster_operator.api.conditions import ConditionType
-from pdcluster_operator.plan.status.progress import with_failure
+from pdcluster_operator.plan.status.progress import with_failure, without_plan
 
 NOW = 1_800_000_000.0
 
@@ -45,29 +45,30 @@ def test_progressing_says_it_and_ready_is_not_true(ready: str) -> None:
 def test_the_time_moves_only_when_the_status_flips() -> None:
     old = condition(ConditionType.PROGRESSING, "False")
     cluster = {"metadata": {}, "status": {"conditions": [old]}}
-    for planned in ({}, {"conditions": [condition(ConditionType.PROGRESSING, "True", "later")]}):
+    for status in ("True", "False"):
+        planned = {"conditions": [condition(ConditionType.PROGRESSING, status, "later")]}
         [failed] = with_failure(planned, cluster, "Forbidden", "no quota", NOW)["conditions"]
         assert failed["lastTransitionTime"] == old["lastTransitionTime"]
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_conditions_of_others_stay_with_who_wrote_them(first: bool) -> None:
-    """Without a plan, the status that the cluster has is written. Others may have theirs in it."""
+    """Without a plan, nothing is known. Others may have conditions of theirs in the status."""
     theirs = condition("example.com/Checked", "False")
     ours = [condition(kind, "True") for kind in ("Accepted", "Progressing", "Ready")]
-    live = {"conditions": [theirs, *ours] if first else [*ours, theirs]}
+    live = {"conditions": [theirs, *ours] if first else [*ours, theirs], "model": "m"}
     cluster = {"metadata": {"generation": 3}, "status": live}
-    found = with_failure(live, cluster, "Forbidden", "no", NOW)["conditions"]
-    assert [one["type"] for one in found] == ["Accepted", "Progressing", "Ready"]
-    assert found[0] == ours[0]
-    assert found[1]["reason"] == found[2]["reason"] == "Forbidden"
-
-
-@pytest.mark.parametrize("conditions", [None, "text", [None, 7, {}]])
-def test_a_status_in_which_somebody_wrote_says_that_a_step_failed(conditions: Any) -> None:
-    status = {"conditions": conditions, "model": "m"}
-    cluster = {"metadata": {"generation": 3}, "status": status}
-    written = with_failure(status, cluster, "Forbidden", "no", NOW)
-    [failed] = written["conditions"]
-    assert (failed["type"], failed["reason"]) == ("Progressing", "Forbidden")
+    written = without_plan(cluster, "PlanFailed", "a bug", NOW)
     assert written["model"] == "m"
+    found = {one["type"]: one for one in written["conditions"]}
+    assert list(found) == list(ConditionType)
+    assert {one["reason"] for one in found.values()} == {"PlanFailed"}
+    assert found.pop("Progressing")["status"] == "False"
+    assert {one["status"] for one in found.values()} == {"Unknown"}
+
+
+@pytest.mark.parametrize("status", [None, 7, {}, *({"conditions": c} for c in (None, "text", [7]))])
+def test_a_status_in_which_somebody_wrote_says_that_no_plan_was_made(status: Any) -> None:
+    cluster = {"metadata": {"generation": 3}, "status": status}
+    written = without_plan(cluster, "PlanFailed", "a bug", NOW)
+    assert [one["type"] for one in written["conditions"]] == list(ConditionType)

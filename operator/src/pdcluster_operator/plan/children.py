@@ -59,24 +59,18 @@ def steps_to(observed: Observed, desired: Desired, children: tuple[Apply, ...]) 
         children: those of ``desired``, as they should be now.
     """
     live = {identity(child): child for child in (*observed.connectors, *observed.children)}
-    names = [identity(wanted.manifest) for wanted in children]
-    settled = {
-        name
-        for name, wanted in zip(names, children, strict=True)
-        if is_settled(live.get(name), wanted.manifest, observed.rewrites.get(name))
-    }
-    for name, wanted in zip(names, children, strict=True):
-        if name not in settled:
-            yield replace(wanted, uid=_uid(live.get(name)))
+    settled = set()
+    for wanted in children:
+        name = identity(wanted.manifest)
+        seen = live.get(name)
+        if is_settled(seen, wanted.manifest, observed.rewrites.get(name)):
+            settled.add(name)
+            continue
+        there = {} if seen is None or is_being_deleted(seen) else seen["metadata"]
+        yield replace(wanted, uid=str(there.get("uid") or ""))
     yield from desired.trials
     yield from deletions(observed, desired)
     yield from restarts(observed, desired, settled)
-
-
-def _uid(live: Manifest | None) -> str:
-    if live is None or is_being_deleted(live):
-        return ""
-    return str(live["metadata"].get("uid") or "")
 
 
 MANAGED_KINDS = frozenset(

@@ -127,7 +127,9 @@ def _outcome(
     if strange:
         steps = [step for step in steps if name_conflicts.may_be_taken(step, observed, strange)]
     if observed.unread:
-        steps = [one for one in steps if observed.children and _needs_no_secret(one)]
+        # No engine comes or goes: new ones would mount the Secrets.
+        applies = (one for one in steps if isinstance(one, Apply) and observed.children)
+        steps = [one for one in applies if one.manifest["kind"] != "StatefulSet"]
     judged = build.judge(observed, cluster, findings, desired, steps, lost)
     peers: dict[str, PeersDocument] = {}
     for group in judged.groups if findings.ok else ():
@@ -140,11 +142,6 @@ def _outcome(
         routed=_routed(observed, lost),
         certified=certified,
     )
-
-
-def _needs_no_secret(step: Step) -> bool:
-    """Whether no engine starts or ends because of a step. New ones would mount the Secrets."""
-    return isinstance(step, Apply) and step.manifest["kind"] != "StatefulSet"
 
 
 def _routed(observed: Observed, lost: AbstractSet[str]) -> frozenset[str]:
@@ -174,7 +171,7 @@ def _next_look(
         loss = pods.seconds_to_loss(observed.pods, now)
         return None if loss is None else loss + 1.0
     began = max(conditions.seconds(status.get("progressingSince")) or now, change.started or 0.0)
-    left = began + change.deadline - now
+    left = began + change.rollout.progress_deadline_seconds - now
     return min(left + 1.0, BUSY_SECONDS) if left >= 0 else BUSY_SECONDS
 
 

@@ -12,30 +12,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from pdcluster_operator.api.conditions import no, own_status
-from pdcluster_operator.plan import launchers, lifecycle, planner
+from pdcluster_operator.plan import launchers, lifecycle, planner, types
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.ownership import is_being_deleted
 from pdcluster_operator.plan.status import pace, progress
 from pdcluster_operator.plan.status.events import transitions
-from pdcluster_operator.plan.types import (
-    ConnectorBundle,
-    Event,
-    HeldCertificates,
-    Manifest,
-    Observed,
-    Place,
-    Plan,
-    creates,
-)
-from pdcluster_operator.runtime import cluster_secrets, executor, launcher_monitor
-from pdcluster_operator.runtime.interfaces import (
-    ApiError,
-    ApiServer,
-    EventSink,
-    Key,
-    NamespaceTerminating,
-)
+from pdcluster_operator.plan.types import Manifest, Plan
+from pdcluster_operator.runtime import cluster_secrets, executor, interfaces, launcher_monitor
+from pdcluster_operator.runtime.interfaces import ApiError, Key, NamespaceTerminating
 from pdcluster_operator.runtime.store import Store
 
 log = logging.getLogger(__name__)
@@ -65,12 +50,12 @@ class Reconciler:
         self,
         *,
         store: Store,
-        api_server: ApiServer,
+        api_server: interfaces.ApiServer,
         monitor: launcher_monitor.LauncherMonitor,
-        events: EventSink,
-        connector: ConnectorBundle,
+        events: interfaces.EventSink,
+        connector: types.ConnectorBundle,
         clock: Callable[[], float],
-        place: Place,
+        place: types.Place,
         may_write: Callable[[Key], bool],
         queued: Callable[[], int],
     ) -> None:
@@ -150,14 +135,14 @@ class Reconciler:
         now = self._clock()
         new = lifecycle.is_new(cluster, has_children=bool(children))
         uid, failure = cluster["metadata"]["uid"], None
-        ticket_key, certificates = None, HeldCertificates()
+        ticket_key, certificates = None, types.HeldCertificates()
         try:
             ticket_key = await self._secrets.ticket_key(key, uid, new=new)
             certificates = await self._secrets.certificates(key, uid, new=new)
         except ApiError as error:  # the status is made of everything else
             failure = error
         try:
-            observed = Observed(
+            observed = types.Observed(
                 cluster=cluster,
                 children=children,
                 pods=pods,
@@ -206,7 +191,7 @@ class Reconciler:
         self, key: Key, cluster: Manifest, plan: Plan, now: float, *, new: bool
     ) -> float | None:
         failure: ApiError | None = None
-        events: list[Event] = []
+        events: list[types.Event] = []
         try:
             if not await self._is_still_there(key, cluster, plan, new=new):
                 log.info("%s: the cluster is gone, or was created again; nothing was done", key)
@@ -240,7 +225,7 @@ class Reconciler:
 
         If it does, Kubernetes deletes what is created for it, and it looks new once more.
         """
-        if not creates(plan.steps) or not self._may_write(key):
+        if not types.creates(plan.steps) or not self._may_write(key):
             return True
         uid = str(cluster["metadata"]["uid"])
         first = new and self._began.get(key) != uid

@@ -101,10 +101,8 @@ def forecast(observed: Observed, now: float) -> Course:
         if steps:
             rounds.append(Round(after, tuple(steps)))
             after, steps = "", []
-        done = world.others_act()
-        if not done:
+        if not (after := world.others_act()):
             break
-        after = done
     said = conditions.find_condition(plan.status, ConditionType.READY)
     progress = conditions.find_condition(plan.status, ConditionType.PROGRESSING)
     if progress.get("status") == Status.FALSE and progress.get("reason") != StatusReason.COMPLETE:

@@ -11,13 +11,7 @@ from pdcluster_operator.api.object_names import (
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.router import ROUTER_COMPONENT, router_selector
 from pdcluster_operator.plan.objects.ownership import identity
-from pdcluster_operator.plan.observed.pods import (
-    is_lost,
-    joined,
-    metadata_of,
-    pod_trouble,
-    status_of,
-)
+from pdcluster_operator.plan.observed.pods import is_lost, metadata_of, pod_trouble, status_of
 from pdcluster_operator.plan.types import Apply, Manifest, Observed, Step
 
 CHANGED = "the routers' Deployment has changed"
@@ -31,10 +25,10 @@ def why_unreachable(observed: Observed, cluster: Cluster) -> str:
     key = served_key(observed, cluster)
     behind = [one for one in _deployments(observed) if not key or pairing_key_of(one) == key]
     if not any(status_of(one).get("availableReplicas") for one in behind):
-        return joined("no router pod is ready", router_trouble(observed))
-    name = router_name(cluster.name)
-    lost = f"Service {name} is missing, belongs to something else, or selects other pods"
-    return "" if key else lost
+        trouble = router_trouble(observed)
+        return f"no router pod is ready{trouble and ': '}{trouble}"
+    service = f"Service {router_name(cluster.name)}"
+    return "" if key else f"{service} is missing, not of this PDCluster, or selects other pods"
 
 
 def router_behind(observed: Observed, steps: Iterable[Step] = ()) -> str:

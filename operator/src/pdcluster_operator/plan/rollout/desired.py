@@ -18,23 +18,12 @@ from pdcluster_operator.plan.objects.ownership import engine_sets, engines_of
 from pdcluster_operator.plan.observed.engines import Live, live_by_role
 from pdcluster_operator.plan.observed.pods import lost_engines
 from pdcluster_operator.plan.observed.routers import listed_engines, served_key
-from pdcluster_operator.plan.rollout.fleet import (
-    Existing,
-    Fleet,
-    engine_keys,
-    engine_names,
-    observe_fleet,
-)
-from pdcluster_operator.plan.rollout.gangs import GangEngines, Gangs, find_gangs, without
-from pdcluster_operator.plan.rollout.moves import Moves, frozen, next_moves
+from pdcluster_operator.plan.rollout import moves as moving
+from pdcluster_operator.plan.rollout.fleet import Existing, Fleet, engine_keys, observe_fleet
+from pdcluster_operator.plan.rollout.gangs import GangEngines, find_gangs, without
 from pdcluster_operator.plan.rollout.revisions import Revision, in_words, spec_of_engines
 from pdcluster_operator.plan.rollout.routing import Routing, route, stored_templates
-from pdcluster_operator.plan.rollout.targets import (
-    Targets,
-    find_targets,
-    of_engines,
-    what_targets_depend_on,
-)
+from pdcluster_operator.plan.rollout.targets import Targets, find_targets, of_engines
 from pdcluster_operator.plan.rollout.wanted_children import Build, try_out, wanted_children
 from pdcluster_operator.plan.types import Apply, Manifest, Observed, TryOut
 
@@ -92,33 +81,10 @@ class _Choice:
         """Whether a role is not yet made from what the spec wants."""
         return any(self.serving[role] is not self.targets.wanted[role] for role in Role)
 
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Which engines are to exist.
-
-    Attributes:
-        wanted: names of the engines that the spec asks for.
-        old: engines that it does not ask for and that have a StatefulSet.
-        keys: pairing key of each engine that exists or is wanted.
-        fleet, moves: what is known of all engines, and what comes next for them.
-    """
-
-    wanted: Names
-    old: frozenset[EngineName]
-    keys: Mapping[EngineName, str]
-    fleet: Fleet
-    moves: Moves
-
-    @property
-    def kept(self) -> frozenset[EngineName]:
-        """Old engines that are not removed now."""
-        return self.old - self.moves.removed
-
-    @property
-    def blocked(self) -> frozenset[EngineName]:
-        """Wanted engines that may not be created yet."""
-        return frozenset(name for names in self.wanted.values() for name in names) - self.moves.made
+    def key(self, fleet: Fleet) -> str:
+        """Return the pairing key of the wanted engines, or the present one while there is none."""
+        wanted, now = (one[Role.PREFILL].pairing_key for one in (self.targets.wanted, self.serving))
+        return wanted if wanted in fleet.keys.values() else now
 
 
 def as_it_is(observed: Observed) -> Desired:
@@ -146,14 +112,42 @@ def desire(
     choice = _choose(observed, cluster, existing.live, memo)
     # Step 2: place engines. Those that exist keep their names; a rollout creates and removes a few
     # at a time; a gang holds back what could take the nodes of the first pair.
-    places = _place(observed, cluster, existing, choice)
-    names = _with(places.wanted, places.kept)
-    gangs = _gangs(observed, cluster, existing.live, choice, places, names)
-    blocked = places.blocked | gangs.held
+    fleet = observe_fleet(observed, cluster, existing, choice.serving)
+    replacing = any(one.revision != choice.serving[one.role].name for one in existing.engines)
+    frozen = choice.hold and replacing
+    moves = (moving.frozen if frozen else moving.next_moves)(fleet, cluster.spec.rollout.type)
+    kept = fleet.unwanted - moves.removed
+    wanted = {
+        role: [one for one in side.wanted if not frozen or one in moves.made]
+        for role, side in fleet.roles.items()
+    }
+    names = {
+        role: (*wanted[role], *sorted(name for name in kept if name.role is role)) for role in Role
+    }
+    blocked = frozenset(chain(*wanted.values())) - moves.made
+    joint = cluster.spec.scheduling.gang is Switch.ENABLED and not observed.place.one_node
+    gangs = find_gangs(
+        GangEngines(
+            cluster=cluster.name,
+            names=without(names, blocked),
+            live=existing.live,
+            keys=fleet.keys,
+            revisions=choice.serving,
+            pods=observed.pods,
+        ),
+        enabled=joint and observed.pod_groups,
+    )
+    blocked |= gangs.held
     # Step 3: route clients to the engines that serve now.
-    routing = _route(observed, cluster, existing, choice, places).without(gangs.held)
+    if replacing and not choice.hold and cluster.spec.rollout.type is RolloutType.RECREATE:
+        # Recreate ends the old engines at once. Their routers end with them, or the engines would
+        # wait until no router knows them.
+        new = {role: tuple(wanted[role]) for role in Role}
+        routing = Routing(choice.key(fleet), {choice.key(fleet): new}, stop=True)
+    else:
+        routing = route(observed, fleet, moves, choice.key(fleet), hold=choice.hold)
     # Step 4: make the objects.
-    stale = bool(existing.engines.difference(*names.values())) or bool(places.kept) or choice.waits
+    stale = bool(existing.engines.difference(*names.values())) or bool(kept) or choice.waits
     made = {role: set(names[role]) - blocked for role in Role}
     build = Build(
         cluster=cluster,
@@ -164,7 +158,7 @@ def desire(
             for role in Role
             if choice.serving[role] is choice.targets.wanted[role]
         },
-        routing=routing,
+        routing=routing.without(gangs.held),
         operator_namespace=observed.place.namespace,
         pods={role: _pods(cluster, role, made[role], existing.live, choice) for role in Role},
         config_maps=config_maps_seen(observed),
@@ -174,7 +168,7 @@ def desire(
         stored_routers=stored_templates(observed),
     )
     # Engines of another revision are not applied: their StatefulSets stay as they are.
-    skipped = places.kept | blocked
+    skipped = kept | blocked
     children = memo.get(
         "children",
         (build, names, skipped),
@@ -182,16 +176,16 @@ def desire(
     )
     return Desired(
         names=names,
-        keys=places.keys,
+        keys=fleet.keys,
         children=children,
         blocked=blocked,
         held=gangs.held,
-        kept=places.kept,
+        kept=kept,
         stale=stale,
         trials=tuple(try_out(cluster, choice.targets.newest(role)) for role in choice.untried),
         forgotten=choice.targets.forgotten(cluster, existing.engines),
         changed=in_words(_changed(choice.targets, existing.engines, observed)) if stale else "",
-        stuck=places.moves.stuck,
+        stuck=moves.stuck,
     )
 
 
@@ -205,11 +199,7 @@ def _existing(observed: Observed, lost_pods: AbstractSet[str]) -> Existing:
 
 
 def _choose(observed: Observed, cluster: Cluster, live: Live, memo: Memo) -> _Choice:
-    targets = memo.get(
-        "targets",
-        what_targets_depend_on(observed, cluster, live),
-        lambda *_: find_targets(observed, cluster, live),
-    )
+    targets = find_targets(observed, cluster, live, memo)
     paused = cluster.spec.rollout.paused
     untried = [] if paused else _untried(targets, live)
     hold = paused or bool(untried)
@@ -221,73 +211,6 @@ def _choose(observed: Observed, cluster: Cluster, live: Live, memo: Memo) -> _Ch
             if found := reached or engines:
                 serving[role] = _serving(observed, targets, role, found)
     return _Choice(targets, serving, untried, hold)
-
-
-def _place(observed: Observed, cluster: Cluster, existing: Existing, choice: _Choice) -> _Places:
-    wanted = {
-        role: engine_names(cluster, role, one.name, existing.live[role], existing.lost)
-        for role, one in choice.serving.items()
-    }
-    others = existing.engines.difference(*wanted.values())
-    old = frozenset(name for name in others if name in existing.live[name.role])
-    keys = engine_keys(observed, wanted, choice.serving)
-    fleet = observe_fleet(
-        observed, cluster, existing, wanted=wanted, revisions=choice.serving, keys=keys
-    )
-    how = cluster.spec.rollout.type
-    if not (choice.hold and _is_replacing(existing, choice)):
-        return _Places(wanted, old, keys, fleet, next_moves(fleet, how))
-    moves = frozen(fleet, how)
-    made = {role: tuple(one for one in wanted[role] if one in moves.made) for role in Role}
-    return _Places(made, old, keys, fleet, moves)
-
-
-def _gangs(
-    observed: Observed,
-    cluster: Cluster,
-    live: Live,
-    choice: _Choice,
-    places: _Places,
-    names: Names,
-) -> Gangs:
-    joint = cluster.spec.scheduling.gang is Switch.ENABLED
-    engines = GangEngines(
-        cluster=cluster.name,
-        names=without(names, places.blocked),
-        live=live,
-        keys=places.keys,
-        revisions=choice.serving,
-        pods=observed.pods,
-    )
-    return find_gangs(
-        engines, enabled=joint and observed.pod_groups and not observed.place.one_node
-    )
-
-
-def _route(
-    observed: Observed, cluster: Cluster, existing: Existing, choice: _Choice, places: _Places
-) -> Routing:
-    key = choice.targets.wanted[Role.PREFILL].pairing_key
-    if key not in places.keys.values():  # a change is held that has not begun
-        key = choice.serving[Role.PREFILL].pairing_key
-    recreate = cluster.spec.rollout.type is RolloutType.RECREATE
-    if choice.hold or not recreate or not _is_replacing(existing, choice):
-        return route(observed, places.fleet, places.moves, key, hold=choice.hold)
-    # Recreate ends the old engines at once. Their routers end with them, or the engines would wait
-    # until no router knows them.
-    return Routing(key, {key: places.wanted}, stop=True)
-
-
-def _is_replacing(existing: Existing, choice: _Choice) -> bool:
-    """Whether an engine exists that is not of the revision that its role is made from."""
-    return any(name.revision != choice.serving[name.role].name for name in existing.engines)
-
-
-def _with(names: Names, others: AbstractSet[EngineName]) -> dict[Role, tuple[EngineName, ...]]:
-    """Return the engines of each role, and behind them the others of that role, sorted."""
-    return {
-        role: (*names[role], *sorted(name for name in others if name.role is role)) for role in Role
-    }
 
 
 def _pods(

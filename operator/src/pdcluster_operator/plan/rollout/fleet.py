@@ -40,16 +40,17 @@ class RoleFleet:
     def old(self) -> list[EngineName]:
         """Engines of other revisions that are not being removed."""
         revisions = {name.revision for name in self.wanted}
-        return [name for name in self._unwanted if name.revision not in revisions]
+        return [name for name in self.unwanted if name.revision not in revisions]
 
     @property
     def surplus(self) -> list[EngineName]:
         """Engines of the wanted revision that the spec does not ask for any more."""
         revisions = {name.revision for name in self.wanted}
-        return [name for name in self._unwanted if name.revision in revisions]
+        return [name for name in self.unwanted if name.revision in revisions]
 
     @property
-    def _unwanted(self) -> list[EngineName]:
+    def unwanted(self) -> list[EngineName]:
+        """Engines of both kinds."""
         return sorted(self.live.keys() - self.going - set(self.wanted))
 
     @property
@@ -93,6 +94,11 @@ class Fleet:
     def proven(self) -> AbstractSet[EngineName]:
         """Engines of a verified pair."""
         return {name for pair in self.verified for name in pair}
+
+    @property
+    def unwanted(self) -> frozenset[EngineName]:
+        """Engines that the spec does not ask for and that are not being removed."""
+        return frozenset(name for side in self.roles.values() for name in side.unwanted)
 
     @property
     def scaled_to_zero(self) -> bool:
@@ -164,21 +170,18 @@ class Existing:
 
 
 def observe_fleet(
-    observed: Observed,
-    cluster: Cluster,
-    existing: Existing,
-    *,
-    wanted: Mapping[Role, tuple[EngineName, ...]],
-    revisions: Mapping[Role, Revision],
-    keys: Mapping[EngineName, str],
+    observed: Observed, cluster: Cluster, existing: Existing, revisions: Mapping[Role, Revision]
 ) -> Fleet:
     """Return all engines of a cluster, and what clients reach of them.
 
     Args:
-        wanted: names of the engines that the spec asks for.
         revisions: what wanted engines are made from.
-        keys: pairing key of each engine.
     """
+    wanted = {
+        role: engine_names(cluster, role, one.name, existing.live[role], existing.lost)
+        for role, one in revisions.items()
+    }
+    keys = engine_keys(observed, wanted, revisions)
     roles = {
         role: _side(observed, existing.live[role], wanted[role], revisions[role], existing.engines)
         for role in Role

@@ -71,14 +71,6 @@ class GangEngines:
     revisions: Mapping[Role, Revision]
     pods: tuple[Manifest, ...]
 
-    def every(self) -> Iterable[EngineName]:
-        """Return the engines of both roles."""
-        return (name for role in Role for name in self.names[role])
-
-    def is_new(self, name: EngineName) -> bool:
-        """Whether an engine is created now."""
-        return name not in self.live[name.role]
-
     def size(self, name: EngineName) -> int:
         """Return how many pods an engine has. One that was released gets them back later."""
         revision = self.revisions[name.role]
@@ -100,7 +92,7 @@ def find_gangs(known: GangEngines, *, enabled: bool) -> Gangs:
     Args:
         enabled: whether new engines get groups. Those that exist keep theirs in any case.
     """
-    of = {name: group_of(name, known) for name in known.every()}
+    of = {name: group_of(name, known) for role in Role for name in known.names[role]}
     held: set[EngineName] = set()
     if enabled:
         for key in sorted({known.keys[name] for name in of}):
@@ -109,7 +101,7 @@ def find_gangs(known: GangEngines, *, enabled: bool) -> Gangs:
         of |= {
             name: name.stateful_set
             for name, group in of.items()
-            if not group and known.is_new(name) and known.size(name) > 1
+            if not group and name not in known.live[name.role] and known.size(name) > 1
         }
     of = {name: group for name, group in of.items() if group and name not in held}
     members: dict[str, list[EngineName]] = {}

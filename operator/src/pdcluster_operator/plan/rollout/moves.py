@@ -121,14 +121,10 @@ def _recreate(fleet: Fleet, surplus: AbstractSet[EngineName]) -> Moves:
     return Moves(frozenset(made), frozenset(old | surplus), _forgotten(fleet, surplus) | old)
 
 
-def _budget(side: RoleFleet, surge: int) -> int:
-    dearest = max([side.cost, *side.live.values()])
-    return len(side.wanted) * dearest + surge * side.cost
-
-
 def _affordable(side: RoleFleet, surge: int) -> set[EngineName]:
     """Return the wanted engines that exist, and those that the budget has GPUs for."""
-    used, limit = sum(side.live.values()), _budget(side, surge)
+    dearest = max([side.cost, *side.live.values()])
+    used, limit = sum(side.live.values()), len(side.wanted) * dearest + surge * side.cost
     made = set(side.made)
     for name in side.wanted:
         if name in side.live:  # it exists, or its pods are still going

@@ -24,6 +24,7 @@ from pdcluster_operator.api.spec import parse, resolve
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.engine_objects import build_engine_pod
 from pdcluster_operator.plan.connectors import config_maps_seen, mounted_connector
+from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.drift import covers
 from pdcluster_operator.plan.observed.engines import Live
 from pdcluster_operator.plan.rollout import revisions
@@ -45,18 +46,14 @@ class Targets:
     wanted: Mapping[Role, Revision]
     stored: tuple[Revision, ...]
 
-    def named(self, role: Role, name: str) -> Revision | None:
-        """Return a revision that is wanted or stored; None if it is not known."""
-        known = (self.wanted[role], *self.stored)
-        return next((one for one in known if one.role is role and one.name == name), None)
-
     def causes(self, role: Role, engines: Iterable[EngineName], spec: Manifest) -> set[str]:
         """Return the fields of the spec because of which engines of a role are replaced.
 
         Args:
             spec: see :func:`.revisions.spec_of_engines`.
         """
-        older = [self.named(role, name.revision) for name in engines]
+        names = {name.revision for name in engines}
+        older = (one for one in self.stored if one.role is role and one.name in names)
         return revisions.why_replaced(older, self.wanted[role], spec)
 
     def newest(self, role: Role) -> Revision:
@@ -81,12 +78,23 @@ class Targets:
         return frozenset(forgotten)
 
 
-def find_targets(observed: Observed, cluster: Cluster, live: Live) -> Targets:
+def find_targets(
+    observed: Observed, cluster: Cluster, live: Live, memo: Memo | None = None
+) -> Targets:
     """Return the revisions that an accepted spec asks for.
 
     Args:
         live: the StatefulSets of engines, by role.
+        memo: of the last plans for this cluster.
     """
+    kept = tuple(one for one in observed.children if one.get("kind") == revisions.REVISION_KIND)
+    maps, spec = config_maps_seen(observed), observed.cluster.get("spec")
+    digest, settled = observed.connector.digest, _is_settled(observed.cluster)
+    inputs = cluster, spec, digest, kept, maps, settled, live
+    return (memo or Memo()).get("targets", inputs, lambda *_: _find(observed, cluster, live))
+
+
+def _find(observed: Observed, cluster: Cluster, live: Live) -> Targets:
     spec = revisions.spec_of_engines(observed.cluster)
     stored = revisions.stored_revisions(observed)
     known = (*stored, *_of_engines_alone(observed, spec, live, {one.role for one in stored}))
@@ -99,16 +107,6 @@ def find_targets(observed: Observed, cluster: Cluster, live: Live) -> Targets:
         role: chosen.get(role) or _fresh(cluster, role, key, digest, spec, known) for role in Role
     }
     return Targets(wanted, stored)
-
-
-def what_targets_depend_on(observed: Observed, cluster: Cluster, live: Live) -> tuple[Any, ...]:
-    """Return everything that the result of :func:`find_targets` depends on."""
-    kept = tuple(
-        child for child in observed.children if child.get("kind") == revisions.REVISION_KIND
-    )
-    maps, spec = config_maps_seen(observed), observed.cluster.get("spec")
-    settled = _is_settled(observed.cluster)
-    return cluster, spec, observed.connector.digest, kept, maps, settled, live
 
 
 def render(cluster: Cluster, role: Role, key: str, digest: str) -> dict[str, Any]:

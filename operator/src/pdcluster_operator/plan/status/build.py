@@ -28,7 +28,7 @@ from pdcluster_operator.api.conditions import (
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES, MAX_FAILED_LINKS
 from pdcluster_operator.api.spec.pod_templates import as_mapping
-from pdcluster_operator.api.spec.types import Certificates, Cluster, Role, RolloutType
+from pdcluster_operator.api.spec.types import Certificates, Cluster, Role
 from pdcluster_operator.plan import children, prefill_scaler, renewals
 from pdcluster_operator.plan.builders.router import endpoint
 from pdcluster_operator.plan.builders.secrets import has_certificates
@@ -77,14 +77,10 @@ def _change(
     ]
     empty = [role.value for role in Role if not desired.names[role]]
     return ChangeView(
-        replacing=desired.stale,
-        paused=cluster.spec.rollout.paused,
-        surging=cluster.spec.rollout.type is RolloutType.SURGE,
-        unreachable=routers.why_unreachable(observed, cluster),
+        desired=desired,
+        rollout=cluster.spec.rollout,
         started=max((moment for moment in created if moment is not None), default=None),
-        deadline=cluster.spec.rollout.progress_deadline_seconds,
-        changed=desired.changed,
-        stuck=desired.stuck,
+        unreachable=routers.why_unreachable(observed, cluster),
         router_behind=routers.router_behind(observed, steps),
         scaled_to_zero=empty[0] if accepted and empty else "",
     )
@@ -299,9 +295,9 @@ def _not_after(observed: Observed, engines: Iterable[object_names.EngineName]) -
 
 def _without_tls(without: int, engines: int, cluster: Cluster, change: ChangeView) -> str:
     tls = cluster.spec.transfer.tls.value
-    if change.paused:
+    if change.rollout.paused:
         remedy = "Set spec.rollout.paused to false to replace them"
-    elif change.replacing:
+    elif change.desired.stale:
         remedy = "They are being replaced"
     else:
         remedy = "Another value of spec.rollout.renew replaces them"

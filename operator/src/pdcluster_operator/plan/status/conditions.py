@@ -94,11 +94,6 @@ def role_ready(engines: Sequence[EngineView], findings: Findings) -> Verdict:
     return yes(StatusReason.ENGINES_READY, count)
 
 
-def urgency(reason: str) -> int:
-    """Return the place of a reason in ``HINDERED``; the number after the last for all others."""
-    return HINDERED.index(reason) if reason in HINDERED else len(HINDERED)
-
-
 def with_scaler(ready: Verdict, decides: str) -> Verdict:
     """Return PrefillReady with who decides how many engines there are, if it is not the spec."""
     return replace(ready, message="; ".join(filter(None, (ready.message, decides))))
@@ -267,17 +262,19 @@ def _first(verdicts: Mapping[ConditionType, Verdict], status: Status) -> Verdict
     found = [kind for kind in SUMMARIZED if verdicts[kind].status is status]
     if not found:
         return None
-    accepted = ConditionType.ACCEPTED
-    return verdicts[min(found, key=lambda one: (one != accepted, urgency(verdicts[one].reason)))]
+    urgent = [reason for reason in HINDERED if reason in (verdicts[one].reason for one in found)]
+    if not urgent or ConditionType.ACCEPTED in found:
+        return verdicts[found[0]]
+    return next(verdicts[one] for one in found if verdicts[one].reason == urgent[0])
 
 
 def _replaced(change: ChangeView) -> Verdict | None:
-    if not change.replacing:
+    if not change.desired.stale:
         behind = change.router_behind
         return no(StatusReason.ROUTER_REPLACING, behind) if behind else None
-    reason = StatusReason.PAUSED if change.paused else StatusReason.REPLACING
+    reason = StatusReason.PAUSED if change.rollout.paused else StatusReason.REPLACING
     words = "engines that the spec does not ask for still exist"
-    return no(reason, joined(words, change.changed))
+    return no(reason, joined(words, change.desired.changed))
 
 
 OFF = 100

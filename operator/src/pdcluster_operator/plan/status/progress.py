@@ -12,7 +12,9 @@ from pdcluster_operator.api import conditions
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, Verdict
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.spec.pod_templates import as_mapping
+from pdcluster_operator.api.spec.types import Rollout, RolloutType
 from pdcluster_operator.plan.observed.pods import IN_QUEUE
+from pdcluster_operator.plan.rollout.desired import Desired
 from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
 from pdcluster_operator.plan.types import Manifest
 
@@ -31,28 +33,20 @@ class ChangeView:
     """How far the live objects are from the wanted ones.
 
     Attributes:
-        replacing: engines that the spec does not ask for still exist.
-        paused: ``rollout.paused`` is set, so engines of another revision stay.
-        surging: ``rollout.type`` is Surge.
+        desired: what should exist.
+        rollout: ``spec.rollout``.
+        started: when the newest wanted engine was created, in seconds; None if none was.
         unreachable: why clients reach no router; empty if they do, or if none is wanted.
-        stuck: why engines cannot be replaced; empty if they can.
-        changed: which fields of the spec made engines be replaced; empty if that is not known.
         router_behind: what the routers' Deployment still has to do; empty if nothing.
         scaled_to_zero: the role of which no engine is wanted; empty if there is none.
-        started: when the newest wanted engine was created, in seconds; None if none was.
-        deadline: ``rollout.progressDeadlineSeconds``.
     """
 
-    replacing: bool
-    paused: bool
+    desired: Desired
+    rollout: Rollout
     started: float | None
-    deadline: int
-    unreachable: str = ""
-    changed: str = ""
-    stuck: str = ""
-    router_behind: str = ""
-    scaled_to_zero: str = ""
-    surging: bool = False
+    unreachable: str
+    router_behind: str
+    scaled_to_zero: str
 
 
 def progressing(
@@ -67,23 +61,24 @@ def progressing(
         return conditions.no(StatusReason.NOT_ACCEPTED, "the spec is not accepted")
     if ready.status is Status.TRUE or ready.reason == StatusReason.SCALED_TO_ZERO:
         return conditions.no(StatusReason.COMPLETE, "nothing is left to do")
-    paused = change.paused and change.replacing
-    if paused or change.stuck:
+    desired, deadline = change.desired, change.rollout.progress_deadline_seconds
+    paused = change.rollout.paused and desired.stale
+    if paused or desired.stuck:
         held = StatusReason.PAUSED if paused else StatusReason.INSUFFICIENT_CAPACITY
-        return conditions.no(held, "rollout.paused is set" if paused else change.stuck)
+        return conditions.no(held, "rollout.paused is set" if paused else desired.stuck)
     # An engine that is newer than the beginning has the whole time.
-    late = now - max(since, change.started or 0.0) > change.deadline
-    surging = change.replacing and change.surging
+    late = now - max(since, change.started or 0.0) > deadline
+    surging = desired.stale and change.rollout.type is RolloutType.SURGE
     remedy = f"; {MAKE_ROOM}" if surging and _no_room(ready, late=late) else ""
     if late:
         return conditions.no(
             StatusReason.PROGRESS_DEADLINE_EXCEEDED,
-            f"not Ready within {change.deadline} s: {ready.reason}: {ready.message}{remedy}",
+            f"not Ready within {deadline} s: {ready.reason}: {ready.message}{remedy}",
         )
-    if not change.replacing:
+    if not desired.stale:
         return conditions.yes(ready.reason, ready.message)
     why = ready.message if ready.reason != StatusReason.REPLACING else ""
-    words = "; ".join(filter(None, (change.changed, why))) or ready.message
+    words = "; ".join(filter(None, (desired.changed, why))) or ready.message
     return conditions.yes(StatusReason.REPLACING, f"{words}{remedy}")
 
 
@@ -139,8 +134,6 @@ def with_failure(
     kinds = (ConditionType.PROGRESSING, *([ConditionType.READY] if ready else []))
     verdicts = [(kind, conditions.no(reason, message)) for kind in kinds]
     generation = cluster["metadata"].get("generation", 0)
-    failed = conditions.set_conditions(cluster.get("status"), verdicts, generation, now)
-    given = status.get("conditions")
-    others = given if isinstance(given, list) else []
-    written: dict[str, Any] = conditions.own_status({**status, "conditions": [*failed, *others]})
-    return written
+    found = conditions.set_conditions(cluster.get("status"), verdicts, generation, now)
+    failed = {one["type"]: one for one in found}
+    return {**status, "conditions": [failed.get(one["type"], one) for one in status["conditions"]]}
