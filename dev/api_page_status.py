@@ -26,7 +26,7 @@ MEANINGS: Mapping[ConditionType, str] = {
         "asked for, and decode computes no more prompts itself than "
         "`spec.verification.maxLocalShare` allows."
     ),
-    ConditionType.AVAILABLE: "Clients reach, through the Service, engines with a path that was verified.",
+    ConditionType.AVAILABLE: "Clients reach a verified pair of engines through the Service.",
     ConditionType.PROGRESSING: (
         "The operator works towards Ready. False means that it is done, waits for somebody, or "
         "cannot go on."
