@@ -267,7 +267,8 @@ def test_a_refused_connection_is_the_end_at_once(play: Play) -> None:
         assert [outcome for _, outcome in again] == [METADATA], "a refusal is not remembered"
         network.refuses = True
         await asyncio.sleep(2.0)
-        assert [engine_id for _, engine_id, _ in network.gone] == [PREFILL]
+        gone = [(engine_id, failure.dead) for _, engine_id, failure in network.gone]
+        assert gone == [(PREFILL, True)]
 
     play(story)
 

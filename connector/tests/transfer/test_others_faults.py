@@ -368,6 +368,20 @@ def test_a_connection_heals_when_the_peer_answers_again(bench: Bench, reason: Re
     assert slow in bench.executor.jobs
 
 
+def test_what_waits_for_the_claim_of_a_peer_that_refuses_connections_fails_at_once(
+    bench: Bench,
+) -> None:
+    """Its process has ended: it will acknowledge no claim, however long the lease stands."""
+    prefill = bench.prefill("x/1")
+    assert bench.send(prefill) in bench.take().received
+    waits = bench.send(prefill, claimed=False)
+    refused = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "connection refused", dead=True)
+    assert not bench.take().finished
+    bench.connections.gone("x/1", refused)
+    assert bench.take().failed == {waits: refused}
+    assert bench.send(prefill) in bench.take().received
+
+
 def test_a_probe_that_fails_in_an_unforeseen_way_ends_with_its_agent(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

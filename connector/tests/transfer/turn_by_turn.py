@@ -75,14 +75,14 @@ class Bench:
         self.prefills.append(made)
         return made
 
-    def send(self, prefill: Prefill, blocks: int = 1) -> str:
+    def send(self, prefill: Prefill, blocks: int = 1, *, claimed: bool = True) -> str:
         """Hand a request of ``blocks`` blocks of four tokens over; returns its id."""
         self.sent += 1
         request_id = f"r{self.sent}"
         taken, tokens = self._blocks(self.sent, blocks), 4 * blocks
         ticket = prefill.ticket(self.sent, range(self.sent, self.sent + blocks), tokens)
         self.receive(
-            ReceiveOrder(request_id, ticket, (GroupBlocks(taken),), 0, tokens, LEASE, True)
+            ReceiveOrder(request_id, ticket, (GroupBlocks(taken),), 0, tokens, LEASE, claimed)
         )
         self.turns()
         return request_id

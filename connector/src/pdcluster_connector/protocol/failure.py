@@ -21,10 +21,12 @@ class Failure:
     Attributes:
         reason: the name that users, metrics and conditions see.
         message: one sentence with the values at hand and, where there is one, the remedy.
+        dead: whether the peer's process has ended: what is under way cannot end well.
     """
 
     reason: Reason
     message: str
+    dead: bool = False
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.message}"

@@ -225,7 +225,7 @@ def unreachable(why: TryAgain) -> Failure:
         f"the side channel at {why.message}. Check that the engine runs, and that network"
         " policies and firewalls allow the port of its side channel"
     )
-    return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message)
+    return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message, dead=why.refused)
 
 
 def restarted(expected: str, found: str, where: str) -> Failure:

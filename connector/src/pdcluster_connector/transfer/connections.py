@@ -251,13 +251,13 @@ class Connections:
     def gone(self, engine_id: str, failure: Failure) -> None:
         """Take in that a peer's incarnation has vanished, or does not answer any more.
 
-        Only another incarnation in its place proves that it is dead: until then what is
-        posted may end well.
+        Another incarnation in its place, or a refused connection, proves that it is dead. Without
+        proof, what is posted may end well.
         """
         connection = self.by_engine.get(engine_id)
         if connection is not None:
             self.break_off(connection, failure)
-        dead = failure.reason is Reason.PEER_RESTARTED
+        dead = failure.dead or failure.reason is Reason.PEER_RESTARTED
         for job in list(self._executor.jobs.values()):
             if dead and job.request.ticket.engine_id == engine_id:
                 self._executor.dispatch(job, Failed(failure))
