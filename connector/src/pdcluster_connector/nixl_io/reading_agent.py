@@ -65,8 +65,7 @@ class Connection:
         sources: in the order of ``plan.sources``.
         transfers: how many transfers may still run over it.
         broken: why no new transfer may start; it closes when ``transfers`` is 0.
-        stalled: what receives fail with that begin after ``stalled_at`` (seconds of the receiver's
-            clock): a probe has not landed in time. None once it, or KV after it, has landed.
+        stalled: why new receives fail: a probe is late. None once it, or KV after it, has landed.
         notice: what makes the link slow though it works; empty if nothing is known to.
         waiting: jobs (``transfer/planned_reads.py``) that wait for the warm-up, or for a broken
             connection to close; None when there is nothing to wait for.
@@ -78,7 +77,6 @@ class Connection:
     transfers: int = 0
     broken: Failure | None = None
     stalled: Failure | None = None
-    stalled_at: float = 0.0
     waiting: list[Any] | None = field(default_factory=list)
     notice: str = ""
 

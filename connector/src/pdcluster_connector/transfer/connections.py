@@ -78,7 +78,7 @@ class Connections:
         self._answer = answer
         self._agent: ReadingAgent | None = None
         self.by_engine: dict[str, Connection] = {}
-        self._stalled: dict[str, tuple[Failure | None, float]] = {}  # over the last agent
+        self._stalled: dict[str, Failure | None] = {}  # over the last agent
         self.probing = Probing(self, executor.options, executor.clock, probe_memory)
         self._synchronize = probe_memory.synchronize
         self.fence_words = FenceWords()
@@ -121,8 +121,7 @@ class Connections:
         plan = peer_plan.plan_peer(self._shard, [shard.shard for shard in metadata.shards])
         connection = self.agent.open(metadata, plan)
         connection.notice = peer_plan.cost_notice(plan, metadata.shape.layout)
-        stalled = self._stalled.pop(metadata.engine_id, (None, 0.0))
-        connection.stalled, connection.stalled_at = stalled
+        connection.stalled = self._stalled.pop(metadata.engine_id, None)
         if connection.notice:
             logger.warning("%s: %s", metadata.engine_id, connection.notice)
         self.by_engine[metadata.engine_id] = connection
@@ -152,9 +151,8 @@ class Connections:
         self._warmed(connection, failure)
 
     def _warm_up_done(self, connection: Connection, result: ProbeResult) -> None:
-        if result.failure is not None and result.failure is connection.stalled:
-            self.probing.not_warmed(connection.engine_id, result.failure)
-            return  # those that wait go on waiting: silence proves nothing
+        if connection.stalled is not None:
+            return  # it is late, which proves nothing: those that wait go on waiting
         failure = connection.broken or result.failure
         if failure is not None:
             self.break_off(connection, failure)
@@ -196,7 +194,7 @@ class Connections:
             connection for connection in self.by_engine.values() if connection.waiting is not None
         ]
         connections, self.by_engine = self.by_engine, {}
-        self._stalled = {name: (c.stalled, c.stalled_at) for name, c in connections.items()}
+        self._stalled = {name: connection.stalled for name, connection in connections.items()}
         for connection in connections.values():
             connection.broken = connection.broken or failure
             connection.sources.clear()

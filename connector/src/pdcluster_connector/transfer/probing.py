@@ -113,21 +113,15 @@ class ProbeRun:
                 f" land in time: the KV transport is cut or stuck. {REMEDY}"
             )
             logger.warning("%s", message)
-            stalled = self.connection.stalled = Failure(Reason.TRANSFER_STALLED, message)
-            self.connection.stalled_at = self._clock()
-            self._pass_on(stalled)
+            self.report(Failure(Reason.TRANSFER_STALLED, message), is_late=True)
 
-    def report(self, failure: Failure | None) -> None:
-        """Pass on how it has ended. Later calls do nothing."""
+    def report(self, failure: Failure | None, *, is_late: bool = False) -> None:
+        """Pass on that it is late, or how it has ended. After that, calls do nothing."""
         if not self.over:
-            self.over = True
-            self.connection.stalled = None
-            self._pass_on(failure)
-
-    def _pass_on(self, failure: Failure | None) -> None:
-        self.reported = True
-        read = self._read_bytes, self._read_seconds
-        self._done(self.connection, ProbeResult(failure, *read, self.connection.notice))
+            self.reported, self.over = True, not is_late
+            self.connection.stalled = failure if is_late else None
+            read = self._read_bytes, self._read_seconds
+            self._done(self.connection, ProbeResult(failure, *read, self.connection.notice))
 
     def _run(self) -> Iterator[None]:
         if self._slot is None:

@@ -36,7 +36,6 @@ from pdcluster_connector.transfer.receive_machine import (
     Failed,
     Receive,
     Signal,
-    State,
 )
 
 logger = logging.getLogger(__name__)
@@ -93,9 +92,12 @@ class ReceiveExecutor:
                 order.claimed,
             )
             job = self.jobs[order.request_id] = Job(order, machine)
+            connection = self.connections.by_engine.get(order.ticket.engine_id)
             with self.guarded(job):  # the others start all the same
                 if self._agent_rebuild.over is not None:
                     self.dispatch(job, Failed(self._agent_rebuild.over))
+                elif connection is not None and connection.stalled is not None:
+                    self.dispatch(job, Failed(connection.stalled))
                 else:
                     self.dispatch(job, Signal.STARTED)
         self.pass_on(events)
@@ -193,10 +195,6 @@ class ReceiveExecutor:
                 return
             connection = self.connections.by_engine.get(job.request.ticket.engine_id)
             ticket = job.request.ticket
-            began = job.machine.entered[State.HANDSHAKE]
-            if connection and connection.stalled and began >= connection.stalled_at:
-                self.dispatch(job, Failed(connection.stalled))
-                return
             silent = self.connections.peers.silence.is_long((ticket.host, ticket.port))
             if connection is None or connection.broken is not None or self._draining or silent:
                 self.connections.shake_hands(job)

@@ -12,7 +12,7 @@ far.
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Final
 
@@ -137,6 +137,7 @@ class DecodeRole:
         self._engine_id = engine_id
         self._groups = groups
         self._tickets = DecodeLeases(leases, options.lease_seconds, clock)
+        self._clock = clock
         self._stats = stats
         self._block = smallest_block(groups)  # a shorter rest of a prompt needs no prefill engine
         pace = PromptPace(options.local_tokens_per_step)
@@ -150,6 +151,7 @@ class DecodeRole:
         self._aborted: dict[str, Incoming] = {}  # finished while parked; blocks still held
         self._orders: list[ReceiveOrder] = []
         self._abandoned: list[str] = []
+        self._stepped_at = 0.0  # when the latest step began, which may have failed
 
     # Before scheduling.
 
@@ -304,34 +306,41 @@ class DecodeRole:
 
     def step(self, orders: StepOrders) -> None:
         """Add what the workers have to do in this step."""
+        now = self._clock()
+        late = now - self._stepped_at  # by so much shorter is what a step that failed has left
+        orders.receive, orders.renewed, self._orders, self._stepped_at = (
+            [replace(one, seconds=one.seconds - late) for one in orders.receive] + self._orders,
+            {request_id: left - late for request_id, left in orders.renewed.items()},
+            [],
+            now,
+        )
         renewed, lost = self._tickets.take_news()
         orders.renewed |= renewed
         orders.lost |= lost
         self._tickets.renew_all()
-        orders.receive, self._orders = orders.receive + self._orders, []
         orders.abandon, self._abandoned = orders.abandon + self._abandoned, []
         self.local.step()
 
     # Results.
 
     def received(
-        self, receipts: Mapping[str, Receipt], finished: Iterable[str], failed: set[str]
+        self, receipts: dict[str, Receipt], finished: Iterable[str], failed: set[str]
     ) -> None:
-        """Take in what workers reported about receives.
+        """Take in what workers reported about receives. If this raises, it can be called again.
 
         Args:
-            receipts: of one rank or several.
+            receipts: of one rank or several; those that were added up are taken out.
             finished: requests that all ranks are through with; ``failed`` is a subset.
         """
         finished = set(finished)
-        for request_id, receipt in receipts.items():
+        for request_id, receipt in list(receipts.items()):
             incoming = self._requests.get(request_id) or self._aborted.get(request_id)
             if incoming is not None:
-                known = incoming.receipt
-                incoming.receipt = receipt if known is None else known + receipt
                 is_live = request_id in self._requests and request_id not in finished
                 if receipt.reason and is_live:
                     self._abandoned.append(request_id)  # the other ranks would wait for nothing
+                total = receipt if incoming.receipt is None else incoming.receipt + receipt
+                incoming.receipt, _ = total, receipts.pop(request_id)
         for request_id in finished:
             incoming = self._requests.get(request_id) or self._aborted.get(request_id)
             if incoming is not None and incoming.stage is not Stage.SETTLED:

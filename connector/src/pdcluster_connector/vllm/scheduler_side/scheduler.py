@@ -155,10 +155,10 @@ class SchedulerRole:
 
     def orders(self) -> StepOrders:
         """What the workers have to do in this step; each order is given out once."""
-        if self.prefill is not None:
-            self.prefill.take(self._orders[0])
         if self.decode is not None:
             self.decode.step(self._orders[0])
+        if self.prefill is not None:
+            self.prefill.take(self._orders[0])
         self._orders.append(StepOrders())
         return self._orders.pop(0)
 
