@@ -122,6 +122,7 @@ class Course:
         self.ports: dict[str, int] = {}
         self.given: list[tuple[str, str, dict[str, Any], int]] = []
         self.asked: list[Asked] = []
+        self.users: dict[tuple[str, str], DecodeEngine] = {}  # who has used which ticket
         self.excuses: list[Excuse] = []
         self.fatal: list[str] = []
         self.busy: set[str] = set()
@@ -202,6 +203,9 @@ class Course:
             "", asked.engine, asked.name, recompute=asked.recompute, lost=lost
         )
         assert verdict not in {Verdict.WRONG, Verdict.HANGING}, (asked, verdict)
+        if verdict is Verdict.RIGHT and (ticket := asked.fetch.ticket):
+            used = self.users.setdefault((ticket.engine_id, ticket.request_id), asked.engine)
+            assert used is asked.engine, "two engines have used one ticket"
         if failure is None or lost or asked.is_excused:
             return
         assert failure.message
