@@ -135,7 +135,7 @@ async def test_each_period_it_looks_again(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(connector_collector, "LONGEST_SECONDS", 0.01)
     server, store = Server(pod("ns")), Store()
     store.put(connector("ns", timestamp(time.time() - 60)))
-    task = asyncio.create_task(connector_collector.keep_collecting(store, server, 60.0))
+    task = asyncio.create_task(connector_collector.keep_collecting(store, server, 60.0, time.time))
     async with asyncio.timeout(60):
         while server.told.count(("look", "ns")) < 3:  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.005)
@@ -154,7 +154,8 @@ def test_all_are_looked_at_once_a_minute() -> None:
     async def story() -> None:
         server, store = Server(pod("ns")), Store()
         store.put(connector("ns", timestamp(time.time() - 600)))
-        task = asyncio.create_task(connector_collector.keep_collecting(store, server, KEEP_SECONDS))
+        keep = connector_collector.keep_collecting(store, server, KEEP_SECONDS, time.time)
+        task = asyncio.create_task(keep)
         for minute in range(1, 4):
             await asyncio.sleep(59.5)
             assert server.told.count(("look", "ns")) == minute - 1
