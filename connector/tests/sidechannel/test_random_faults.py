@@ -314,17 +314,18 @@ class Course:
 
     def _cut(self) -> None:
         prefill, decode = self.dice.choice((*PREFILLS, "")), self.dice.choice((*DECODES, ""))
-        pair = f"ns.c.prefill.{prefill}", f"ns.c.decode.{decode}"
-        if pair in self.network.cuts:
+        there, here = f"ns.c.prefill.{prefill}", f"ns.c.decode.{decode}"
+        ways = self.dice.choice(({(here, there)}, {(there, here)}, {(here, there), (there, here)}))
+        if ways & self.network.cuts:
             return
         end = now() + self.dice.uniform(0.1, 4.0)
-        self.network.cuts.add(pair)
+        self.network.cuts |= ways
         self.network.change()
         self._excuse("cut", prefill, decode, end)
-        self._later(end, "_mend", pair)
+        self._later(end, "_mend", ways)
 
-    def _mend(self, pair: tuple[str, str]) -> None:
-        self.network.cuts.discard(pair)
+    def _mend(self, ways: set[tuple[str, str]]) -> None:
+        self.network.cuts -= ways
         self.network.change()
 
     def _stop(self) -> None:

@@ -105,7 +105,7 @@ class Network:
     Attributes:
         servers: side channels by port.
         stopped: processes that do nothing, and say nothing.
-        cuts: pairs of engines between which nothing passes.
+        cuts: pairs of engines: nothing that the first one sends reaches the second one.
         seconds: how long an answer, and a read, may take: the least and the most.
     """
 
@@ -122,10 +122,10 @@ class Network:
         fabric.behave = self._posted
 
     def passes(self, one: str, other: str) -> bool:
-        """Whether what one engine says to another arrives, and is heard."""
-        parties = (one, other), (other, one)
-        cut = any(a.startswith(x) and b.startswith(y) for a, b in parties for x, y in self.cuts)
-        return not cut and not any(b.startswith(x) for _, b in parties for x in self.stopped)
+        """Whether what one engine says to another arrives, and both run."""
+        if any(one.startswith(x) and other.startswith(y) for x, y in self.cuts):
+            return False
+        return not any(engine.startswith(x) for engine in (one, other) for x in self.stopped)
 
     def change(self) -> None:
         """Call this after a change of what passes."""
@@ -173,7 +173,7 @@ class Network:
             reply = asked.lease(body or b"", None)
         else:
             reply = asked.handshake(body or b"", None)
-        await self._through(asks, asked._engine_id)
+        await self._through(asked._engine_id, asks)
         if not answer.done():
             assert isinstance(reply.body, bytes)
             answer.set_result((reply.status, reply.body))
@@ -193,7 +193,8 @@ class Network:
         """Let the reads land whose time has come; of others, a part may."""
         flying = list(self.fabric.flying)
         for transfer in flying:
-            if not self.passes(transfer.agent, transfer.peer):
+            ends = transfer.agent, transfer.peer
+            if not (self.passes(*ends) and self.passes(*reversed(ends))):
                 continue
             if now() >= self._landing.get(transfer, 0.0):
                 self.fabric.land(transfer)
