@@ -362,7 +362,7 @@ def test_a_connection_heals_when_the_peer_answers_again(bench: Bench, reason: Re
     bench.hanging.add(prefill.engine_id)
     slow = bench.send(prefill)
     bench.hanging.clear()
-    bench.connections.gone("x/1", Failure(reason, "a hiccup"))
+    bench.executor.gone("x/1", Failure(reason, "a hiccup"))
     bench.turns()
     assert bench.send(prefill) in bench.take().received
     assert slow in bench.executor.jobs
@@ -377,7 +377,7 @@ def test_what_waits_for_the_claim_of_a_peer_that_refuses_connections_fails_at_on
     waits = bench.send(prefill, claimed=False)
     refused = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "connection refused", dead=True)
     assert not bench.take().finished
-    bench.connections.gone("x/1", refused)
+    bench.executor.gone("x/1", refused)
     assert bench.take().failed == {waits: refused}
     assert bench.send(prefill) in bench.take().received
 
@@ -413,7 +413,7 @@ def test_a_check_is_no_answer_of_a_peer_that_failed_to_authenticate(bench: Bench
     bench.send(prefill)
     bench.hanging.clear()
     failure = Failure(Reason.AUTHENTICATION_FAILED, "no peer of ours")
-    bench.connections.gone("x/1", failure)
+    bench.executor.gone("x/1", failure)
     future: Future[ProbeResult] = Future()
     bench.connections.probing.check(prefill.metadata, future)
     bench.turns()

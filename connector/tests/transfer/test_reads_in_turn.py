@@ -296,7 +296,7 @@ def test_of_a_peer_that_falls_silent_nothing_more_is_posted() -> None:
     bench.executor.turn()
     posted = len(bench.fabric.flying)
     silent = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "no answer")
-    bench.connections.gone("p/1", silent)
+    bench.executor.gone("p/1", silent)
     bench.turns()
     assert len(bench.fabric.flying) == posted == 3
     assert not bench.take().finished

@@ -178,7 +178,7 @@ def test_a_lease_that_is_renewed_lets_nobody_wait_for_ever(bench: Bench) -> None
 def test_evidence_ends_who_waits_for_a_warm_up_at_once(bench: Bench, reason: Reason) -> None:
     _, waits, _ = warming_up(bench)
     gone = Failure(reason, "connection refused, for example")
-    bench.connections.gone("p/1", gone)
+    bench.executor.gone("p/1", gone)
     assert bench.take().failed == {waits: gone}
 
 

@@ -45,23 +45,24 @@ class Bench:
         self.prefills: list[Prefill] = []  # their memory may be read until the end
         self.hanging: set[str] = set()
         self.fabric.behave = self._behave
-        self.executor = ReceiveExecutor(
-            options or ReceiverOptions(drain_deadline_seconds=1e6),
-            clock or (lambda: self.now),
-            [GroupShape(LayerKind.FULL_ATTENTION, CACHE["block_tokens"])],
-            lambda executor: Connections(
-                executor,
-                self.cache.shard,
-                self.cache.memory,
-                partial(self.fabric.agent, "decode"),
-                self.peers,
-                lambda job, answer: self.answers.append((job, answer)),
-                self._probe_memory,
-            ),
+        options = options or ReceiverOptions(drain_deadline_seconds=1e6)
+        clock = clock or (lambda: self.now)
+        self.connections = Connections(
+            options,
+            clock,
+            self.cache.shard,
+            self.cache.memory,
+            partial(self.fabric.agent, "decode"),
+            self.peers,
+            self._probe_memory,
         )
-        self.connections = self.executor.connections
-        self.answers: list = []
+        groups = [GroupShape(LayerKind.FULL_ATTENTION, CACHE["block_tokens"])]
+        self.answers: list[Callable[[], None]] = []
+        self.executor = ReceiveExecutor(options, clock, groups, self.connections, self._answer)
         self.sent = 0
+
+    def _answer(self, answer: Callable[[], None]) -> None:
+        self.answers.append(answer)
 
     def _behave(self, transfer: Transfer) -> Behaviour:
         """From an engine of ``hanging``, KV hangs; warm-ups and lease words are well."""
@@ -111,8 +112,8 @@ class Bench:
         still = 0
         for _ in range(100):
             answers, self.answers = self.answers, []
-            for job, answer in answers:
-                self.connections.answered(job, answer)
+            for answer in answers:
+                answer()
             self.executor.tick()
             moved = self.executor.turn() or answers or self.answers
             still = 0 if moved or self._waiting_for_polls() else still + 1

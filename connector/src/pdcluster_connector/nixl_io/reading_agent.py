@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,8 +66,8 @@ class Connection:
         broken: why no new transfer may start; it closes when ``transfers`` is 0.
         stalled: why new receives fail: a probe is late. None once it, or KV after it, has landed.
         notice: what makes the link slow though it works; empty if nothing is known to.
-        waiting: jobs (``transfer/planned_reads.py``) that wait for the warm-up, or for a broken
-            connection to close; None when there is nothing to wait for.
+        waiting: called when the warm-up has ended, with its failure, or when the broken connection
+            has closed; None when there is nothing to wait for.
     """
 
     metadata: messages.EngineMetadata
@@ -77,7 +76,7 @@ class Connection:
     transfers: int = 0
     broken: Failure | None = None
     stalled: Failure | None = None
-    waiting: list[Any] | None = field(default_factory=list)
+    waiting: list[Callable[[Failure | None], None]] | None = field(default_factory=list)
     notice: str = ""
 
     @property

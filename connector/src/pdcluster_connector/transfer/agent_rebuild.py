@@ -7,7 +7,7 @@ for a moment until their transfers land. What has not landed then is read again 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import AgentSurvivedError, NixlError
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.transfer.planned_reads import Job
-from pdcluster_connector.transfer.receive_machine import AgentDestroyed, Failed, State
+from pdcluster_connector.transfer.receive_machine import AgentDestroyed, Failed
 
 if TYPE_CHECKING:
     from pdcluster_connector.transfer.receive_executor import ReceiveExecutor
@@ -35,14 +35,14 @@ class AgentRebuild:
         by: when the agent is destroyed at the latest; None if it is not asked for.
         renew_by: when a renewal is put off: until then, the agent is destroyed as soon as nothing
             runs on it. None while no renewal is wanted.
-        held: jobs that connect over the next agent.
+        held: called when jobs that wait for the next agent may connect.
         over: the failure of every further receive; None while there may be another agent.
     """
 
     def __init__(self, executor: ReceiveExecutor) -> None:
         self.by: float | None = None
         self.renew_by: float | None = None
-        self.held: list[Job] = []
+        self.held: list[Callable[[Failure | None], None]] = []
         self.over: Failure | None = None
         self._retry_at = -inf
         self._pause = RETRY_SECONDS
@@ -93,7 +93,8 @@ class AgentRebuild:
                 self.renew_by = None
                 self._pause_renewals()
                 held, self.held = self.held, []
-                self._connect_waiting(held)
+                for go_on in held:
+                    go_on(None)
             return False
         if self.by is None:
             self._patience = self._stall_seconds
@@ -111,11 +112,6 @@ class AgentRebuild:
     def _pause_renewals(self) -> None:
         self._retry_at = self._executor.clock() + self._pause
         self._pause = max(self._pause, min(2 * self._pause, self._stall_seconds))
-
-    def _connect_waiting(self, jobs: Iterable[Job]) -> None:
-        for job in jobs:
-            if job.machine.state is State.HANDSHAKE:
-                self._executor.connect(job)
 
     def carry_out(self, failure: Failure, *, crashed: bool = False, final: bool = False) -> None:
         """Destroy the agent; healthy receives that ran on it begin again over a new one.
@@ -138,13 +134,14 @@ class AgentRebuild:
         for job in jobs.values():  # what waited in a queue that moved has not waited in vain
             job.machine.queue_moved(self._executor.transfers.queue_moved_at(job))
         self._executor.transfers.clear()
-        again = [job for connection in cut for job in connection.waiting or ()]
-        again, self.held = again + self.held, []
+        again = [*(go_on for connection in cut for go_on in connection.waiting or ()), *self.held]
+        self.held = []
         for job in list(jobs.values()):
             if final:
                 self._executor.dispatch(job, Failed(failure))
             self._executor.dispatch(job, AgentDestroyed(failure, crashed))
-        self._connect_waiting(again)
+        for go_on in again:
+            go_on(None)
         if not final:
             with suppress(NixlError):  # the next request tries again, and fails
                 _ = self._executor.connections.agent

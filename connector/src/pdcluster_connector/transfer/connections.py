@@ -2,16 +2,12 @@
 
 A connection is opened when a peer has answered a handshake. A warm-up read shows that it works. It
 closes when it is broken and no transfer runs over it any more. When the reading agent is destroyed,
-all connections end. A receive without a connection waits here for the handshake, for the warm-up,
-or for a broken connection to close. Everything here runs on the transfer thread.
+all connections end. Receives wait here for the warm-up, or for a broken connection to close.
+Everything here runs on the transfer thread.
 """
-
-from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -25,12 +21,9 @@ from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.transfer.planned_reads import FenceWords, Job
+from pdcluster_connector.transfer.options import ReceiverOptions
+from pdcluster_connector.transfer.planned_reads import FenceWords
 from pdcluster_connector.transfer.probing import Probing
-from pdcluster_connector.transfer.receive_machine import Failed, Signal, State
-
-if TYPE_CHECKING:
-    from pdcluster_connector.transfer.receive_executor import ReceiveExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +33,15 @@ SILENT = frozenset({Reason.SIDE_CHANNEL_UNREACHABLE, Reason.AUTHENTICATION_FAILE
 With TLS, a connection that breaks can also look like the second one.
 """
 
-Answer = Callable[[Job, EngineMetadata | Failure], None]
-
 
 class Connections:
     """Owns the reading agent and the connections over it.
 
     Args:
-        executor: of the same worker.
+        options: limits.
+        clock: seconds.
         shard: this rank's KV.
         memory: what to register for reading into.
-        answer: passes a handshake's answer for one job to :meth:`answered`, on this thread.
         probe_memory: what probes are read into.
 
     Attributes:
@@ -62,24 +53,22 @@ class Connections:
 
     def __init__(
         self,
-        executor: ReceiveExecutor,
+        options: ReceiverOptions,
+        clock: Callable[[], float],
         shard: geometry.Shard,
         memory: Sequence[MemoryRange],
         make_agent: Callable[[], AgentInterface],
         peers: PeerBook,
-        answer: Answer,
         probe_memory: ProbeMemory,
     ) -> None:
-        self._executor = executor
         self._shard = replace(shard, seams=slices.seams(item.span for item in memory))
         self._memory = memory
         self._make_agent = make_agent
         self.peers = peers
-        self._answer = answer
         self._agent: ReadingAgent | None = None
         self.by_engine: dict[str, Connection] = {}
         self._stalled: dict[str, Failure | None] = {}  # over the last agent
-        self.probing = Probing(self, executor.options, executor.clock, probe_memory)
+        self.probing = Probing(self, options, clock, probe_memory)
         self._synchronize = probe_memory.synchronize
         self.fence_words = FenceWords()
 
@@ -133,8 +122,8 @@ class Connections:
         if connection.broken is None or failure.reason not in SILENT:
             connection.broken = failure
         if failure.reason is not Reason.BACKEND_ERROR:  # a warm-up may never end
-            for job in connection.waiting or ():
-                self._executor.dispatch(job, Failed(failure))
+            for go_on in connection.waiting or ():
+                go_on(failure)
         self.settle(connection)
 
     def settle(self, connection: Connection) -> None:
@@ -143,7 +132,9 @@ class Connections:
             if self.by_engine.get(connection.engine_id) is connection:
                 del self.by_engine[connection.engine_id]
             self._agent.close_connection(connection)
-            self._closed(connection)
+            waiting, connection.waiting = connection.waiting or (), None
+            for go_on in waiting:
+                go_on(None)
 
     def probe_failed(self, connection: Connection, failure: Failure) -> None:
         """Take in that a connection has failed a probe or a check."""
@@ -202,63 +193,12 @@ class Connections:
         self.fence_words.reset()
         return cut
 
-    # Receives that have no connection yet.
-
-    def shake_hands(self, job: Job) -> None:
-        """Ask for a handshake; its answer comes to :meth:`answered`."""
-        ticket = job.request.ticket
-        done = partial(self._answer, job)
-        machine = job.machine  # its lease is renewed while the peer takes its time
-        self.peers.connect(
-            ticket.engine_id,
-            ticket.host,
-            ticket.port,
-            lambda: machine.deadline,
-            done,
-            machine.entered.get(State.HANDSHAKE),
-        )
-
-    def answered(self, job: Job, answer: EngineMetadata | Failure) -> None:
-        """Take in how a handshake ended."""
-        if job.machine.state is not State.HANDSHAKE:
-            return
-        if isinstance(answer, Failure):
-            self._executor.dispatch(job, Failed(answer))
-            return
-        with self._executor.guarded(job):
-            if answer.engine_id != job.request.ticket.engine_id:
-                message = f"{answer.engine_id} answered for {job.request.ticket.engine_id}"
-                self._executor.dispatch(job, Failed(Failure(Reason.PEER_RESTARTED, message)))
-            elif not self._executor.hold(job):
-                connection = self.by_engine.get(answer.engine_id)
-                if connection and connection.broken and connection.broken.reason in SILENT:
-                    connection.broken = None
-                self.join(job, self.open(answer))
-
-    def join(self, job: Job, connection: Connection) -> None:
-        """Go on over ``connection``, or wait for it."""
-        job.connection, broken = connection, connection.broken
-        # After an error of NIXL, a new connection takes its place when its last transfer has ended.
-        if broken is not None and broken.reason is not Reason.BACKEND_ERROR:
-            self._executor.dispatch(job, Failed(broken))
-        elif broken is not None or connection.waiting is not None:
-            connection.waiting = [*(connection.waiting or ()), job]
-        else:
-            self._executor.dispatch(job, Signal.CONNECTED)
-
-    def gone(self, engine_id: str, failure: Failure) -> None:
-        """Take in that a peer's incarnation has vanished, or does not answer any more.
-
-        Another incarnation in its place, or a refused connection, proves that it is dead. Without
-        proof, what is posted may end well.
-        """
-        connection = self.by_engine.get(engine_id)
-        if connection is not None:
-            self.break_off(connection, failure)
-        dead = failure.dead or failure.reason is Reason.PEER_RESTARTED
-        for job in list(self._executor.jobs.values()):
-            if dead and job.request.ticket.engine_id == engine_id:
-                self._executor.dispatch(job, Failed(failure))
+    def answered(self, metadata: EngineMetadata) -> Connection:
+        """Return the connection to a peer that has answered a handshake; see :meth:`open`."""
+        connection = self.by_engine.get(metadata.engine_id)
+        if connection and connection.broken and connection.broken.reason in SILENT:
+            connection.broken = None
+        return self.open(metadata)
 
     def broken(self, connection: Connection, failure: Failure) -> None:
         """Take in that a transfer found a connection broken; the next receive shakes hands."""
@@ -270,15 +210,8 @@ class Connections:
         if failure is not None:
             logger.warning("the connection to %s failed: %s", connection.engine_id, failure)
             self.peers.forget(connection.engine_id, failure)
-        for job in connection.waiting or ():
-            self._executor.dispatch(job, Signal.CONNECTED if failure is None else Failed(failure))
-
-    def _closed(self, connection: Connection) -> None:
-        """Let those connect anew that waited for a broken connection to close."""
-        waiting, connection.waiting = connection.waiting or (), None
-        for job in waiting:
-            if job.machine.state is State.HANDSHAKE:  # it may have ended meanwhile
-                self._executor.connect(job)
+        for go_on in connection.waiting or ():
+            go_on(failure)
 
 
 def _replaced(engine_id: str, successor: str) -> Failure:

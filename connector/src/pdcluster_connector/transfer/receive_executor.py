@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import inf
-from typing import Self
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import GroupShape
 from pdcluster_connector.nixl_io.reading_agent import Connection
 from pdcluster_connector.plan import PlanError
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.protocol.receive_order import ReceiveOrder
 from pdcluster_connector.transfer.agent_rebuild import AgentRebuild
 from pdcluster_connector.transfer.connections import Connections
@@ -36,6 +36,7 @@ from pdcluster_connector.transfer.receive_machine import (
     Failed,
     Receive,
     Signal,
+    State,
 )
 
 logger = logging.getLogger(__name__)
@@ -46,11 +47,11 @@ class ReceiveExecutor:
 
     Args:
         groups: this engine's KV cache groups.
-        make_connections: makes the connections of these receives.
+        connections: to prefill engines, and the reading agent.
+        put: has a function called on the transfer thread.
 
     Attributes:
         jobs: all receives under way, by request id.
-        connections: to prefill engines, and the reading agent.
         ended: jobs that the engine step takes from here.
         due: when :meth:`tick` has something to do, at the earliest.
     """
@@ -60,14 +61,16 @@ class ReceiveExecutor:
         options: ReceiverOptions,
         clock: Callable[[], float],
         groups: Sequence[GroupShape],
-        make_connections: Callable[[Self], Connections],
+        connections: Connections,
+        put: Callable[[Callable[[], None]], None],
     ) -> None:
         self.jobs: dict[str, Job] = {}
         self.options = options
         self.clock = clock
         self._groups = groups
         self.due = inf
-        self.connections = make_connections(self)
+        self.connections = connections
+        self._put = put
         self.transfers = Transfers(self)
         self._agent_rebuild = AgentRebuild(self)
         self.ended: deque[Job] = deque()  # thread-safe at both ends
@@ -197,18 +200,69 @@ class ReceiveExecutor:
             ticket = job.request.ticket
             silent = self.connections.peers.silence.is_long((ticket.host, ticket.port))
             if connection is None or connection.broken is not None or self._draining or silent:
-                self.connections.shake_hands(job)
-            elif connection.waiting is not None:
-                self.connections.join(job, connection)
+                self._shake_hands(job)
             else:
-                job.connection = connection
-                self.dispatch(job, Signal.CONNECTED)
+                self._join(job, connection)
 
-    def hold(self, job: Job) -> bool:
-        """Keep a job for the next agent if this one is about to be destroyed."""
-        if self._draining:
-            self._agent_rebuild.held.append(job)
-        return self._draining
+    def _shake_hands(self, job: Job) -> None:
+        ticket, machine = job.request.ticket, job.machine
+        self.connections.peers.connect(
+            ticket.engine_id,
+            ticket.host,
+            ticket.port,
+            lambda: machine.deadline,  # the lease is renewed while the peer takes its time
+            lambda answer: self._put(partial(self.answered, job, answer)),
+            machine.entered.get(State.HANDSHAKE),
+        )
+
+    def answered(self, job: Job, answer: EngineMetadata | Failure) -> None:
+        """Take in how a handshake ended."""
+        if job.machine.state is not State.HANDSHAKE:
+            return
+        if isinstance(answer, Failure):
+            self.dispatch(job, Failed(answer))
+            return
+        with self.guarded(job):
+            if answer.engine_id != job.request.ticket.engine_id:
+                message = f"{answer.engine_id} answered for {job.request.ticket.engine_id}"
+                self.dispatch(job, Failed(Failure(Reason.PEER_RESTARTED, message)))
+            elif self._draining:
+                self._agent_rebuild.held.append(partial(self._go_on, job))
+            else:
+                self._join(job, self.connections.answered(answer))
+
+    def _join(self, job: Job, connection: Connection) -> None:
+        """Go on over ``connection``, or wait for it."""
+        job.connection, broken = connection, connection.broken
+        # After an error of NIXL, a new connection takes its place when its last transfer has ended.
+        if broken is not None and broken.reason is not Reason.BACKEND_ERROR:
+            self.dispatch(job, Failed(broken))
+        elif broken is not None or connection.waiting is not None:
+            connection.waiting = [*(connection.waiting or ()), partial(self._go_on, job)]
+        else:
+            self.dispatch(job, Signal.CONNECTED)
+
+    def _go_on(self, job: Job, failure: Failure | None) -> None:
+        """Take in how the wait for a connection has ended."""
+        if failure is not None:
+            self.dispatch(job, Failed(failure))
+        elif job.connection is not None and job.connection.broken is None:
+            self.dispatch(job, Signal.CONNECTED)
+        elif job.machine.state is State.HANDSHAKE:  # it may have ended meanwhile
+            self.connect(job)
+
+    def gone(self, engine_id: str, failure: Failure) -> None:
+        """Take in that a peer's incarnation has vanished, or does not answer any more.
+
+        Another incarnation in its place, or a refused connection, proves that it is dead. Without
+        proof, what is posted may end well.
+        """
+        if (connection := self.connections.by_engine.get(engine_id)) is not None:
+            self.connections.break_off(connection, failure)
+        if failure.dead or failure.reason is Reason.PEER_RESTARTED:
+            for job in list(self.jobs.values()):
+                if job.request.ticket.engine_id == engine_id:
+                    self.dispatch(job, Failed(failure))
 
     def _read(self, job: Job, plan: Callable[[Job, Connection], Failure | None]) -> None:
         """Plan reads and post them. Only a request that wants nothing needs no connection."""

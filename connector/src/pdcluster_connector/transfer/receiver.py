@@ -33,7 +33,6 @@ from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.transfer.connections import Connections
 from pdcluster_connector.transfer.measures import ReceiveResults
 from pdcluster_connector.transfer.options import ReceiverOptions
-from pdcluster_connector.transfer.planned_reads import Job
 from pdcluster_connector.transfer.receive_executor import ReceiveExecutor
 from pdcluster_connector.transfer.receive_machine import Event
 
@@ -80,20 +79,15 @@ class Receiver:
         prepare_thread: Callable[[], None] = lambda: None,
         probe_memory: ProbeMemory | None = None,
     ) -> None:
-        def make_connections(executor: ReceiveExecutor) -> Connections:
-            buffers = probe_memory or HostMemory()
-            return Connections(executor, shard, memory, make_agent, peers, self._answered, buffers)
-
-        self._executor = ReceiveExecutor(
-            options or ReceiverOptions(), clock, groups, make_connections
-        )
-        self._connections = self._executor.connections
+        options, buffers = options or ReceiverOptions(), probe_memory or HostMemory()
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._connections = Connections(options, clock, shard, memory, make_agent, peers, buffers)
+        self._executor = ReceiveExecutor(options, clock, groups, self._connections, self._inbox.put)
         self._prepare_thread = prepare_thread
         name = f"pdcluster-transfer-{shard.rank[0]}-{shard.rank[1]}"
         self._works_since: float | None = None  # None while it waits for work
         self._ended = threading.Event()
         self._dead: Failure | None = None
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name=f"{name}-watchdog", daemon=True)
@@ -168,11 +162,8 @@ class Receiver:
         self._thread.join(STOP_SECONDS)
         return not self._thread.is_alive()
 
-    def _answered(self, job: Job, answer: EngineMetadata | Failure) -> None:
-        self._inbox.put(partial(self._connections.answered, job, answer))
-
     def _gone(self, engine_id: str, failure: Failure) -> None:
-        self._inbox.put(partial(self._connections.gone, engine_id, failure))
+        self._inbox.put(partial(self._executor.gone, engine_id, failure))
 
     # The transfer thread.
 
