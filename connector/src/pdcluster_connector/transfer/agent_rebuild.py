@@ -36,14 +36,12 @@ class AgentRebuild:
         renew_by: when a renewal is put off: until then, the agent is destroyed as soon as nothing
             runs on it. None while no renewal is wanted.
         held: called when jobs that wait for the next agent may connect.
-        over: the failure of every further receive; None while there may be another agent.
     """
 
     def __init__(self, executor: ReceiveExecutor) -> None:
         self.by: float | None = None
         self.renew_by: float | None = None
         self.held: list[Callable[[Failure | None], None]] = []
-        self.over: Failure | None = None
         self._retry_at = -inf
         self._pause = RETRY_SECONDS
         self._executor = executor
@@ -120,8 +118,6 @@ class AgentRebuild:
             crashed: whether the thread failed. A receive begins again only a few times then.
             final: fail everything instead, now and from now on.
         """
-        if final:
-            self.over = failure
         self.by, self.renew_by = None, None
         jobs = self._executor.jobs
         writing = any(job.machine.open for job in jobs.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io import interface, probe_memory, serving_agent
@@ -181,11 +181,6 @@ WARM_UP_SLOTS = 1024
 PROBE_SLOTS = 2
 
 
-class _Probe(NamedTuple):
-    run: ProbeRun
-    future: Future[ProbeResult]
-
-
 class Probing:
     """Runs the reads and answers those that asked for them.
 
@@ -217,7 +212,7 @@ class Probing:
         }
         self.runs: list[ProbeRun] = []
         self.waiting: dict[Future[ProbeResult], EngineMetadata] = {}
-        self._probe: _Probe | None = None  # the one under way
+        self._probe: ProbeRun | None = None  # the one under way
         self.over: Failure | None = None
 
     @property
@@ -295,7 +290,7 @@ class Probing:
         runs = list(self.runs)
         self.runs.clear()
         for run in runs:
-            if self._probe is not None and run is self._probe.run:
+            if run is self._probe:
                 run.report(failure)
             elif run.check:
                 run.report(failure if final else None)  # unknown; the next check shows it
@@ -312,7 +307,7 @@ class Probing:
         That is one probe, or the warm-up of a connection. Warm-ups run side by side: of a peer
         that is cut off, each lasts until it fails, and peers behind it would wait for all of them.
         """
-        if self._probe is not None and not self._probe.future.done():
+        if self._probe is not None and not self._probe.reported:
             return False
         for future, metadata in list(self.waiting.items()):
             if future.cancelled():
@@ -330,10 +325,9 @@ class Probing:
                 if failure is not None:
                     answer(future, ProbeResult(failure))
                 else:
-                    run = self._start(
+                    self._probe = self._start(
                         connection, serving_agent.PROBE_BYTES, self._answering(future)
                     )
-                    self._probe = _Probe(run, future)
             except Exception as error:  # noqa: BLE001 - one probe fails, whatever the cause
                 self.waiting.pop(future, None)
                 answer(future, _no_probe(f"{type(error).__name__}: {error}"))

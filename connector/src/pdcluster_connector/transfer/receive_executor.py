@@ -97,12 +97,8 @@ class ReceiveExecutor:
             job = self.jobs[order.request_id] = Job(order, machine)
             connection = self.connections.by_engine.get(order.ticket.engine_id)
             with self.guarded(job):  # the others start all the same
-                if self._agent_rebuild.over is not None:
-                    self.dispatch(job, Failed(self._agent_rebuild.over))
-                elif connection is not None and connection.stalled is not None:
-                    self.dispatch(job, Failed(connection.stalled))
-                else:
-                    self.dispatch(job, Signal.STARTED)
+                why = self.connections.probing.over or (connection and connection.stalled)
+                self.dispatch(job, Failed(why) if why else Signal.STARTED)
         self.pass_on(events)
 
     def pass_on(self, events: Iterable[tuple[str, Event]]) -> None:

@@ -131,12 +131,7 @@ class Receiver:
         results = ReceiveResults() if results is None else results
         while self._executor.ended:
             job = self._executor.ended[0]
-            try:
-                results.add(job.machine, job.nbytes)
-            except Exception as error:  # noqa: BLE001 - it would come back in every step
-                results.finished.add(job.request.request_id)
-                failure = Failure(Reason.BACKEND_ERROR, f"no result can be made: {error!r}")
-                results.failed[job.request.request_id] = failure
+            results.add(job.machine, job.nbytes)
             self._executor.ended.popleft()
         return results
 
