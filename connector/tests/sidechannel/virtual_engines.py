@@ -25,7 +25,7 @@ from pdcluster_connector import link_health
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.sidechannel import handshake, lease_client, peers, server, silence
-from pdcluster_connector.testing import engines
+from pdcluster_connector.testing import engines, in_memory_agent
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer import receiver
 
@@ -226,7 +226,7 @@ def install(monkeypatch: pytest.MonkeyPatch, network: Network, dice: random.Rand
             network.ended(self)
 
     clock = SimpleNamespace(monotonic=now, time=lambda: now() + LONG_AGO)
-    for module in (engines, peers, silence, lease_client, link_health, server):
+    for module in (engines, in_memory_agent, peers, silence, lease_client, link_health, server):
         monkeypatch.setattr(module, "time", clock)
     for module in (peers, lease_client, link_health):
         monkeypatch.setattr(module, "random", dice)
