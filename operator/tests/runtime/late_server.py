@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
@@ -80,7 +79,7 @@ class Port:
         refusal = why_not_applied(manifest, live)
         if refusal is not None and uid != (live["metadata"]["uid"] if live else ""):
             raise ApiError(refusal.reason, refusal.message)
-        answer = self.server.apply(copy.deepcopy(dict(manifest)))
+        answer = self.server.apply(dict(manifest))
         await self._remember(answer)
         return answer
 

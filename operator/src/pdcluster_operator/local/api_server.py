@@ -7,11 +7,12 @@ with preconditions; deletion of pods in two steps; garbage collection by owner U
 It has no schemas, defaults, admission or other field managers.
 """
 
-import copy
 import time
 import uuid
 from collections.abc import Callable
 from typing import Any
+
+from msgspec import json
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.runtime.interfaces import Conflict
@@ -21,6 +22,11 @@ Identity = tuple[str, str, str]
 Watcher = Callable[[str, Manifest], None]
 
 _SERVER_FIELDS = ("uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
+
+
+def copied(value: Any) -> Any:
+    """Return a copy, as JSON carries it; ``copy.deepcopy`` takes ten times as long."""
+    return json.decode(json.encode(value))
 
 
 class LocalApi:
@@ -35,16 +41,16 @@ class LocalApi:
         """Call ``watcher(ADDED|MODIFIED|DELETED, object)`` for each object, and each change."""
         self._watchers.append(watcher)
         for manifest in list(self._objects.values()):
-            watcher("ADDED", copy.deepcopy(manifest))
+            watcher("ADDED", copied(manifest))
 
     def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
         """One object, or None."""
-        return copy.deepcopy(self._objects.get((kind, namespace, name)))
+        return copied(self._objects.get((kind, namespace, name)))
 
     def list(self, kind: str, namespace: str | None = None) -> list[Manifest]:
         """All objects of a kind, ordered by name."""
         return [
-            copy.deepcopy(manifest)
+            copied(manifest)
             for identity, manifest in sorted(self._objects.items())
             if identity[0] == kind and namespace in (None, identity[1])
         ]
@@ -53,7 +59,7 @@ class LocalApi:
         """Create the object, or replace all of it but its status by ``desired``."""
         identity = _identity(desired)
         live = self._objects.get(identity)
-        content = {key: copy.deepcopy(value) for key, value in desired.items() if key != "status"}
+        content = {key: copied(value) for key, value in desired.items() if key != "status"}
         metadata = {
             key: value for key, value in content["metadata"].items() if key not in _SERVER_FIELDS
         }
@@ -70,7 +76,7 @@ class LocalApi:
         if "status" in live:
             content["status"] = live["status"]
         if content == live:
-            return copy.deepcopy(live)
+            return copied(live)
         if content.get("spec") != live.get("spec"):
             metadata["generation"] += 1
         return self._put(identity, content, "MODIFIED")
@@ -83,7 +89,7 @@ class LocalApi:
         if live is None or uid not in (None, live["metadata"]["uid"]):
             return False
         if live.get("status") != status:
-            self._put(_identity(live), {**live, "status": copy.deepcopy(status)}, "MODIFIED")
+            self._put(_identity(live), {**live, "status": copied(status)}, "MODIFIED")
         return True
 
     def delete(
@@ -132,7 +138,7 @@ class LocalApi:
         uids = {held["metadata"]["uid"] for held in self._objects.values()}
         if event == "ADDED" and owners and not owners & uids:
             self.delete(*identity)  # its owner was deleted in the meantime
-        return copy.deepcopy({**manifest, "metadata": metadata})
+        return copied({**manifest, "metadata": metadata})
 
     def _remove(self, live: Manifest) -> None:
         del self._objects[_identity(live)]
@@ -148,7 +154,7 @@ class LocalApi:
 
     def _notify(self, event: str, manifest: Manifest) -> None:
         for watcher in self._watchers:
-            watcher(event, copy.deepcopy(manifest))
+            watcher(event, copied(manifest))
 
 
 def _identity(manifest: Manifest) -> Identity:
