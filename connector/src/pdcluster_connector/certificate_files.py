@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from pdcluster_connector.protocol.engine_id import engine_name, role_name
 
@@ -79,6 +79,7 @@ class TlsError(Exception):
     """The files cannot be used. The message names the file and says what to do."""
 
 
+@dataclass(eq=False)
 class Watched(Generic[Made]):
     """What was made from files, and is made again when they change. Thread-safe.
 
@@ -90,22 +91,16 @@ class Watched(Generic[Made]):
         what: the files' name in the log.
     """
 
-    def __init__(
-        self,
-        files: Sequence[Path],
-        make: Callable[[], Made],
-        clock: Callable[[], float] = time.monotonic,
-        what: str = "TLS files",
-    ) -> None:
-        self._files = files
-        self._make = make
-        self._clock = clock
-        self._what = what
+    files: Sequence[Path]
+    make: Callable[[], Made]
+    clock: Callable[[], float] = time.monotonic
+    what: str = "TLS files"
+
+    def __post_init__(self) -> None:
         self._lock = threading.RLock()
-        self._used = _stamps(files)
-        self._refused = self._used
-        self._looked = clock()
-        self._made = make()
+        self._used = self._refused = _stamps(self.files)
+        self._looked = self.clock()
+        self._made = self.make()
 
     def present(self) -> Made:
         """Return what was made from the present files, as far as they can be used.
@@ -113,26 +108,26 @@ class Watched(Generic[Made]):
         The files are looked at every few seconds.
         """
         with self._lock:
-            now = self._clock()
+            now = self.clock()
             if not 0 <= now - self._looked < LOOK_SECONDS:  # a clock may be set back
                 self._looked = now
                 self._look()
             return self._made
 
     def _look(self) -> None:
-        stamps = _stamps(self._files)
+        stamps = _stamps(self.files)
         if stamps == self._used:
             return
         try:
-            self._made = self._make()
+            self._made = self.make()
         except (TlsError, ValueError) as error:
             if stamps != self._refused:  # once for each change; a certificate may become valid
                 self._refused = stamps
                 why = "the new %s cannot be used: %s. The old ones stay in use"
-                logger.warning(why, self._what, error)
+                logger.warning(why, self.what, error)
             return
         self._used = self._refused = stamps
-        logger.info("%s read again: %s", self._what, ", ".join(map(str, self._files)))
+        logger.info("%s read again: %s", self.what, ", ".join(map(str, self.files)))
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
@@ -196,21 +191,13 @@ def _stamps(files: Sequence[Path]) -> tuple[tuple[int, int], ...]:
     return tuple(stamps)
 
 
-@dataclass(frozen=True, slots=True)
-class _Contexts:
+class _Contexts(NamedTuple):
     server: ssl.SSLContext
     open_server: ssl.SSLContext
     client: ssl.SSLContext
 
-    @classmethod
-    def of(cls, files: TlsFiles) -> Self:
-        server, open_server = server_context(files), server_context(files)
-        open_server.verify_mode = ssl.CERT_OPTIONAL
-        return cls(server, open_server, client_context(files))
-
 
 _STEPS: Final = 10  # of a TLS handshake with oneself; three are enough
-_SniCallback = Callable[[ssl.SSLObject, str | None, ssl.SSLContext], None]
 
 
 class Tls:
@@ -224,6 +211,8 @@ class Tls:
     Attributes:
         expires: when the certificate in use expires, or an authority above it if that is
             earlier, in seconds since the epoch; None if certificates name hosts.
+        server: the context of servers: without a certificate, there is no connection.
+        open_server: the context of servers that judge each request: a client may have none.
 
     Raises:
         TlsError: the files cannot be used.
@@ -238,17 +227,13 @@ class Tls:
         self.expires: int | None = None
         self._contexts = Watched(files.paths, lambda: self._load_and_try(files), clock)
         # A server keeps the context that it was given; each connection moves on to the present one.
-        self._given = self._contexts.present()
-        self._given.server.sni_callback = self._move_to(lambda present: present.server)
-        self._given.open_server.sni_callback = self._move_to(lambda present: present.open_server)
+        self.server, self.open_server, _ = self._contexts.present()
+        # OpenSSL calls this when a connection begins, also without a name.
+        self.server.sni_callback = lambda connection, *_: self._move(connection, 0)
+        self.open_server.sni_callback = lambda connection, *_: self._move(connection, 1)
 
-    def server(self) -> ssl.SSLContext:
-        """Return the context of servers: without a certificate, there is no connection."""
-        return self._given.server
-
-    def open_server(self) -> ssl.SSLContext:
-        """Return the context of servers that judge each request: a client may have none."""
-        return self._given.open_server
+    def _move(self, connection: ssl.SSLObject, place: int) -> None:
+        connection.context = self._contexts.present()[place]
 
     def client(self) -> ssl.SSLContext:
         """Return the context of clients, which compare the server's name."""
@@ -264,14 +249,6 @@ class Tls:
             return None
         return role_name(engine_id) if self._by_role else engine_name(engine_id)
 
-    def _move_to(self, choose: Callable[[_Contexts], ssl.SSLContext]) -> _SniCallback:
-        """Return what OpenSSL calls when a connection begins, also without a name."""
-
-        def move(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
-            connection.context = choose(self._contexts.present())
-
-        return move
-
     def _load_and_try(self, files: TlsFiles) -> _Contexts:
         """Return new contexts; raise TlsError if peers would not accept them."""
         try:
@@ -279,7 +256,10 @@ class Tls:
         except ValueError as error:
             raise TlsError(f"engine_id: {error}") from None
         try:
-            contexts = _Contexts.of(files)
+            contexts = _Contexts(
+                server_context(files), server_context(files), client_context(files)
+            )
+            contexts.open_server.verify_mode = ssl.CERT_OPTIONAL
             if name is not None:
                 self.expires = _meet_oneself(contexts, name, files)
         except TlsError as error:
@@ -287,25 +267,17 @@ class Tls:
         return contexts
 
 
-def tls_of(files: TlsFiles | None, engine_id: str) -> Tls | None:
-    """Return the contexts of an engine; None for an engine without TLS. May raise TlsError."""
-    return None if files is None else Tls(files, engine_id)
-
-
-def tls_arguments(tls: Tls | None, engine_id: str) -> dict[str, Any]:
+def tls_arguments(tls: Tls | None, engine_id: str | None = None) -> dict[str, Any]:
     """Return the arguments of aiohttp with which a request reaches no server but ``engine_id``.
+
+    None: this engine's own pods.
 
     Raises:
         ValueError: no certificate can name this engine.
     """
     if tls is None:
         return {}
-    return {"ssl": tls.client(), "server_hostname": tls.server_name(engine_id)}
-
-
-def own_arguments(tls: Tls | None) -> dict[str, Any]:
-    """Return the arguments of aiohttp with which a request reaches only this engine's own pods."""
-    return {} if tls is None else tls_arguments(tls, tls.engine_id)
+    return {"ssl": tls.client(), "server_hostname": tls.server_name(engine_id or tls.engine_id)}
 
 
 def _meet_oneself(contexts: _Contexts, name: str, files: TlsFiles) -> int:
@@ -319,13 +291,12 @@ def _meet_oneself(contexts: _Contexts, name: str, files: TlsFiles) -> int:
         contexts.client.wrap_bio(to_client, to_server, server_hostname=name),
         contexts.server.wrap_bio(to_server, to_client, server_side=True),
     )
-    done: set[int] = set()
     for _ in range(_STEPS):
-        for number, end in enumerate(ends):
+        for end in ends:
             try:
                 end.do_handshake()
             except ssl.SSLWantReadError:
-                continue
+                pass
             except ssl.SSLError as error:
                 raise TlsError(
                     f"{files.certificate} does not serve this engine: "
@@ -333,16 +304,8 @@ def _meet_oneself(contexts: _Contexts, name: str, files: TlsFiles) -> int:
                     f"authority of {files.ca}, be valid today, be allowed for servers and clients, "
                     f"and have the DNS name {name}"
                 ) from None
-            done.add(number)
-        if len(done) == len(ends):
-            break
-    return _end_of_chain(ends[0])
-
-
-def _end_of_chain(end: ssl.SSLObject) -> int:
-    """Return when the first certificate of the other end's chain expires, up to its authority."""
-    _, *above = _verified_chain(end)
-    certificates = [end.getpeercert() or {}]
+    _, *above = _verified_chain(ends[0])
+    certificates = [ends[0].getpeercert() or {}]
     if above:
         authorities = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         authorities.load_verify_locations(cadata=b"".join(above))

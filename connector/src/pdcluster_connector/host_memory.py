@@ -20,7 +20,7 @@ def available_bytes(
     its use. File cache that can be dropped does not count as used: otherwise a container that has
     read a model once would seem full from then on. Reads cgroups v2, else v1.
     """
-    machine = _field(meminfo, "MemAvailable:") * 1024 or _UNLIMITED
+    machine = (_field(meminfo, "MemAvailable:") or 0) * 1024 or _UNLIMITED
     for folder, limit_file, used_file, cache in (
         (cgroup, "memory.max", "memory.current", "inactive_file"),
         (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
@@ -29,8 +29,10 @@ def available_bytes(
         if limit := _read(folder / limit_file).strip():
             if not limit.isdecimal():  # "max"
                 break
-            used = _number(folder / used_file) - _field(folder / "memory.stat", cache)
-            return min(machine, max(0, int(limit) - max(0, used)))
+            used = _read(folder / used_file).strip()
+            in_use = int(used) if used.isdecimal() else 0
+            in_use -= _field(folder / "memory.stat", cache) or 0
+            return min(machine, max(0, int(limit) - max(0, in_use)))
     return machine
 
 
@@ -45,7 +47,7 @@ def oom_kills(
     """
     counters = [*_own_counters(cgroup, own), cgroup / "memory.events"]
     counters += [cgroup / "memory" / "memory.oom_control", machine]
-    return next((_field(path, "oom_kill") for path in counters if _has(path, "oom_kill")), 0)
+    return next((n for path in counters if (n := _field(path, "oom_kill")) is not None), 0)
 
 
 def _own_counters(cgroup: Path, own: Path) -> list[Path]:
@@ -61,21 +63,12 @@ def _own_counters(cgroup: Path, own: Path) -> list[Path]:
     return found
 
 
-def _has(path: Path, name: str) -> bool:
-    return any(line.startswith(f"{name} ") for line in _read(path).splitlines())
-
-
-def _number(path: Path) -> int:
-    text = _read(path).strip()
-    return int(text) if text.isdecimal() else 0
-
-
-def _field(path: Path, name: str) -> int:
+def _field(path: Path, name: str) -> int | None:
     for line in _read(path).splitlines():
         words = line.split()
         if len(words) >= 2 and words[0] == name and words[1].isdecimal():
             return int(words[1])
-    return 0
+    return None
 
 
 def _read(path: Path) -> str:

@@ -46,7 +46,7 @@ from pdcluster_connector.launcher.interface import LauncherServer, metrics_page
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.launcher.router_gate import Gate
 from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, EngineId
-from pdcluster_connector.protocol.lease import Standing
+from pdcluster_connector.protocol.messages import Standing
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from pdcluster_connector.launcher import installed_versions
-from pdcluster_connector.launcher.host import visible_gpus
+from pdcluster_connector.launcher.installed_versions import visible_gpus
 
 HEAVY = {"vllm", "torch", "nixl", "aiohttp"}
 
@@ -58,7 +58,7 @@ def test_a_machine_without_the_driver():
 
 def test_the_whole_document_without_a_heavy_import():
     code = (
-        "import runpy, sys; runpy.run_module('pdcluster_connector.launcher.host', "
+        "import runpy, sys; runpy.run_module('pdcluster_connector.launcher.installed_versions', "
         "run_name='__main__'); "
         f"assert not {HEAVY!r} & set(sys.modules), sys.modules.keys()"
     )

@@ -22,9 +22,9 @@ from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.interface import LauncherServer
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.launcher.multi_node import Followers, Leader
-from pdcluster_connector.link_health import LauncherClient
 from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, EngineId, engine_name, role_name
 from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.vllm.worker_side.link_keeper import LauncherClient
 
 ENGINE = EngineId("ns.c.decode.r.0", "00000000000000dd")
 NEIGHBOUR = "ns.c.decode.r.1/00000000000000ee"

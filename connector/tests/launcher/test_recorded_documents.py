@@ -99,6 +99,6 @@ async def test_a_prefill_launcher_answers_as_it_was_recorded(
     async with TestClient(TestServer(server.application())) as client:
         links = await (await client.get("/v1/links")).json()
         assert links == RECORDED["GET /v1/links of a prefill engine"]
-        monkeypatch.setattr(server, "_tls", SimpleNamespace(expires=1_800_000_000.0))
+        monkeypatch.setattr(server, "tls", SimpleNamespace(expires=1_800_000_000.0))
         state = await (await client.get("/readyz")).json()
         assert state == RECORDED["GET /readyz of an engine that failed"]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.prompt_outcomes import (
     LocalReason,
     Outcome,
     is_fault,
-    label_of,
     was_due,
 )
 
@@ -22,19 +19,3 @@ def test_a_prompt_is_no_fault_for_four_reasons_and_only_if_no_transfer_was_tried
     assert {name for name in names if not is_fault("local", name)} == NO_FAULT
     for outcome in (Outcome.TRANSFERRED, Outcome.RECOMPUTED, Outcome.FAILED):
         assert all(was_due(outcome, name) for name in names)
-
-
-@pytest.mark.parametrize(
-    ("outcome", "reason", "label"),
-    [
-        ("transferred", "", ""),
-        ("transferred", "LeaseExpired", ""),
-        ("local", "NoTicket", "NoTicket"),
-        ("recomputed", "LeaseExpired", "LeaseExpired"),
-        ("failed", "what a newer engine says", "Other"),
-        ("local", "", "Other"),
-    ],
-)
-def test_a_label_is_one_of_a_few(outcome: str, reason: str, label: str) -> None:
-    """A text of a peer would otherwise make a time series of its own."""
-    assert label_of(outcome, reason) == label

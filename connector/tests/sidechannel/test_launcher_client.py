@@ -14,9 +14,7 @@ from aiohttp import web
 from loopback_engines import HeldQuestions, probed, until
 from msgspec.structs import replace
 
-from pdcluster_connector import link_health
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.link_health import LauncherClient
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol import launcher_documents as links, messages as m
 from pdcluster_connector.protocol.failure import Failure
@@ -25,6 +23,8 @@ from pdcluster_connector.sidechannel import peers, server as server_module
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.server import SideChannelError, SideChannelServer
+from pdcluster_connector.vllm.worker_side import link_keeper
+from pdcluster_connector.vllm.worker_side.link_keeper import LauncherClient
 
 Serve = Callable[..., SideChannelServer]
 ENGINE = "ns.c.prefill.r.0"
@@ -187,7 +187,7 @@ def test_a_clock_that_is_wrong_is_reported_with_the_link(
     real = time.time
     clock = SimpleNamespace(time=lambda: real() + 61.0, monotonic=time.monotonic)
     monkeypatch.setattr(server_module, "time", clock)
-    monkeypatch.setattr(link_health, "REPORT_SECONDS", 0.1)
+    monkeypatch.setattr(link_keeper, "REPORT_SECONDS", 0.1)
     launcher.put(entry(serve(FIRST)))
     until(lambda: (link := launcher.link()) and link.clock_skew_seconds == 61.0)
     assert launcher.shows(LinkState.ESTABLISHED, FIRST)
@@ -223,7 +223,7 @@ def test_a_quick_restart_is_called_one(
     probe: Probe,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    questions = HeldQuestions(client._peers, monkeypatch)
+    questions = HeldQuestions(client.peers, monkeypatch)
     server = serve(FIRST)
     launcher.put(entry(server))
     until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
@@ -303,7 +303,7 @@ def test_a_link_that_the_receiver_drops_is_probed_again(
     launcher.put(entry(serve(FIRST)))
     until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
     probe.outcome = None  # until it was reported why the link was lost
-    client._peers.forget(FIRST, Failure(Reason.BACKEND_ERROR, "a transport error"))
+    client.peers.forget(FIRST, Failure(Reason.BACKEND_ERROR, "a transport error"))
     until(lambda: launcher.shows(LinkState.FAILED, FIRST, "BackendError"))
     until(lambda: probe.asked == [FIRST, FIRST])
     probe.go_on()
@@ -319,7 +319,7 @@ def test_an_established_link_is_looked_at_again_and_lost_when_nothing_comes_thro
     launcher: Launcher, probe: Probe, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The side channel answers all the time: only KV memory cannot be read any more."""
-    monkeypatch.setattr(link_health, "CHECK_SECONDS", (0.05, 0.1))
+    monkeypatch.setattr(link_keeper, "CHECK_SECONDS", (0.05, 0.1))
     launcher.put(entry(serve(FIRST)))
     until(lambda: len(probe.checked) >= 3)
     until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))  # a report comes a moment later

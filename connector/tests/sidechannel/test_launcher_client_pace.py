@@ -17,10 +17,10 @@ from aiohttp import web
 from msgspec.structs import replace
 
 import virtual_time
-from pdcluster_connector import link_health
-from pdcluster_connector.link_health import LauncherClient
 from pdcluster_connector.protocol import launcher_documents as links
 from pdcluster_connector.sidechannel.handshake import TryAgain
+from pdcluster_connector.vllm.worker_side import link_keeper
+from pdcluster_connector.vllm.worker_side.link_keeper import LauncherClient
 
 ENGINE = "ns.c.prefill.r."
 
@@ -159,7 +159,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     def session() -> aiohttp.ClientSession:
         return aiohttp.ClientSession(connector=aiohttp.UnixConnector(path))
 
-    monkeypatch.setattr(link_health.handshake, "client_session", session)
+    monkeypatch.setattr(link_keeper.handshake, "client_session", session)
 
     async def played(launcher: Launcher, story: Callable[[], Awaitable[None]]) -> None:
         runner = await launcher.serve(path)

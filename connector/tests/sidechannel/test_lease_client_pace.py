@@ -14,7 +14,7 @@ from own_loop import Here, now
 
 import virtual_time
 from pdcluster_connector.protocol import messages as m
-from pdcluster_connector.protocol.lease import Standing
+from pdcluster_connector.protocol.messages import Standing
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.sidechannel import lease_client
 from pdcluster_connector.sidechannel.lease_client import LeaseAnswer, LeaseClient

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from loopback_engines import DECODE, PREFILL, HeardServer, until
 
-from pdcluster_connector.protocol.lease import CLEARED, Standing
-from pdcluster_connector.protocol.messages import LeaseRequest
+from pdcluster_connector.protocol.messages import CLEARED, LeaseRequest, Standing
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.sidechannel.lease_client import BATCH, LeaseAnswer, LeaseClient
 from pdcluster_connector.sidechannel.lease_desk import LeaseChanges, LeaseDesk

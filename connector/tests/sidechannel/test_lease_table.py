@@ -8,8 +8,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pdcluster_connector.protocol.lease import CLEARED, SLOTS, Standing
-from pdcluster_connector.protocol.messages import LeaseRequest
+from pdcluster_connector.protocol.messages import CLEARED, SLOTS, LeaseRequest, Standing
 from pdcluster_connector.sidechannel import lease_desk
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 

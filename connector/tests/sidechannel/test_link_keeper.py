@@ -15,13 +15,13 @@ from loopback_engines import SHAPE, probed, shards_of
 from msgspec.structs import replace
 
 import virtual_time
-from pdcluster_connector import link_health
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol import launcher_documents as links, messages as m
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.launcher_documents import LinkState, RankLink
 from pdcluster_connector.sidechannel.handshake import TryAgain
+from pdcluster_connector.vllm.worker_side import link_keeper
 
 ENGINE = "ns.c.prefill.r.0"
 FIRST, SECOND = f"{ENGINE}/00000000000000aa", f"{ENGINE}/00000000000000bb"
@@ -127,7 +127,7 @@ Tell = Callable[..., Kept]
 @pytest.fixture
 def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
     """Run ``story`` beside a keeper, in a process that has made no link before."""
-    spec = importlib.util.find_spec(link_health.__name__)
+    spec = importlib.util.find_spec(link_keeper.__name__)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -16,13 +16,13 @@ from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.interface import LauncherServer
 from pdcluster_connector.launcher.links.link_table import LinkTable
-from pdcluster_connector.link_health import LauncherClient
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol.engine_id import EngineId
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.server import SideChannelServer
+from pdcluster_connector.vllm.worker_side.link_keeper import LauncherClient
 
 ENGINE = "ns.c.prefill.r.0"
 FIRST, SECOND = f"{ENGINE}/00000000000000aa", f"{ENGINE}/00000000000000bb"

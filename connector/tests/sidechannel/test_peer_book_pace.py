@@ -232,7 +232,7 @@ def watched(health: Health, *, often: bool = True, seconds: float = 100.0) -> Fa
         try:
             book = PeerBook(DECODE, SHAPE, (0, 0) if often else (0, 1))
             host, port = WHERE.split(":")
-            peer = KnownPeer(PREFILL, host, int(port))
+            peer = KnownPeer(PREFILL, (host, int(port)))
             monkeypatch = pytest.MonkeyPatch()
             monkeypatch.setattr(book, "_health", lambda _, seconds: health(seconds))
             return await asyncio.wait_for(book._why_gone(peer), timeout=seconds)
@@ -315,7 +315,7 @@ def skews(
         monkeypatch.setattr(peers.handshake, "ask_health", Clocks(*ahead).ask_health)
         book = PeerBook(DECODE, SHAPE, rank)
         book._session = object()
-        peer = book._peers[PREFILL] = KnownPeer(PREFILL, "10.0.0.1", 5600)
+        peer = book._peers[PREFILL] = KnownPeer(PREFILL, ("10.0.0.1", 5600))
         found = []
         for _ in ahead:
             await book._health(peer, 2.0)

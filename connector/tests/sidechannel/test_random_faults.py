@@ -32,7 +32,6 @@ from virtual_engines import (
 )
 
 import virtual_time
-from pdcluster_connector import link_health
 from pdcluster_connector.nixl_io.interface import NixlErrorKind
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol import launcher_documents as links, messages as m
@@ -48,6 +47,7 @@ from pdcluster_connector.testing.judge import Judge, Verdict
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer.options import ReceiverOptions
 from pdcluster_connector.transfer.planned_reads import FENCE_WORDS
+from pdcluster_connector.vllm.worker_side import link_keeper
 
 PREFILLS, DECODES = ("P1", "P2"), ("D1", "D2")
 LEASE = 1.0
@@ -168,7 +168,7 @@ class Course:
         def probe(metadata: m.EngineMetadata, *, check: bool = False) -> Future[ProbeResult]:
             return engine.receivers[rank].probe(metadata, check=check)
 
-        keeper = link_health.LinkKeeper(entry, 0, book, probe, lambda: None)
+        keeper = link_keeper.LinkKeeper(entry, 0, book, probe, lambda: None)
         book.listen(keeper.gone, silence=True)
         await keeper.keep(Session(engine.engine_id))  # type: ignore[arg-type]
 

@@ -14,10 +14,9 @@ import virtual_time
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.sidechannel import peers, silence
-from pdcluster_connector.sidechannel.handshake import TryAgain
+from pdcluster_connector.sidechannel import handshake, peers
+from pdcluster_connector.sidechannel.handshake import SILENT_SECONDS, TryAgain
 from pdcluster_connector.sidechannel.peers import ANSWER_SECONDS, PeerBook
-from pdcluster_connector.sidechannel.silence import SILENT_SECONDS
 
 ADDRESS = ("10.0.0.1", 5600)
 METADATA = m.EngineMetadata(3, PREFILL, SHAPE, shards_of(PREFILL))
@@ -94,7 +93,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
 
         async def run() -> None:
             network = Network(book)
-            for module in (peers, silence):
+            for module in (peers, handshake):
                 monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=now, time=now))
             monkeypatch.setattr(peers.handshake, "shake_hands", network.shake_hands)
             monkeypatch.setattr(peers.handshake, "ask_health", network.ask_health)
@@ -290,7 +289,7 @@ def test_a_silent_peer_that_is_gone_after_all_ends_what_waits(play: Play) -> Non
 def test_questions_of_engines_that_are_long_gone_are_forgotten(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(silence, "MOST_ADDRESSES", 10)
+    monkeypatch.setattr(handshake, "MOST_ADDRESSES", 10)
 
     async def story(network: Network) -> None:
         for number in range(1000):

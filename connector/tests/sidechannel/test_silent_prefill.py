@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -23,7 +24,6 @@ from transfer_rig import Prefill
 from turn_by_turn import CACHE, Bench
 
 import virtual_time
-from pdcluster_connector import link_health
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.plan.block_pairs import GroupBlocks
@@ -32,12 +32,13 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.launcher_documents import LinkState
 from pdcluster_connector.protocol.receive_order import ReceiveOrder
 from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.sidechannel import handshake, lease_client, lease_desk, peers, silence
+from pdcluster_connector.sidechannel import handshake, lease_client, lease_desk, peers
 from pdcluster_connector.testing.nixl import Behaviour, Transfer
 from pdcluster_connector.transfer.options import ReceiverOptions
 from pdcluster_connector.transfer.probing import BEHIND_KV_SECONDS
 from pdcluster_connector.transfer.receive_machine import Acknowledged, Failed, State
 from pdcluster_connector.vllm.scheduler_side.decode_leases import DecodeLeases
+from pdcluster_connector.vllm.worker_side import link_keeper
 
 PREFILL, DECODE = "ns.c.prefill.r.0/00000000000000aa", "ns.c.decode.r.0/00000000000000dd"
 LEASE = 60.0
@@ -66,10 +67,10 @@ class Network:
         return self.dice.uniform(*self.slowness)
 
     async def request(
-        self, _session: object, _method: str, path: str, *_peer: object, **how: Any
+        self, _session: object, _method: str, url: str, *_peer: object, **how: Any
     ) -> tuple[int, bytes]:
         answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
-        serving = asyncio.create_task(self._serve(path, how.get("body"), answer))
+        serving = asyncio.create_task(self._serve(urlsplit(url).path, how.get("data"), answer))
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)
         timeout: aiohttp.ClientTimeout = how["timeout"]
@@ -145,7 +146,7 @@ class Stage:
         """Keep a link to prefill, as with a launcher."""
 
         def probe(metadata: m.EngineMetadata, *, check: bool = False) -> Any:
-            future: Any = link_health.Future()
+            future: Any = link_keeper.Future()
             probing = self.bench.connections.probing
             (probing.check if check else probing.probe)(metadata, future)
             return future
@@ -154,7 +155,7 @@ class Stage:
             self.states.append((now(), keeper.report.state, keeper.report.message))
 
         entry = links.PeerEntry("ns.c.prefill.r.0", "127.0.0.1:5600", PREFILL)
-        keeper = link_health.LinkKeeper(entry, 0, self.book, probe, changed)
+        keeper = link_keeper.LinkKeeper(entry, 0, self.book, probe, changed)
         self.book.listen(keeper.gone, silence=True)
         await keeper.keep(SimpleNamespace())  # type: ignore[arg-type]
 
@@ -270,9 +271,9 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
 
         async def run() -> None:
             clock = SimpleNamespace(monotonic=now, time=now)
-            for module in (peers, silence, lease_client, link_health):
+            for module in (peers, handshake, lease_client, link_keeper):
                 monkeypatch.setattr(module, "time", clock)
-            for module in (peers, lease_client, link_health):
+            for module in (peers, lease_client, link_keeper):
                 monkeypatch.setattr(module, "random", random.Random(31))
             for client in (book, leases):
                 monkeypatch.setattr(client, "_thread", Here())
@@ -308,7 +309,7 @@ def judge(sent: list[Sent], began: float) -> int:
             continue
         failed += 1
         assert one.may_fail, f"it began at {one.began}: {one.failure}"
-        assert one.began - began >= silence.SILENT_SECONDS
+        assert one.began - began >= handshake.SILENT_SECONDS
         assert one.ended is not None
         assert one.ended - one.began <= SOON, one.failure
         named = {

@@ -247,7 +247,10 @@ async def test_metadata_and_refusals_are_judged(status: int) -> None:
             TryAgain(f"{WHERE} answered 200, which is not the answer of a side channel"),
         ),
         (TimeoutError(), TryAgain(f"{WHERE}: no answer in time", silent=True)),
-        (ValueError("no host"), TryAgain(f"{WHERE}: no host")),
+        (
+            ValueError("no host"),
+            Failure(Reason.SIDE_CHANNEL_UNREACHABLE, f"{WHERE} is not an address: no host"),
+        ),
     ],
     ids=["lives", "another status", "another server", "timeout", "no address"],
 )

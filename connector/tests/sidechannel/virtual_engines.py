@@ -16,18 +16,19 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 from own_loop import now
 
-from pdcluster_connector import link_health
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.sidechannel import handshake, lease_client, peers, server, silence
-from pdcluster_connector.testing import engines, in_memory_agent
+from pdcluster_connector.sidechannel import handshake, lease_client, loop_thread, peers, server
+from pdcluster_connector.testing import engines
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer import receiver
+from pdcluster_connector.vllm.worker_side import link_keeper
 
 LONG_AGO = 1e9  # when the machines' clocks began
 TURNS = 4  # of a transfer thread, one after the other, while something moves
@@ -133,14 +134,14 @@ class Network:
         changed.set()
 
     async def request(
-        self, session: Session, _: str, path: str, *peer: Any, **how: Any
+        self, session: Session, _: str, url: str, *_peer: Any, **how: Any
     ) -> tuple[int, bytes]:
         """Stands in for ``handshake.request``."""
         answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
-        _engine_id, _host, port, _tls = peer
+        to = urlsplit(url)
         timeout: aiohttp.ClientTimeout = how["timeout"]
         serving = asyncio.create_task(
-            self._serve(session.engine_id, port, path, how.get("body"), answer)
+            self._serve(session.engine_id, to.port or 0, to.path, how.get("data"), answer)
         )
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)
@@ -163,7 +164,7 @@ class Network:
         if asked is None:
             answer.set_exception(ConnectionRefusedError(errno.ECONNREFUSED, "refused"))
             return
-        await self._through(asks, asked._engine_id)
+        await self._through(asks, asked.engine_id)
         if asked is not self.servers.get(port):
             answer.set_exception(ConnectionResetError(errno.ECONNRESET, "reset"))
             return
@@ -173,7 +174,7 @@ class Network:
             reply = asked.lease(body or b"", None)
         else:
             reply = asked.handshake(body or b"", None)
-        await self._through(asked._engine_id, asks)
+        await self._through(asked.engine_id, asks)
         if not answer.done():
             assert isinstance(reply.body, bytes)
             answer.set_result((reply.status, reply.body))
@@ -226,12 +227,11 @@ def install(monkeypatch: pytest.MonkeyPatch, network: Network, dice: random.Rand
             network.ended(self)
 
     clock = SimpleNamespace(monotonic=now, time=lambda: now() + LONG_AGO)
-    for module in (engines, in_memory_agent, peers, silence, lease_client, link_health, server):
+    for module in (engines, peers, handshake, lease_client, link_keeper, server):
         monkeypatch.setattr(module, "time", clock)
-    for module in (peers, lease_client, link_health):
+    for module in (peers, lease_client, link_keeper):
         monkeypatch.setattr(module, "random", dice)
-    for module in (peers, lease_client):
-        monkeypatch.setattr(module, "LoopThread", Soon)
+    monkeypatch.setattr(loop_thread, "LoopThread", Soon)
     monkeypatch.setattr(engines, "secrets", SimpleNamespace(randbits=dice.getrandbits))
     monkeypatch.setattr(engines, "Receiver", partial(Turns, clock=now))
     monkeypatch.setattr(handshake, "request", network.request)
@@ -258,7 +258,7 @@ def end_decode(engine: engines.DecodeEngine) -> list[asyncio.Task[None]]:
     tasks = [outbox.task for outbox in engine._leases._outboxes.values()]
     for book in engine._peers:
         for peer in book._peers.values():
-            tasks += [peer.task, peer.question]
+            tasks.append(peer.task)
             for waiter in peer.waiters:
                 if waiter.timer is not None:
                     waiter.timer.cancel()

@@ -175,7 +175,7 @@ class World:
         books = [book for d in self.decodes.values() for book in d._peers]
         return {
             "agents": len(self.fabric.agents),
-            "registered ranges": self.fabric.registered_ranges(),
+            "registered ranges": sum(len(agent.ranges) for agent in self.fabric.agents.values()),
             "descriptor lists": self.fabric.open_dlists(),
             "handles": self.fabric.open_handles(),
             "loaded peers": sum(len(agent.peers) for agent in self.fabric.agents.values()),

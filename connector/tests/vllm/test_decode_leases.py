@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.protocol.lease import Standing
+from pdcluster_connector.protocol.messages import Standing
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.sidechannel.lease_client import LeaseAnswer
 from pdcluster_connector.vllm.scheduler_side import decode_leases

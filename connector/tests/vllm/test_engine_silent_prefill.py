@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from engine_pair import Pair, connector_config, nothing_held, prompt
 
 from models.tiny import model_path
-from pdcluster_connector.sidechannel.silence import SILENT_SECONDS
+from pdcluster_connector.sidechannel.handshake import SILENT_SECONDS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -106,7 +106,7 @@ def test_a_request_that_is_forgotten_has_no_lease_and_is_not_reported_as_sent() 
     prefill.role.scheduled(request())
     assert prefill.role.finished(request(), BLOCKS)[0]
     prefill.role.forget("r")
-    assert (prefill.desk.place("r"), prefill.role.leases_held) == (None, 0)
+    assert (prefill.desk.place("r"), prefill.role.leases.held) == (None, 0)
     sent, words = prefill.take()
     assert (sent, list(words.values())) == ([], [0])
     prefill.now += 2 * SECONDS

@@ -50,7 +50,7 @@ def test_prefill_makes_no_ticket_of_it_and_keeps_no_block(
     prefill.step()
     assert prefill.free_blocks() == before
     role = prefill.connector._scheduler.prefill
-    assert (role.leases_held, role._leases._armed) == (0, {})
+    assert (role.leases.held, role.leases._armed) == (0, {})
     # The same engine hands prompts of token ids off.
     assert prefill.prefill("p1", prompt(TOKENS))["ticket"]
 

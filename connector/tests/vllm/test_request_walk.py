@@ -34,7 +34,7 @@ def test_a_request_goes_the_way_of_the_walk(
 ) -> None:
     fabric, parked = Fabric(), threading.Event()
     monkeypatch.setattr(
-        "pdcluster_connector.vllm.worker_side.worker.NixlAgent",
+        "pdcluster_connector.vllm.worker_side.worker.nixl_agent.NixlAgent",
         lambda name, **_: fabric.agent(name),
     )
     with Calls("request") as calls:

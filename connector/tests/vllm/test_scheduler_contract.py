@@ -431,7 +431,7 @@ def test_keys_that_are_replaced_cost_no_transfer(engines: Any, tmp_path: Path) -
         file.write_text(old)
     pair = {role: engines(role, ticket_key_file=str(file)) for role, file in files.items()}
     prefill, decode = pair["producer"], pair["consumer"]
-    roles = {"producer": prefill.connector._scheduler.prefill._keys,
+    roles = {"producer": prefill.connector._scheduler.prefill.keys,
              "consumer": decode.connector._scheduler.decode._keys}  # fmt: skip
 
     def write(role: str, *keys: str, age: float = 0.0) -> None:
@@ -556,8 +556,8 @@ def test_an_aborted_prefill_holds_nothing(engines: Any) -> None:
     prefill.run(lambda: not prefill.scheduler.requests)
     assert prefill.free_blocks() == before
     role = prefill.connector._scheduler.prefill
-    assert role.leases_held == 0
-    assert role._leases._armed == {}
+    assert role.leases.held == 0
+    assert role.leases._armed == {}
     for _ in range(3):
         prefill.step()
     assert all(worker.sent == [] for worker in prefill.workers)

@@ -35,7 +35,7 @@ def ranks_of(engines: Any, role: str, **options: Any) -> list[ContractEngine]:
 
 def held(prefill: ContractEngine) -> int:
     assert prefill.connector._scheduler is not None
-    return prefill.connector._scheduler.prefill.leases_held
+    return prefill.connector._scheduler.prefill.leases.held
 
 
 def test_each_rank_has_a_side_channel_and_says_so_in_its_tickets(engines: Any) -> None:

@@ -39,8 +39,8 @@ def nothing_left(prefill: ContractEngine, decode: ContractEngine, blocks: int = 
         assert engine.total("step_faults") == {}
     assert prefill.free_blocks() == 63
     assert decode.free_blocks() == blocks
-    assert prefill.connector._scheduler.prefill._leases._armed == {}
-    assert prefill.connector._scheduler.prefill.leases_held == 0
+    assert prefill.connector._scheduler.prefill.leases._armed == {}
+    assert prefill.connector._scheduler.prefill.leases.held == 0
     role = decode.connector._scheduler.decode
     assert (role._requests, role._aborted, len(role._tickets.held)) == ({}, {}, 0)
 
@@ -114,13 +114,13 @@ def test_an_aborted_prefill_leaves_no_lease(engines: Any, asynchronous: bool) ->
         abort(prefill, f"p{steps}")
     # Those that were through already gave out a ticket; nobody comes for it.
     role = prefill.connector._scheduler.prefill
-    assert role.leases_held == len(prefill.finished) > 0
+    assert role.leases.held == len(prefill.finished) > 0
     for request_id in list(prefill.finished):
-        token, _ = role._leases.place(request_id)
-        role._leases.answer(LeaseRequest(prefill.engine_id, "d/1", ((request_id, token),)))
+        token, _ = role.leases.place(request_id)
+        role.leases.answer(LeaseRequest(prefill.engine_id, "d/1", ((request_id, token),)))
     prefill.run(lambda: not prefill.scheduler.requests)
     assert prefill.free_blocks() == 63
-    assert len(role._leases._armed) == role.leases_held == 0
+    assert len(role.leases._armed) == role.leases.held == 0
 
 
 def test_another_adapter_is_another_prompt(engines: Any) -> None:

@@ -194,8 +194,7 @@ def _defines(sources: Sources, module: str, name: str) -> bool:
         return False
     if sources.text(f"{module}.{name}") is not None:
         return True
-    kinds = (ast.ClassDef, ast.FunctionDef, ast.ImportFrom, ast.Name)
-    for node in sources.nodes(module, *kinds):
+    for node in sources.nodes(module):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return True
         if isinstance(node, ast.ImportFrom) and name in {a.asname or a.name for a in node.names}:
@@ -206,7 +205,7 @@ def _defines(sources: Sources, module: str, name: str) -> bool:
 
 
 def _class(sources: Sources, module: str, name: str) -> ast.ClassDef | None:
-    nodes = sources.nodes(module, ast.ClassDef)
+    nodes = sources.nodes(module)
     return next((n for n in nodes if isinstance(n, ast.ClassDef) and n.name == name), None)
 
 
@@ -264,7 +263,7 @@ def _calls(sources: Sources) -> Iterator[str]:
         text = sources.text(module) or ""
         if not any(hook in text for hook in ours):
             continue  # most modules name no hook, and parsing them all takes seconds
-        for node in sources.nodes(module, ast.Call):
+        for node in sources.nodes(module):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
             method = ours.get(node.func.attr)
@@ -323,16 +322,10 @@ def _attributes(sources: Sources, module: str, name: str) -> set[str]:
     node = _class(sources, module, name)
     if node is None:
         return set()
-    found = set(_own_attributes(node))
+    found = set()
     for base in node.bases:
         if isinstance(base, ast.Name):
             found |= _attributes(sources, module, base.id)
-    return found
-
-
-@cache
-def _own_attributes(node: ast.ClassDef) -> frozenset[str]:
-    found = set()
     for child in ast.walk(node):
         if isinstance(child, ast.FunctionDef):
             found.add(child.name)
@@ -340,4 +333,4 @@ def _own_attributes(node: ast.ClassDef) -> frozenset[str]:
             found.add(child.id)
         elif isinstance(child, ast.Attribute) and ast.unparse(child.value) == "self":
             found.add(child.attr)
-    return frozenset(found)
+    return found

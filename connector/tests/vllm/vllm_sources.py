@@ -57,14 +57,14 @@ class Sources:
             return self._changes[module]
         path = self.root.parent.joinpath(*module.split("."))
         for file in (path.with_suffix(".py"), path / "__init__.py"):
-            if (text := _text(file)) is not None:
-                return text
+            if file.is_file():
+                return file.read_text("utf-8")
         return None
 
-    def nodes(self, module: str, *kinds: type[ast.AST]) -> Sequence[ast.AST]:
-        """All nodes of these kinds in a module; none if there is no such module."""
+    def nodes(self, module: str) -> Sequence[ast.AST]:
+        """All nodes of a module's syntax tree; none if there is no such module."""
         text = self.text(module)
-        return () if text is None else _nodes(text, kinds)
+        return () if text is None else _nodes(text)
 
     def modules(self, *packages: str) -> Iterator[str]:
         """Names of all modules below some packages."""
@@ -76,15 +76,9 @@ class Sources:
 
 
 @functools.cache
-def _text(file: Path) -> str | None:
-    return file.read_text("utf-8") if file.is_file() else None
-
-
-@functools.cache
-def _nodes(text: str, kinds: tuple[type[ast.AST], ...] = (ast.AST,)) -> tuple[ast.AST, ...]:
+def _nodes(text: str) -> tuple[ast.AST, ...]:
     """Parsed and walked once: most tests look at the same texts."""
-    walked = ast.walk(ast.parse(text)) if kinds == (ast.AST,) else _nodes(text)
-    return tuple(node for node in walked if isinstance(node, kinds))
+    return tuple(ast.walk(ast.parse(text)))
 
 
 def installed() -> Sources:

@@ -221,7 +221,7 @@ def talk(server: Tls, authority: EngineAuthority, engine: str) -> tuple[str, ...
         app.router.add_get("/v1/changes", changes)
         runner = web.AppRunner(app)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=server.open_server())
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=server.open_server)
         await site.start()
         port = runner.addresses[0][1]
         try:
@@ -288,7 +288,7 @@ def shaken(client: Tls, server: Tls) -> bytes:
     name = server.server_name(server.engine_id)
     ends = (
         client.client().wrap_bio(to_client, to_server, server_hostname=name),
-        server.server().wrap_bio(to_server, to_client, server_side=True),
+        server.server.wrap_bio(to_server, to_client, server_side=True),
     )
     for _ in range(10):
         for end in ends:

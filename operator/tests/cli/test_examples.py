@@ -9,22 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from pdcluster_operator.adapters.connector_bundle import build_connector
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.resources import parse_quantity
 from pdcluster_operator.api.spec.types import Role
-from pdcluster_operator.cli import plan
 from pdcluster_operator.cli.main import main
-from pdcluster_operator.plan.types import ConnectorBundle
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 FILES = sorted(EXAMPLES.glob("*.yaml"))
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-
-
-@pytest.fixture(scope="module")
-def connector() -> ConnectorBundle:
-    return build_connector()
 
 
 def cluster_of(path: Path) -> dict[str, Any]:
@@ -116,12 +108,8 @@ def test_the_index_lists_every_file() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_printed_manifests_hold_no_yaml_aliases(
-    path: Path,
-    connector: ConnectorBundle,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan, "build_connector", lambda: connector)
     main(["plan", str(path), "--output", "yaml"])
     text = capsys.readouterr().out
     assert "kind: StatefulSet" in text

@@ -15,7 +15,7 @@ from pdcluster_connector.protocol.launcher_documents import (
     LinksReport,
     PromptsReport,
 )
-from pdcluster_connector.protocol.prompt_outcomes import NOT_DUE, OTHER, LocalReason
+from pdcluster_connector.protocol.prompt_outcomes import NOT_DUE, LocalReason
 from pdcluster_operator.plan.status.conditions import local_share
 
 
@@ -166,7 +166,7 @@ def test_an_engine_that_has_not_counted_yet_changes_nothing():
     assert judged(world) == "True", "a launcher of the version before knows nothing of it"
 
 
-CAUSES = [*LocalReason, *Reason, OTHER, "NewReason"]
+CAUSES = [*LocalReason, *Reason, "NewReason"]
 
 
 @pytest.mark.parametrize("cause", [str(cause) for cause in CAUSES if cause not in NOT_DUE])

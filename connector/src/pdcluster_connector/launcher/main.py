@@ -43,11 +43,11 @@ def _run(options: Options, command: EngineCommand) -> int:
     import asyncio
 
     from pdcluster_connector import listening
-    from pdcluster_connector.certificate_files import TlsError, tls_of
+    from pdcluster_connector.certificate_files import Tls, TlsError
     from pdcluster_connector.launcher.supervisor import Supervisor
 
     try:
-        tls = tls_of(command.tls, options.engine.engine)
+        tls = Tls(command.tls, options.engine.engine) if command.tls else None
     except TlsError as error:
         _last_words(options.termination_log, str(error))
         return EX_CONFIG

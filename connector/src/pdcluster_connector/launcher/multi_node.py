@@ -11,14 +11,15 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import aiohttp
 import msgspec
 from msgspec import Meta, Struct
 
-from pdcluster_connector.certificate_files import Tls, own_arguments
+from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.launcher.engine.engine_api import OWN_FAULTS
+from pdcluster_connector.sidechannel import handshake
 
 ASK_EVERY: Final = 1.0
 SILENCE: Final = 20.0
@@ -79,6 +80,7 @@ class Followers:
         return None
 
 
+@dataclass(eq=False)
 class Leader:
     """The leader's launcher, as a follower sees it.
 
@@ -93,19 +95,15 @@ class Leader:
         leaving: set once this follower was told to stop.
     """
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        address: str,
-        rank: int,
-        start: str,
-        tls: Tls | None = None,
-    ) -> None:
-        self._session = session
-        self.address = address
-        self.leaving = False
-        self._tls = tls
-        self._parameters = {"rank": str(rank), "start": start}
+    session: aiohttp.ClientSession
+    address: str
+    rank: int
+    start: str
+    tls: Tls | None = None
+    leaving: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._parameters = {"rank": str(self.rank), "start": self.start}
 
     async def meet(self, waiting: Callable[[str], None]) -> Rendezvous:
         """Ask until the leader answers; calls ``waiting`` with the reason while it does not."""
@@ -141,24 +139,19 @@ class Leader:
         address = f"{self.address}/v1/rendezvous"
         timeout = aiohttp.ClientTimeout(total=5.0)
         parameters = {**self._parameters, **({"leaving": "1"} if self.leaving else {})}
+        ask: Any = {"params": parameters, "timeout": timeout, "limit": _MAX_ANSWER}
         try:
-            async with self._session.get(
-                address,
-                params=parameters,
-                timeout=timeout,
-                allow_redirects=False,
-                **own_arguments(self._tls),
-            ) as answer:
-                data = await answer.content.read(_MAX_ANSWER)
-                if answer.status != 200:
-                    said = data[:200].decode(errors="replace")
-                    raise _NoAnswerError(f"{address} answered {answer.status}: {said}")
+            status, data = await handshake.request(self.session, "GET", address, self.tls, **ask)
         except aiohttp.ClientConnectorError as error:
             why = f"{address} does not answer: {error}"
             raise _NoAnswerError(why, passing=error.errno in OWN_FAULTS) from None
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             why = f"{address} does not answer: {error or 'too slow'}"
             raise _NoAnswerError(why, passing=True) from None
+        if status != 200:
+            raise _NoAnswerError(
+                f"{address} answered {status}: {data[:200].decode(errors='replace')}"
+            )
         try:
             return msgspec.json.decode(data, type=Rendezvous)
         except msgspec.DecodeError as error:

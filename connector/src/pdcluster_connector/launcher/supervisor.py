@@ -20,21 +20,16 @@ from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.host_memory import oom_kills
 from pdcluster_connector.launcher import say
 from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
-from pdcluster_connector.launcher.engine import engine_api
-from pdcluster_connector.launcher.engine.engine_process import EngineProcess, engine_environment
+from pdcluster_connector.launcher.engine import engine_api, engine_process, prompt_window
 from pdcluster_connector.launcher.engine.last_words import MAX_LINE, MAX_LINES, choose, death
-from pdcluster_connector.launcher.engine.prompt_window import PromptWindow, count_prompts
 from pdcluster_connector.launcher.engine.readiness import Readiness, reachable
 from pdcluster_connector.launcher.inside_vllm import DOOR_VARIABLE, DoorFile
 from pdcluster_connector.launcher.interface import LauncherServer, metrics_page
-from pdcluster_connector.launcher.links import canary
-from pdcluster_connector.launcher.links.link_table import LinkTable
+from pdcluster_connector.launcher.links import canary, link_table
 from pdcluster_connector.launcher.multi_node import ASK_EVERY, Followers, Leader, Rendezvous
 from pdcluster_connector.launcher.options import Options
-from pdcluster_connector.protocol import api_key
-from pdcluster_connector.protocol.engine_id import parse_engine_id
+from pdcluster_connector.protocol import api_key, engine_id, kv_path
 from pdcluster_connector.protocol.host_port import url
-from pdcluster_connector.protocol.kv_path import key_of
 
 _LOADING_POLL: Final = 0.25
 _SERVING_POLL: Final = 1.0
@@ -62,7 +57,7 @@ async def watch_health(api: engine_api.EngineApi, readiness: Readiness) -> None:
 
 
 async def keep_counting(
-    api: engine_api.EngineApi, readiness: Readiness, window: PromptWindow
+    api: engine_api.EngineApi, readiness: Readiness, window: prompt_window.PromptWindow
 ) -> None:
     """Keep the counts of prompts in ``window`` up to date. Runs until cancelled."""
     while True:
@@ -70,7 +65,7 @@ async def keep_counting(
             # An engine that does not answer is the health check's matter.
             with contextlib.suppress(*engine_api.NO_ANSWER):
                 metrics = (await api.metrics()).decode(errors="replace")
-                window.add(count_prompts(metrics), time.monotonic())
+                window.add(prompt_window.count_prompts(metrics), time.monotonic())
         await asyncio.sleep(_LOADING_POLL if readiness.loading else _PROMPTS_POLL)
 
 
@@ -98,13 +93,13 @@ class Supervisor:
         self._package = package
         self._tls = tls
         self._readiness = Readiness(options.engine, options.role, command, versions)
-        self._links = LinkTable((command.pipeline, command.tensor), command.data)
-        self._prompts = PromptWindow() if options.role == "decode" else None
+        self._links = link_table.LinkTable((command.pipeline, command.tensor), command.data)
+        self._prompts = prompt_window.PromptWindow() if options.role == "decode" else None
         self._token = secrets.token_urlsafe(24)
         self._key = os.environ.get(api_key.VARIABLE)
         self._followers = Followers(command.nodes)
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
-        self._engine = EngineProcess(self._on_line)
+        self._engine = engine_process.EngineProcess(self._on_line)
         self._door = DoorFile()
         self._api: engine_api.EngineApi
         self._living: asyncio.Task[int]
@@ -180,7 +175,7 @@ class Supervisor:
                     lambda: canary.prompt(
                         self._command.block_tokens, self._command.max_tokens, vocabulary
                     ),
-                    key_of(self._token),
+                    kv_path.key_of(self._token),
                     self._key,
                 )
                 self._spawn(
@@ -205,7 +200,7 @@ class Supervisor:
 
     def _start_engine(self, command: EngineCommand, control: str, token: str) -> None:
         arguments = [sys.executable, "-m", self._options.runner, *command.arguments]
-        environment = engine_environment(self._package, control, token)
+        environment = engine_process.engine_environment(self._package, control, token)
         self._engine.start(arguments, environment | {DOOR_VARIABLE: str(self._door.path)})
 
     # Several nodes.
@@ -215,7 +210,7 @@ class Supervisor:
         address = url(self._command.leader, self._options.port, secured=self._tls is not None)
         leader = Leader(session, address, self._command.node_rank, secrets.token_hex(8), self._tls)
         met = await leader.meet(self._readiness.waiting)
-        self._readiness.engine = parse_engine_id(met.engine_id)
+        self._readiness.engine = engine_id.parse_engine_id(met.engine_id)
         command = engine_command(
             self._options.vllm, engine_id=met.engine_id, role=self._options.role
         )

@@ -33,7 +33,7 @@ from pdcluster_connector.nixl_io.interface import AgentInterface, NixlError
 from pdcluster_connector.nixl_io.probe_memory import HostMemory, ProbeMemory
 from pdcluster_connector.plan import descriptors, geometry, slices
 from pdcluster_connector.plan.geometry import MemoryRange
-from pdcluster_connector.protocol import lease, messages
+from pdcluster_connector.protocol import messages
 
 WARM_UP_BYTES = 4096
 PROBE_BYTES = 8 * 1024 * 1024
@@ -48,7 +48,7 @@ def one_row(address: int, length: int, device: int = 0, count: int = 1) -> descr
 class LeaseWordTable:
     """Host memory with one 64-bit word a slot; 0 in a slot without a lease."""
 
-    def __init__(self, slots: int = lease.SLOTS) -> None:
+    def __init__(self, slots: int = messages.SLOTS) -> None:
         self._words = np.zeros(slots, np.uint64)
 
     @property
@@ -63,7 +63,7 @@ class LeaseWordTable:
 
     def clear(self) -> None:
         """End every lease: this engine stops."""
-        self._words[:] = lease.CLEARED
+        self._words[:] = messages.CLEARED
 
 
 class ServingAgent:

@@ -111,10 +111,13 @@ def _seam(
         last = most - (most - phase) % stride
         before += [seam for i in range(_TRIES) if (seam := last - i * stride) > after]
         behind += [seam for i in range(1, _TRIES) if (seam := last + i * stride) < stop]
-    before.sort(reverse=True)
-    between_pages = [seam for seam in before if seam % PAGE_BYTES == 0]
-    seams_to_try = [*between_pages, *before, *sorted(behind)]
-    return next((seam for seam in seams_to_try if not any(r.holds(seam) for r in runs)), None)
+    clear = [
+        seam for seam in sorted(before, reverse=True) if not any(run.holds(seam) for run in runs)
+    ]
+    between_pages = [seam for seam in clear if seam % PAGE_BYTES == 0]
+    if clear:
+        return (between_pages or clear)[0]
+    return next((seam for seam in sorted(behind) if not any(r.holds(seam) for r in runs)), None)
 
 
 def seams(spans: Iterable[Span]) -> tuple[int, ...]:

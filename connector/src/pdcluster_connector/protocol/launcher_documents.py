@@ -26,9 +26,12 @@ from msgspec.structs import force_setattr
 
 from pdcluster_connector.compat.shape import Identifier, ParallelSize
 from pdcluster_connector.plan.rank_pairs import node_of_data_rank
-from pdcluster_connector.protocol.field_by_field import reader_of
-from pdcluster_connector.protocol.host_port import split_address
+from pdcluster_connector.protocol import field_by_field, host_port
 from pdcluster_connector.protocol.messages import Malformed, Rank, RankNumber, Text, bounded
+
+# Where an engine's workers report to, and with which bearer token: variables of its environment.
+URL_VARIABLE = "PDCLUSTER_CONTROL_URL"
+TOKEN_VARIABLE = "PDCLUSTER_CONTROL_TOKEN"  # noqa: S105 - a variable's name
 
 MAX_DOCUMENT_BYTES = 1024 * 1024
 """For documents that the launcher reads."""
@@ -114,7 +117,7 @@ class PeerEntry(Struct, frozen=True):
 
     def address(self, data_rank: int) -> tuple[str, int]:
         """Return (host, port) of a data-parallel rank's side channel; the entry was decoded."""
-        host, port = split_address(self.side_channel) or ("", 0)
+        host, port = host_port.split_address(self.side_channel) or ("", 0)
         hosts = (host, *self.follower_hosts)
         node = node_of_data_rank(data_rank, self.data_parallel_size, len(hosts))
         return hosts[node], port + data_rank
@@ -324,7 +327,7 @@ PARTS: Final[dict[tuple[type[Struct], str], type[Struct]]] = {
 }
 
 
-_CHANGES = reader_of(ChangesReport, PARTS, MAX_LINKS)
+_CHANGES = field_by_field.reader_of(ChangesReport, PARTS, MAX_LINKS)
 
 
 def encode_json(message: Struct) -> bytes:
@@ -359,7 +362,7 @@ def decode_peers(raw: bytes) -> PeersDocument | Malformed:
 
 def _wrong(entry: PeerEntry) -> str:
     """Return why a data-parallel rank of a peer has no address; empty if each rank has one."""
-    address = split_address(entry.side_channel)
+    address = host_port.split_address(entry.side_channel)
     if address is None:
         return f"side_channel {entry.side_channel!r} is not host:port"
     size, nodes = entry.data_parallel_size, 1 + len(entry.follower_hosts)

@@ -8,15 +8,15 @@ skipped, so a newer peer may add fields.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
-from typing import Annotated, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from pdcluster_connector.compat.shape import Address, Count, EngineShape, Identifier
 from pdcluster_connector.plan import geometry
-from pdcluster_connector.protocol.lease import LEASE_SECONDS
 
 PROTOCOL_OLDEST = 3  # since 3: signed tickets, lease words and claims; there is no way without
 PROTOCOL_NEWEST = 3
@@ -26,6 +26,10 @@ MAX_REPLY_BYTES = 64 * 1024 * 1024
 MAX_HEALTH_BYTES = 4096
 MAX_REGIONS_PER_ENGINE = 100_000
 MAX_SEAMS = 65_536
+
+LEASE_SECONDS: Final = 60.0  # the default of the option `lease_seconds` and of spec.transfer
+SLOTS: Final = 16_384  # lease words of a rank: 128 KiB
+CLEARED: Final = 0  # the word of a slot without a lease; never a token
 
 Text = Annotated[str, Meta(max_length=4096)]
 RankNumber = Annotated[int, Meta(ge=0, le=4095)]
@@ -97,6 +101,15 @@ class HandshakeRequest(Struct, frozen=True):
     engine_id: Identifier
     shape: EngineShape
     rank: Rank = (0, 0)  # not read; 0.1.0 refuses a request without it
+
+
+class Standing(StrEnum):
+    """How a lease stands for the decode engine that asks. It is not sent."""
+
+    HELD = "held"
+    GONE = "gone"
+    EXPIRED = "expired"
+    CLAIMED = "claimed"  # by another decode engine
 
 
 class LeaseRequest(Struct, frozen=True):

@@ -16,10 +16,7 @@ cannot know the purpose. Whoever runs such a router allows the share that they e
 from enum import StrEnum
 from typing import Final
 
-from pdcluster_connector.compat.reasons import Reason
-
 PROMPTS_METRIC: Final = "pdcluster_kv_prompts_total"
-OTHER: Final = "Other"
 
 # The option `local_tokens_per_step`, and the spec's field: its default and its largest value.
 TOKENS_PER_STEP: Final = 512
@@ -56,7 +53,6 @@ NOT_DUE: Final = frozenset(
         LocalReason.SHORT_PROMPT,
     }
 )
-_KNOWN: Final = frozenset((*(r.value for r in Reason), *(r.value for r in LocalReason)))
 
 
 def was_due(outcome: str, reason: str) -> bool:
@@ -67,10 +63,3 @@ def was_due(outcome: str, reason: str) -> bool:
 def is_fault(outcome: str, reason: str) -> bool:
     """Return whether decode computed a prompt that prefill should have brought."""
     return outcome in (Outcome.LOCAL, Outcome.RECOMPUTED) and was_due(outcome, reason)
-
-
-def label_of(outcome: str, reason: str) -> str:
-    """Return the value of the metric's label ``reason``: one of a few, empty after a transfer."""
-    if outcome == Outcome.TRANSFERRED:
-        return ""
-    return reason if reason in _KNOWN else OTHER

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import Count, Identifier, ParallelSize
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.lease import LEASE_SECONDS
-from pdcluster_connector.protocol.messages import Malformed, Token, bounded
+from pdcluster_connector.protocol.messages import LEASE_SECONDS, Malformed, Token, bounded
 
 MAX_BLOCKS: Final = 2**20  # in one group, and in all groups of a ticket
 LOWEST: Final = -1  # nothing is held at this position
@@ -306,7 +305,15 @@ def decode(text: str, keys: TicketKeys | None, audience: str = "") -> Ticket | F
 
 def _verified(text: str, keys: TicketKeys | None) -> bytes | Failure:
     """Return the body that one of ``keys`` has signed."""
-    envelope = _envelope(text)
+    if len(text) > MAX_TICKET_BYTES:
+        why = f"a ticket of {len(text)} bytes, more than {MAX_TICKET_BYTES}"
+        return Failure(Reason.TICKET_INVALID, why)
+    try:
+        raw = a2b_base64(text, strict_mode=True)
+    except ValueError as error:  # not ASCII, or not base64
+        why = f"a ticket that is not base64: {str(error)[:200]}"
+        return Failure(Reason.TICKET_INVALID, why)
+    envelope = bounded(raw, MAX_TICKET_BYTES, _ENVELOPE.decode)
     if isinstance(envelope, Malformed):
         return Failure(Reason.TICKET_INVALID, envelope.message)
     if envelope.format != FORMAT:
@@ -318,16 +325,6 @@ def _verified(text: str, keys: TicketKeys | None) -> bytes | Failure:
     if keys is not None and not keys.verify(envelope.body, envelope.signature):
         return _stranger(envelope)
     return envelope.body
-
-
-def _envelope(text: str) -> _Envelope | Malformed:
-    if len(text) > MAX_TICKET_BYTES:
-        return Malformed(f"a ticket of {len(text)} bytes, more than {MAX_TICKET_BYTES}")
-    try:
-        raw = a2b_base64(text, strict_mode=True)
-    except ValueError as error:  # not ASCII, or not base64
-        return Malformed(f"a ticket that is not base64: {str(error)[:200]}")
-    return bounded(raw, MAX_TICKET_BYTES, _ENVELOPE.decode)
 
 
 def _stranger(envelope: _Envelope) -> Failure:

@@ -8,10 +8,11 @@ another connector version, or the connector misread a cache.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 
 from pdcluster_connector.compat.findings import Finding, Verdict
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind, LayerShape
+from pdcluster_connector.compat.shape import EngineShape, LayerKind, LayerShape
 from pdcluster_connector.plan.geometry import Region, region_fault
 from pdcluster_connector.plan.rank_pairs import head_interval
 from pdcluster_connector.protocol.messages import EngineMetadata, ShardMetadata
@@ -32,7 +33,16 @@ def contradictions(metadata: EngineMetadata) -> Iterator[Finding]:
         yield from _in_shape(metadata.shape)
         yield from _in_regions(metadata)
     for shard in metadata.shards:
-        yield from _memory(shard)
+        faults = ((region.layer, region_fault(region)) for region in shard.regions)
+        layer, why = next((fault for fault in faults if fault[1]), ("", ""))
+        if why:
+            yield _contradiction(
+                Reason.LAYOUT_UNSUPPORTED,
+                "regions",
+                layer,
+                f"layer {layer} of rank {shard.rank}: {why}",
+                "Report it: the connector of that engine described memory that cannot exist.",
+            )
 
 
 def _shards(metadata: EngineMetadata) -> Iterator[Finding]:
@@ -92,19 +102,6 @@ def _layers(metadata: EngineMetadata) -> Iterator[Finding]:
         )
 
 
-def _memory(shard: ShardMetadata) -> Iterator[Finding]:
-    wrong = next(((region, why) for region in shard.regions if (why := region_fault(region))), None)
-    if wrong is not None:
-        region, why = wrong
-        yield _contradiction(
-            Reason.LAYOUT_UNSUPPORTED,
-            "regions",
-            region.layer,
-            f"layer {region.layer} of rank {shard.rank}: {why}",
-            "Report it: the connector of that engine described memory that cannot exist.",
-        )
-
-
 def _in_shape(shape: EngineShape) -> Iterator[Finding]:
     """Yield where the shape contradicts itself."""
     for number, group in enumerate(shape.groups or ()):
@@ -155,7 +152,8 @@ def _layer(
     if not stated and total != layer.token_bytes:
         both = f"{layer.token_bytes} bytes a token and head", f"regions of {total}"
         yield _differs("token_bytes", where, *both)
-    group = _group(shape, layer)
+    groups = shape.groups or ()
+    group = groups[layer.group] if layer.group < len(groups) else None
     for region in regions:
         heads, size = stated.get(region.part, (layer.kv_heads, region.token_bytes))
         if region.token_bytes != size:
@@ -165,25 +163,12 @@ def _layer(
         if group is not None and region.block_tokens != group.kernel_tokens:
             both = f"kernel blocks of {group.kernel_tokens}", f"{region.block_tokens} tokens"
             yield _differs("block_tokens", where, *both)
-        yield from _heads(shard, where, heads, region, shape)
-
-
-def _heads(
-    shard: ShardMetadata, where: str, heads: int, region: Region, shape: EngineShape
-) -> Iterator[Finding]:
-    held = (region.head_start, region.head_stop)
-    try:
-        expected = head_interval(heads, shape.tensor, shard.rank[1])
-    except ValueError:
-        return  # a rule of compat or the check of the ranks refuses it
-    if held != expected:
-        share = f"{heads} heads over {shape.tensor} ranks, here {list(expected)}"
-        yield _differs("heads", where, share, f"{list(held)}")
-
-
-def _group(shape: EngineShape, layer: LayerShape) -> GroupShape | None:
-    groups = shape.groups or ()
-    return groups[layer.group] if layer.group < len(groups) else None
+        held = (region.head_start, region.head_stop)
+        with suppress(ValueError):  # a rule of compat or the check of the ranks refuses it
+            expected = head_interval(heads, shape.tensor, shard.rank[1])
+            if held != expected:
+                share = f"{heads} heads over {shape.tensor} ranks, here {list(expected)}"
+                yield _differs("heads", where, share, f"{list(held)}")
 
 
 def _differs(field: str, where: str, stated: str, found: str) -> Finding:

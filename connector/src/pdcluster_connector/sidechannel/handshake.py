@@ -1,4 +1,4 @@
-"""One handshake attempt, and one look at a peer's health, as a client.
+"""What a peer is asked: one handshake, or once whether it lives; and how long it is silent.
 
 Outcomes are values: metadata, a :class:`Failure` that trying again will not change, or
 :class:`TryAgain`.
@@ -7,7 +7,10 @@ Outcomes are values: metadata, a :class:`Failure` that trying again will not cha
 import asyncio
 import errno
 import ssl
+import time
+from collections.abc import Awaitable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -18,6 +21,10 @@ from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol import host_port, messages, validation
 from pdcluster_connector.protocol.failure import Failure, failure_of, refusal_of
 
+T = TypeVar("T")
+
+SILENT_SECONDS = 5.0  # whoever asks after a longer silence does not wait for the lease's end
+MOST_ADDRESSES = 4096
 ATTEMPT = aiohttp.ClientTimeout(total=60.0, sock_connect=3.0, sock_read=15.0)
 _REFUSED = {
     400: (Reason.PROTOCOL_VERSION_MISMATCH, "could not read the handshake"),
@@ -42,6 +49,42 @@ class TryAgain:
     reason: Reason = Reason.SIDE_CHANNEL_UNREACHABLE
     refused: bool = False
     silent: bool = False
+
+
+class Silence:
+    """The questions that are not answered yet, of a peer book and of links. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._asked_at: dict[tuple[str, int], float] = {}
+
+    async def asking(self, address: tuple[str, int], question: Awaitable[T]) -> T:
+        """Await a question to ``address``, and note whether it is answered."""
+        if len(self._asked_at) >= MOST_ADDRESSES:  # of engines that are long gone
+            self._asked_at.clear()
+        asked = time.monotonic()
+        is_first = self._asked_at.setdefault(address, asked) == asked
+        is_answered = is_first  # a question that is given up says nothing
+        try:
+            outcome = await question
+            is_answered = not (isinstance(outcome, TryAgain) and outcome.silent)
+        finally:
+            if is_answered:
+                self._asked_at.pop(address, None)
+        return outcome
+
+    def seconds(self, address: tuple[str, int]) -> float:
+        """Return for how many seconds questions to an address have had no answer."""
+        since = self._asked_at.get(address)
+        return 0.0 if since is None else time.monotonic() - since
+
+    def is_long(self, address: tuple[str, int], since: float | None = None) -> bool:
+        """Whether nothing new is begun with a peer before it answers.
+
+        ``since``: when what asks began; it is not new if it began before the peer was silent.
+        """
+        asked = self._asked_at.get(address)
+        begun = time.monotonic() if since is None else since
+        return asked is not None and begun - asked >= SILENT_SECONDS
 
 
 def introduction(engine_id: str, shape: EngineShape) -> messages.HandshakeRequest:
@@ -73,17 +116,14 @@ async def read_bounded(response: aiohttp.ClientResponse, limit: int) -> bytes:
 async def request(
     session: aiohttp.ClientSession,
     method: str,
-    path: str,
-    engine_id: str,
-    host: str,
-    port: int,
+    url: str,
     tls: Tls | None,
+    engine_id: str | None = None,
     *,
-    timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 - aiohttp's own type
-    limit: int,
-    body: bytes | None = None,
+    limit: int = messages.MAX_REPLY_BYTES,
+    **arguments: Any,
 ) -> tuple[int, bytes]:
-    """Send one request to the side channel of ``engine_id``.
+    """Send one request to ``engine_id``; None: to this engine's own launcher.
 
     Returns:
         The status, and at most ``limit + 1`` bytes of the body.
@@ -92,15 +132,31 @@ async def request(
         NETWORK_ERRORS: no answer; ssl.SSLError: the server does not prove that it is the engine.
         ValueError: the host is not valid in a URL, or no certificate can name the engine.
     """
-    async with session.request(
-        method,
-        host_port.url(host, port, path, secured=tls is not None),
-        data=body,
-        timeout=timeout,
-        allow_redirects=False,
-        **tls_arguments(tls, engine_id),
-    ) as response:
+    arguments |= tls_arguments(tls, engine_id)
+    async with session.request(method, url, allow_redirects=False, **arguments) as response:
         return response.status, await read_bounded(response, limit)
+
+
+async def _ask(
+    session: aiohttp.ClientSession,
+    method: str,
+    path: str,
+    engine_id: str,
+    host: str,
+    port: int,
+    tls: Tls | None,
+    **arguments: Any,
+) -> tuple[int, bytes] | Failure | TryAgain:
+    """Send one request to the side channel of ``engine_id``; see :func:`request`."""
+    where, url = f"{host}:{port}", host_port.url(host, port, path, secured=tls is not None)
+    try:
+        return await request(session, method, url, tls, engine_id, **arguments)
+    except ssl.SSLError as error:
+        return Failure(Reason.AUTHENTICATION_FAILED, _not_trusted(where, engine_id, error))
+    except NETWORK_ERRORS as error:
+        return _no_answer(where, error, tls)
+    except ValueError as error:  # the host is not valid in a URL
+        return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, f"{where} is not an address: {error}")
 
 
 async def shake_hands(
@@ -112,24 +168,11 @@ async def shake_hands(
     tls: Tls | None = None,
 ) -> messages.EngineMetadata | Failure | TryAgain:
     """Ask ``host:port`` once for the metadata of ``engine_id``, and judge the answer."""
-    where = f"{host}:{port}"
-    peer = (engine_id, host, port, tls)
-    try:
-        status, body = await request(
-            session,
-            "POST",
-            "/v1/handshake",
-            *peer,
-            timeout=ATTEMPT,
-            limit=messages.MAX_REPLY_BYTES,
-            body=messages.encode(me),
-        )
-    except ssl.SSLError as error:
-        return Failure(Reason.AUTHENTICATION_FAILED, _not_trusted(where, engine_id, error))
-    except NETWORK_ERRORS as error:
-        return _no_answer(where, error, tls)
-    except ValueError as error:  # the host is not valid in a URL
-        return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, f"{where} is not an address: {error}")
+    where, peer, asked = f"{host}:{port}", (engine_id, host, port, tls), messages.encode(me)
+    found = await _ask(session, "POST", "/v1/handshake", *peer, data=asked, timeout=ATTEMPT)
+    if not isinstance(found, tuple):
+        return found
+    status, body = found
     if status in {200, 409}:
         return judge(messages.decode_handshake_reply(body), me, engine_id, where)
     text = body[:200].decode("utf-8", "replace")
@@ -170,19 +213,15 @@ async def ask_health(
     tls: Tls | None = None,
 ) -> messages.HealthReply | Failure | TryAgain:
     """Ask ``/healthz`` of ``engine_id`` once, for at most ``seconds``."""
-    where = f"{host}:{port}"
     peer, timeout = (engine_id, host, port, tls), aiohttp.ClientTimeout(total=seconds)
-    try:
-        status, body = await request(
-            session, "GET", "/healthz", *peer, timeout=timeout, limit=messages.MAX_HEALTH_BYTES
-        )
-    except ssl.SSLError as error:
-        return Failure(Reason.AUTHENTICATION_FAILED, _not_trusted(where, engine_id, error))
-    except (*NETWORK_ERRORS, ValueError) as error:
-        return _no_answer(where, error, tls)
-    reply = messages.decode_health(body)
+    limit = messages.MAX_HEALTH_BYTES
+    found = await _ask(session, "GET", "/healthz", *peer, timeout=timeout, limit=limit)
+    if not isinstance(found, tuple):
+        return found
+    status, reply = found[0], messages.decode_health(found[1])
     if status != 200 or isinstance(reply, messages.Malformed):
-        return TryAgain(f"{where} answered {status}, which is not the answer of a side channel")
+        why = f"answered {status}, which is not the answer of a side channel"
+        return TryAgain(f"{host}:{port} {why}")
     return reply
 
 

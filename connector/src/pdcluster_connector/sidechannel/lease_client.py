@@ -13,16 +13,15 @@ import random
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
 from pdcluster_connector.certificate_files import Tls
-from pdcluster_connector.protocol import messages
-from pdcluster_connector.protocol.lease import Standing
-from pdcluster_connector.protocol.messages import LeaseKey, LeaseReply, LeaseRequest, Malformed
+from pdcluster_connector.protocol import host_port, messages
+from pdcluster_connector.protocol.messages import LeaseKey, LeaseReply, Malformed, Standing
 from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.sidechannel import handshake
-from pdcluster_connector.sidechannel.loop_thread import LoopThread
+from pdcluster_connector.sidechannel import handshake, loop_thread
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,10 @@ FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 2.0
 BATCH = 256  # messages of the longest ids still fit a request
 MAX_PENDING = 65_536
-SEND = aiohttp.ClientTimeout(total=10.0, sock_connect=3.0)
+SEND: Any = {
+    "timeout": aiohttp.ClientTimeout(total=10.0, sock_connect=3.0),
+    "limit": messages.MAX_REQUEST_BYTES,
+}
 
 Address = tuple[str, int, str]  # host, port, engine id
 
@@ -77,7 +79,7 @@ class LeaseClient:
         self._tls = tls
         self._holder = holder
         self._answers: deque[LeaseAnswer] = deque(maxlen=MAX_PENDING)
-        self._thread = LoopThread("pdcluster-leases")
+        self._thread = loop_thread.LoopThread("pdcluster-leases")
         self._outboxes: dict[Address, _Outbox] = {}
         self._session: aiohttp.ClientSession | None = None
 
@@ -135,7 +137,7 @@ class LeaseClient:
                 releases = tuple(outbox.releases)[: BATCH - len(renewals)]
                 sent_at = time.monotonic()
                 reply = await self._send(address, releases, renewals)
-                if reply == "retry":
+                if reply is None:
                     await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
                     pause = min(2 * pause, LAST_RETRY_SECONDS)
                     continue
@@ -169,41 +171,29 @@ class LeaseClient:
 
     async def _send(
         self, address: Address, releases: tuple[LeaseKey, ...], renewals: tuple[LeaseKey, ...]
-    ) -> LeaseReply | str:
-        """Return the answer, ``retry`` or ``refused``."""
+    ) -> LeaseReply | Malformed | None:
+        """Return the answer. None: try again. Malformed: there is no use in that."""
         host, port, engine_id = address
-        body = messages.encode(LeaseRequest(engine_id, self._holder, releases, renewals))
+        body = messages.encode(messages.LeaseRequest(engine_id, self._holder, releases, renewals))
         if self._session is None:
             self._session = handshake.client_session()
         try:
+            to = host_port.url(host, port, "/v1/leases", secured=self._tls is not None)
             status, raw = await handshake.request(
-                self._session,
-                "POST",
-                "/v1/leases",
-                engine_id,
-                host,
-                port,
-                self._tls,
-                timeout=SEND,
-                limit=messages.MAX_REQUEST_BYTES,
-                body=body,
+                self._session, "POST", to, self._tls, engine_id, data=body, **SEND
             )
+            if status not in {200, 400, 403, 404, 409, 413}:
+                return None
+            refused = Malformed(f"refused with {status}")
+            reply = messages.decode_lease_reply(raw) if status == 200 else refused
         except handshake.NETWORK_ERRORS as error:
             logger.debug("leases of %s: %s", engine_id, handshake.describe(error))
-            return "retry"
+            return None
         except ValueError as error:  # a host that makes no URL
-            logger.warning("leases of %s: %s", engine_id, error)
-            return "refused"
-        if status == 200:
-            reply = messages.decode_lease_reply(raw)
-            if not isinstance(reply, Malformed):
-                return reply
+            reply = Malformed(str(error))
+        if isinstance(reply, Malformed):
             logger.warning("leases of %s: %s", engine_id, reply.message)
-            return "refused"
-        if status in {400, 403, 404, 409, 413}:
-            logger.warning("leases of %s were refused: %d", engine_id, status)
-            return "refused"
-        return "retry"
+        return reply
 
     async def _close(self, seconds: float) -> None:
         tasks = [outbox.task for outbox in self._outboxes.values() if outbox.task]

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from pdcluster_connector.protocol.engine_id import parse_engine_id
-from pdcluster_connector.protocol.lease import CLEARED, SLOTS, Standing
-from pdcluster_connector.protocol.messages import LeaseReply, LeaseRequest
+from pdcluster_connector.protocol.messages import CLEARED, SLOTS, LeaseReply, LeaseRequest, Standing
 
 
 @dataclass(slots=True)

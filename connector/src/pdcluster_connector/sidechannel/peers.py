@@ -18,6 +18,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -27,9 +28,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata, HealthReply
-from pdcluster_connector.sidechannel import handshake
-from pdcluster_connector.sidechannel.loop_thread import LoopThread
-from pdcluster_connector.sidechannel.silence import Address, Silence
+from pdcluster_connector.sidechannel import handshake, loop_thread
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ RARE_POLL_SECONDS = (16.0, 24.0)
 # A peer is silent after two questions without an answer, three seconds in all. One is not enough:
 # it also times out if this loop itself was held up.
 HEALTH_SECONDS = (2.0, 1.0)
-ANSWER_SECONDS = 1.5  # so long waits who comes after SILENT_SECONDS of silence (silence.py)
+ANSWER_SECONDS = 1.5  # so long waits who comes after SILENT_SECONDS of silence (handshake.py)
 FORGET_SECONDS = 300.0  # no lease stands so long; a deleted pod's address answers never again
 REFUSED_SECONDS = 1.0  # for so long a connection is tried that is refused
 FIRST_RETRY_SECONDS = 0.05
@@ -81,33 +80,24 @@ class KnownPeer:
     """One incarnation of an engine.
 
     Attributes:
+        address: host and port of its side channel.
         metadata: what its handshake brought; None before that.
         last_error: why the last attempt did not succeed.
         task: shakes hands, and then watches the peer.
         skew: by how many seconds its clock is ahead of ours; None while not known.
-        question: asks a silent peer whether it lives, because somebody waits for it.
+        hurry: somebody waits for a silent peer, which is asked at once whether it lives.
         refused_at: when its address refused a connection, and has ever since.
     """
 
     engine_id: str
-    host: str
-    port: int
+    address: tuple[str, int]
     waiters: list[Waiter] = field(default_factory=list)
     metadata: EngineMetadata | None = None
     last_error: handshake.TryAgain | None = None
     task: asyncio.Task[None] | None = None
     skew: float | None = None
-    question: asyncio.Task[None] | None = None
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
     refused_at: float | None = None
-
-    @property
-    def address(self) -> Address:
-        """Where its side channel listens."""
-        return self.host, self.port
-
-    def replaced_by(self, engine_id: str) -> Failure:
-        """Return the failure of a peer in whose place another incarnation answers."""
-        return handshake.restarted(self.engine_id, engine_id, f"{self.host}:{self.port}")
 
     def answer_all(self, outcome: EngineMetadata | Failure) -> None:
         """Pass on to every waiter how the handshake ended."""
@@ -141,11 +131,11 @@ class PeerBook:
         self, engine_id: str, shape: EngineShape, rank: tuple[int, int], tls: Tls | None = None
     ) -> None:
         self.on_gone: OnGone | None = None
-        self.silence = Silence()
+        self.silence = handshake.Silence()
         self._me = handshake.introduction(engine_id, shape)
         self._tls = tls
         self._asks_often = rank == FIRST_RANK
-        self._thread = LoopThread("pdcluster-peers")
+        self._thread = loop_thread.LoopThread("pdcluster-peers")
         self._peers: dict[str, KnownPeer] = {}
         self._listeners: list[OnGone] = []
         self._silence_listeners: list[OnGone] = []
@@ -216,40 +206,27 @@ class PeerBook:
     def _connect(
         self, engine_id: str, host: str, port: int, waiter: Waiter, since: float | None = None
     ) -> None:
-        loop = self._thread.loop
         peer = self._peers.get(engine_id)
         if peer is None:
             if len(self._peers) >= MAX_PEERS:
                 message = f"{MAX_PEERS} handshakes are under way already"
                 waiter.answer(Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message))
                 return
-            peer = self._peers[engine_id] = KnownPeer(engine_id, host, port)
+            peer = self._peers[engine_id] = KnownPeer(engine_id, (host, port))
         if peer.metadata is not None and not self.silence.is_long((host, port)):
             waiter.answer(peer.metadata)
             return
-        peer.host, peer.port = host, port
+        peer.address = host, port
         if self.silence.is_long((host, port), since):
             soon, lease_end = time.monotonic() + ANSWER_SECONDS, waiter.deadline
             waiter.deadline = lambda: (
                 min(soon, lease_end()) if self.silence.is_long((host, port)) else lease_end()
             )
-            if peer.question is None or peer.question.done():
-                peer.question = loop.create_task(self._ask_now(peer))
+            peer.hurry.set()
         peer.waiters.append(waiter)
         self._wait(peer, waiter)
         if peer.task is None:
-            peer.task = loop.create_task(self._attend(peer))
-
-    async def _ask_now(self, peer: KnownPeer) -> None:
-        """Ask a silent peer whether it lives, and answer those that wait if it does."""
-        reply = await self._health(peer, ANSWER_SECONDS)
-        if not isinstance(reply, HealthReply) or peer.metadata is None:
-            return
-        if reply.engine_id == peer.engine_id:
-            peer.answer_all(peer.metadata)
-        elif peer.task is not None:
-            peer.task.cancel()
-            self._gone(peer, peer.replaced_by(reply.engine_id))
+            peer.task = self._thread.loop.create_task(self._attend(peer))
 
     def _wait(self, peer: KnownPeer, waiter: Waiter) -> None:
         wait = max(0.0, waiter.deadline() - time.monotonic())
@@ -272,7 +249,7 @@ class PeerBook:
             outcome = await self.silence.asking(
                 peer.address,
                 handshake.shake_hands(
-                    self._http(), self._me, peer.engine_id, peer.host, peer.port, self._tls
+                    self._http(), self._me, peer.engine_id, *peer.address, self._tls
                 ),
             )
             if isinstance(outcome, handshake.TryAgain):
@@ -299,22 +276,20 @@ class PeerBook:
             peer.refused_at = time.monotonic()
         return time.monotonic() - peer.refused_at >= REFUSED_SECONDS
 
-    def _may_live(self, peer: KnownPeer, outcome: handshake.TryAgain) -> bool:
-        """Whether a peer is only silent, and not for too long."""
-        is_long = self.silence.seconds(peer.address) >= FORGET_SECONDS and not peer.waiters
-        return outcome.silent and not is_long
-
     async def _why_gone(self, peer: KnownPeer) -> Failure:
         """Ask whether a peer lives, the first rank every second; return why it is gone, once so."""
         was_silent = False
         while True:
             rarely = random.uniform(*RARE_POLL_SECONDS)  # noqa: S311
             often = self._asks_often or was_silent
-            await asyncio.sleep(POLL_SECONDS if often else rarely)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(peer.hurry.wait(), POLL_SECONDS if often else rarely)
+            peer.hurry.clear()
             reply = await self._health(peer, HEALTH_SECONDS[0])
             if isinstance(reply, handshake.TryAgain):  # the second time over a fresh connection
                 reply = await self._health(peer, HEALTH_SECONDS[1])
-            if isinstance(reply, handshake.TryAgain) and self._may_live(peer, reply):
+            may_live = peer.waiters or self.silence.seconds(peer.address) < FORGET_SECONDS
+            if isinstance(reply, handshake.TryAgain) and reply.silent and may_live:
                 if not was_silent:
                     logger.warning("peer %s is silent: %s", peer.engine_id, reply.message)
                     for listener in self._silence_listeners:
@@ -327,7 +302,8 @@ class PeerBook:
             if isinstance(reply, Failure):
                 return reply
             if reply.engine_id != peer.engine_id:
-                return peer.replaced_by(reply.engine_id)
+                where = "{}:{}".format(*peer.address)
+                return handshake.restarted(peer.engine_id, reply.engine_id, where)
             if peer.metadata is not None:  # to those that came while it was silent
                 peer.answer_all(peer.metadata)
 
@@ -337,9 +313,7 @@ class PeerBook:
         asked = time.time()
         reply = await self.silence.asking(
             peer.address,
-            handshake.ask_health(
-                self._http(), peer.engine_id, peer.host, peer.port, seconds, self._tls
-            ),
+            handshake.ask_health(self._http(), peer.engine_id, *peer.address, seconds, self._tls),
         )
         if isinstance(reply, HealthReply) and reply.time is not None:
             self._note_skew(peer, reply.time - (asked + time.time()) / 2)
@@ -380,7 +354,7 @@ class PeerBook:
         elif waiter in peer.waiters:
             peer.waiters.remove(waiter)
             last = peer.last_error or handshake.TryAgain(
-                f"{peer.host}:{peer.port} has not answered yet"
+                "{}:{} has not answered yet".format(*peer.address)
             )
             message = f"no handshake before the deadline; last: {last.message}"
             if self.silence.is_long(peer.address):

@@ -15,21 +15,19 @@ import logging
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from aiohttp import web
-from msgspec.structs import replace
 
 from pdcluster_connector import listening
 from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.compat.check import check
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
-from pdcluster_connector.protocol import messages
+from pdcluster_connector.protocol import failure, messages
 from pdcluster_connector.protocol.engine_id import names_in, why_not_peer
-from pdcluster_connector.protocol.failure import refusal_of
 from pdcluster_connector.protocol.messages import Malformed, Refusal, ShardMetadata
-from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
-from pdcluster_connector.sidechannel.loop_thread import LoopThread
+from pdcluster_connector.sidechannel import lease_desk, loop_thread
 
 logger = logging.getLogger(__name__)
 
@@ -42,18 +40,14 @@ class SideChannelError(Exception):
     """The side channel cannot be opened; the message names the port and the remedy."""
 
 
-class SideChannelRefusedError(SideChannelError):
-    """The address is not loopback, and nothing protects the side channel."""
-
-
 def require_loopback(host: str, port: int) -> None:
-    """Raise SideChannelRefusedError if other machines can reach this address."""
+    """Raise SideChannelError if other machines can reach this address."""
     try:
         loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name: only one is loopback everywhere
         loopback = host == "localhost"
     if not loopback:
-        raise SideChannelRefusedError(
+        raise SideChannelError(
             f"side channel on {host}:{port} refused: without TLS it listens on"
             " loopback only, since whoever reaches it can read KV memory; set"
             " tls, or side_channel_host to 127.0.0.1, or allow_insecure: true in a network"
@@ -77,6 +71,7 @@ def open_port(host: str, port: int) -> socket.socket:
         raise SideChannelError(f"side channel port {port} on {host} {why}") from error
 
 
+@dataclass(eq=False)
 class SideChannelServer:
     """Serves ``/v1/handshake``, ``/v1/leases`` and ``/healthz``.
 
@@ -94,56 +89,41 @@ class SideChannelServer:
         SideChannelError: no peer could read what ``shape`` and ``shards`` say.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        engine_id: str,
-        shape: EngineShape,
-        *,
-        shards: Sequence[ShardMetadata] = (),
-        leases: LeaseDesk | None = None,
-        tls: Tls | None = None,
-        allow_insecure: bool = False,
-        role: str = "prefill",
-    ) -> None:
-        self.host = host
-        self.port = port
-        self._engine_id = engine_id
-        self._shape = shape
-        self._leases = leases
-        self._health = messages.HealthReply(engine_id, role, len(shards))
-        self._metadata = messages.encode(
-            messages.EngineMetadata(
-                protocol=messages.PROTOCOL_NEWEST,
-                engine_id=engine_id,
-                shape=shape,
-                shards=tuple(shards),
-            )
-        )
+    host: str
+    port: int
+    engine_id: str
+    shape: EngineShape
+    _: KW_ONLY
+    shards: Sequence[ShardMetadata] = ()
+    leases: lease_desk.LeaseDesk | None = None
+    tls: Tls | None = None
+    allow_insecure: bool = False
+    role: str = "prefill"
+
+    def __post_init__(self) -> None:
+        newest, shards = messages.PROTOCOL_NEWEST, tuple(self.shards)
+        told = messages.EngineMetadata(newest, self.engine_id, self.shape, shards)
+        self._metadata = messages.encode(told)
         # Nothing has checked the ranks' values yet. Peers would name their own connector as cause.
         if isinstance(wrong := messages.decode_handshake_reply(self._metadata), Malformed):
             message = f"peers could not read how this engine describes its KV: {wrong.message}"
             raise SideChannelError(message)
         self._malformed_messages = 0
-        self._tls = tls
-        self._allow_insecure = allow_insecure
         self._guard: listening.ConnectionGuard | None = None
-        self._thread: LoopThread | None = None
+        self._thread: loop_thread.LoopThread | None = None
 
     def start(self) -> None:
         """Listen. Returns when the port is open.
 
         Raises:
-            SideChannelRefusedError: there is no TLS, the address is not loopback, and
-                ``allow_insecure`` is off.
-            SideChannelError: the port is taken or the address is not this machine's.
+            SideChannelError: the port is taken or the address is not this machine's. Or it is not
+                loopback, there is no TLS, and ``allow_insecure`` is off.
         """
-        if self._tls is None and not self._allow_insecure:
+        if self.tls is None and not self.allow_insecure:
             require_loopback(self.host, self.port)
         listener = open_port(self.host, self.port)
         self.port = listener.getsockname()[1]
-        self._thread = LoopThread("pdcluster-side-channel")
+        self._thread = loop_thread.LoopThread("pdcluster-side-channel")
         self._thread.start()
         self._thread.submit(self._serve(listener)).result(timeout=30)
 
@@ -161,7 +141,7 @@ class SideChannelServer:
         self._guard = await listening.serve(
             app,
             listener,
-            None if self._tls is None else self._tls.server(),
+            None if self.tls is None else self.tls.server,
             logger=logger,
             lingering_time=2.0,
             auto_decompress=False,
@@ -183,7 +163,7 @@ class SideChannelServer:
 
     def _names(self, request: web.Request) -> Names:
         """Return the names in the client's certificate; None where names do not count."""
-        if self._tls is None or not self._tls.named:
+        if self.tls is None or not self.tls.named:
             return None
         transport = request.transport
         return names_in(None if transport is None else transport.get_extra_info("peercert"))
@@ -192,7 +172,8 @@ class SideChannelServer:
 
     def health(self) -> web.Response:
         """Say which incarnation listens here, and what its clock shows."""
-        body = messages.encode_health(replace(self._health, time=time.time()))
+        reply = messages.HealthReply(self.engine_id, self.role, len(self.shards), time.time())
+        body = messages.encode_health(reply)
         return web.Response(body=body, content_type="application/json")
 
     def handshake(self, body: bytes, names: Names) -> web.Response:
@@ -217,17 +198,17 @@ class SideChannelServer:
             return self._malformed(asked)
         if why := self._stranger("lease message", names, asked.holder):  # for nobody else
             return _text(403, why)
-        if asked.engine_id != self._engine_id:
+        if asked.engine_id != self.engine_id:
             refusal = Refusal(
                 Reason.PEER_RESTARTED.value,
-                f"{asked.engine_id} is gone; {self._engine_id} listens here now",
-                self._engine_id,
+                f"{asked.engine_id} is gone; {self.engine_id} listens here now",
+                self.engine_id,
                 asked.engine_id,
             )
             return _packed(409, messages.encode(refusal))
-        if self._leases is None:
+        if self.leases is None:
             return _text(404, "this engine grants no leases")
-        return _packed(200, messages.encode(self._leases.answer(asked)))
+        return _packed(200, messages.encode(self.leases.answer(asked)))
 
     def _refusal(self, asked: messages.HandshakeRequest) -> Refusal | None:
         """Return why the two engines cannot exchange KV; None if they can."""
@@ -242,13 +223,13 @@ class SideChannelServer:
                 ours,
                 theirs,
             )
-        return refusal_of(check(self._shape, asked.shape))
+        return failure.refusal_of(check(self.shape, asked.shape))
 
     def _stranger(self, what: str, names: Names, claimed: str) -> str | None:
         """Return why a client may not ask this; ``claimed`` is who it says that it is."""
         if names is None:
             return None
-        why = why_not_peer(self._engine_id, names, claimed, "decode")
+        why = why_not_peer(self.engine_id, names, claimed, "decode")
         if why is not None:
             logger.warning("a %s was refused: %s", what, why)
         return why

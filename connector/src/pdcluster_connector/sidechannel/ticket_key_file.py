@@ -65,7 +65,9 @@ class TicketKeyFile:
     def _read(self) -> tuple[bytes, float]:
         """Return the file's content, which holds keys, and when it was written."""
         try:
-            with open(self._path, "rb", opener=_without_waiting) as file:
+            # Without waiting: a named pipe would hold up the engine.
+            opened = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
+            with open(opened, "rb") as file:
                 raw = file.read(MAX_FILE_BYTES + 1)
                 written = os.fstat(file.fileno()).st_mtime
             parse_keys(raw)
@@ -80,10 +82,6 @@ class TicketKeyFile:
             f"ticket_key_file {self._path} {why}; make one with {MAKE_A_KEY_FILE} and "
             "give the same file to the prefill and the decode engine"
         )
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a named pipe would hold up the engine
 
 
 def parse_keys(raw: bytes, age: float = ROTATION_SECONDS) -> TicketKeys:

@@ -68,7 +68,6 @@ class Connections:
         self._agent: ReadingAgent | None = None
         self.by_engine: dict[str, Connection] = {}
         self._stalled: dict[str, Failure | None] = {}  # over the last agent
-        self._destroyed_at = 0.0
         self.probing = Probing(self, options, clock, probe_memory)
         self._synchronize = probe_memory.synchronize
         self.fence_words = FenceWords()
@@ -111,9 +110,7 @@ class Connections:
         plan = peer_plan.plan_peer(self._shard, [shard.shard for shard in metadata.shards])
         connection = self.agent.open(metadata, plan)
         connection.notice = peer_plan.cost_notice(plan, metadata.shape.layout)
-        probing = self.probing
-        if probing.clock() - self._destroyed_at <= probing.options.probe_seconds:
-            connection.stalled = self._stalled.pop(metadata.engine_id, None)
+        connection.stalled = self._stalled.pop(metadata.engine_id, None)
         if connection.notice:
             logger.warning("%s: %s", metadata.engine_id, connection.notice)
         self.by_engine[metadata.engine_id] = connection
@@ -189,7 +186,6 @@ class Connections:
         ]
         connections, self.by_engine = self.by_engine, {}
         self._stalled = {name: connection.stalled for name, connection in connections.items()}
-        self._destroyed_at = self.probing.clock()
         for connection in connections.values():
             connection.broken = connection.broken or failure
             connection.sources.clear()

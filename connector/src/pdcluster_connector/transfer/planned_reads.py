@@ -20,7 +20,7 @@ from pdcluster_connector.nixl_io import interface, probe_memory, reading_agent, 
 from pdcluster_connector.plan import descriptors, geometry, request_descriptors
 from pdcluster_connector.plan.block_pairs import EngineBlocks, GroupBlocks, groups_of
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.lease import CLEARED
+from pdcluster_connector.protocol.messages import CLEARED
 from pdcluster_connector.protocol.receive_order import ReceiveOrder
 from pdcluster_connector.transfer.receive_machine import Event, Failed, Receive, Signal, State
 

@@ -7,14 +7,12 @@ remedy: a typo that is silently ignored would only be noticed when a transfer mi
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final
 
 from pdcluster_connector.certificate_files import TlsFiles, tls_files
 from pdcluster_connector.compat import supported
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.protocol.lease import LEASE_SECONDS
-from pdcluster_connector.protocol.prompt_outcomes import MOST_TOKENS_PER_STEP, TOKENS_PER_STEP
+from pdcluster_connector.protocol import messages, prompt_outcomes
 from pdcluster_connector.sidechannel.ticket_key_file import MAKE_A_KEY_FILE
 
 MAX_LEASE_SECONDS: Final = 3600.0
@@ -50,7 +48,7 @@ class ConnectorOptions:
 
     side_channel_host: str = "127.0.0.1"
     side_channel_port: int = 5600
-    lease_seconds: float = LEASE_SECONDS
+    lease_seconds: float = messages.LEASE_SECONDS
     drain_deadline_seconds: float = 30.0
     transfer_stall_seconds: float = 300.0
     allow_insecure: bool = False
@@ -61,7 +59,7 @@ class ConnectorOptions:
     ticket_key_file: str = ""
     ticket_audience: str = ""
     tls: TlsFiles | None = None
-    local_tokens_per_step: int = TOKENS_PER_STEP
+    local_tokens_per_step: int = prompt_outcomes.TOKENS_PER_STEP
 
 
 def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> ConnectorOptions:
@@ -161,10 +159,16 @@ def _host(value: Any) -> str:
     return value
 
 
-def _port(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
-        raise ValueError("is not a port from 1 to 65535")
-    return value
+def _checked(kind: type, why: str, allows: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """Return a reader of values of this type; a bool is no number."""
+
+    def read(value: Any) -> Any:
+        is_of_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if not is_of_kind or not allows(value):
+            raise ValueError(why)
+        return value
+
+    return read
 
 
 def _seconds(value: Any) -> float:
@@ -175,24 +179,6 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("is neither true nor false")
-    return value
-
-
-def _path(value: Any) -> str:
-    if not isinstance(value, str) or not value.startswith("/") or len(value) > 4096:
-        raise ValueError("is not the absolute path of a file")
-    return value
-
-
-def _audience(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > 512:
-        raise ValueError("is not a text of at most 512 characters")
-    return value
-
-
 def _backends(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
         raise ValueError('is not a list of NIXL backends, such as ["UCX"]')
@@ -200,12 +186,6 @@ def _backends(value: Any) -> tuple[str, ...]:
         if why := supported.why_not(name):
             raise ValueError(f"names {name[:64]}, which {why}; use UCX")
     return tuple(value)
-
-
-def _whole(value: Any, *, most: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-        raise ValueError(f"is not a whole number from 0 to {most}")
-    return value
 
 
 def _backend_options(value: Any) -> tuple[tuple[str, str, str], ...]:
@@ -222,19 +202,30 @@ def _backend_options(value: Any) -> tuple[tuple[str, str, str], ...]:
     return tuple(found)
 
 
+def _whole(most: int) -> Callable[[Any], Any]:
+    return _checked(int, f"is not a whole number from 0 to {most}", lambda n: 0 <= n <= most)
+
+
+_flag = _checked(bool, "is neither true nor false", lambda _: True)
 _READERS: Final[dict[str, Callable[[Any], Any]]] = {
     "side_channel_host": _host,
-    "side_channel_port": _port,
+    "side_channel_port": _checked(
+        int, "is not a port from 1 to 65535", lambda port: 1 <= port <= 65535
+    ),
     "lease_seconds": _seconds,
     "drain_deadline_seconds": _seconds,
     "transfer_stall_seconds": _seconds,
     "allow_insecure": _flag,
     "backends": _backends,
-    "num_threads": partial(_whole, most=supported.MAX_THREADS),
+    "num_threads": _whole(supported.MAX_THREADS),
     "backend_options": _backend_options,
     "show_internal_names": _flag,
-    "ticket_key_file": _path,
-    "ticket_audience": _audience,
+    "ticket_key_file": _checked(
+        str, "is not the absolute path of a file", lambda path: path[:1] == "/" and len(path) < 4097
+    ),
+    "ticket_audience": _checked(
+        str, "is not a text of at most 512 characters", lambda text: len(text) <= 512
+    ),
     "tls": tls_files,
-    "local_tokens_per_step": partial(_whole, most=MOST_TOKENS_PER_STEP),
+    "local_tokens_per_step": _whole(prompt_outcomes.MOST_TOKENS_PER_STEP),
 }

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, Self
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1 import metrics
 
-from pdcluster_connector.protocol.prompt_outcomes import Outcome, is_fault, label_of
+from pdcluster_connector.protocol.prompt_outcomes import Outcome, is_fault
 
 PREFIX: Final = "pdcluster_kv_"
 MAX_SAMPLES: Final = 4096  # of a histogram's child in an interval; more samples are dropped
@@ -158,7 +158,7 @@ class StatsCollector:
 
     def prompt(self, outcome: Outcome, reason: str, tokens: int) -> None:
         """Count a request's prompt. ``tokens`` of it were computed here, or are about to be."""
-        reason = label_of(outcome, str(reason))
+        reason = "" if outcome == Outcome.TRANSFERRED else str(reason)
         self.count("prompts", f"{outcome}|{reason}")
         if tokens and is_fault(outcome, reason):
             self.count("local_prompt_tokens", reason, tokens)

@@ -25,7 +25,7 @@ from pdcluster_operator.plan.builders.secrets import CERTIFICATE_VOLUME, TICKET_
 from pdcluster_operator.plan.rollout.desired import desire
 from pdcluster_operator.plan.types import ConnectorBundle, Manifest, Observed
 
-MODULE = "pdcluster_connector.launcher.host"
+MODULE = "pdcluster_connector.launcher.installed_versions"
 PATIENCE_SECONDS = 30.0
 MODEL = "model"
 OWN_SECRETS = (TICKET_KEY_VOLUME, CERTIFICATE_VOLUME)

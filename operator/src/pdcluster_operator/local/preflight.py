@@ -46,7 +46,7 @@ COMMAND_LINE = frozenset({Lack.ONCE_NEEDS_ROUTER, Lack.ONCE_NEEDS_ENGINES})
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engines' Python finds here; see the connector's ``launcher/host.py``.
+    """What the engines' Python finds here; see the connector's ``launcher/installed_versions.py``.
 
     Attributes:
         versions: module -> version, or ``missing``.

@@ -23,6 +23,7 @@ from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.inside_vllm import LAUNCHER_AGENT
 from pdcluster_connector.protocol import api_key
+from pdcluster_connector.sidechannel.handshake import read_bounded
 
 _SAMPLE: Final = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)")
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -167,11 +168,7 @@ class EngineApi:
                 timeout=timeout,
                 allow_redirects=False,
             ) as answer:
-                data = await answer.content.read(MAX_ANSWER)
-                while chunk := await answer.content.read(MAX_ANSWER - len(data) + 1):
-                    data += chunk
-                    if len(data) > MAX_ANSWER:
-                        raise ApiError(f"{address} answered more than {MAX_ANSWER} bytes")
+                data = await read_bounded(answer, MAX_ANSWER)
         except TimeoutError:
             raise
         except aiohttp.ClientResponseError as error:
@@ -182,6 +179,8 @@ class EngineApi:
                     f"the launcher cannot call {address}: {_cause(error)}"
                 ) from None
             raise ApiUnreachableError(f"{address} does not answer: {_cause(error)}") from None
+        if len(data) > MAX_ANSWER:
+            raise ApiError(f"{address} answered more than {MAX_ANSWER} bytes")
         if answer.status != 200:
             raise ApiError(f"{address} answered {answer.status}: {_said(data)}", answer.status)
         return data

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from pdcluster_connector.protocol import launcher_documents
+
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _MAX_PARTIAL_LINE: Final = 64 * 1024
 _READ_SIZE: Final = 64 * 1024
@@ -21,15 +23,6 @@ _READ_SIZE: Final = 64 * 1024
 _GUARD: Final = "import os, sys; sys.stdin.buffer.read(); os.killpg(int(sys.argv[1]), 9)"
 
 OnLine = Callable[[str], None]
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of its descendants' orphans. PID 1 is that by default.
-
-    Without this, a worker whose parent was killed would become a child of the machine's init.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def engine_environment(package: Path, control: str, token: str) -> dict[str, str]:
@@ -44,8 +37,8 @@ def engine_environment(package: Path, control: str, token: str) -> dict[str, str
     return {
         **os.environ,
         "PYTHONPATH": f"{package}{os.pathsep}{inherited}" if inherited else str(package),
-        "PDCLUSTER_CONTROL_URL": control,
-        "PDCLUSTER_CONTROL_TOKEN": token,
+        launcher_documents.URL_VARIABLE: control,
+        launcher_documents.TOKEN_VARIABLE: token,
     }
 
 
@@ -77,7 +70,10 @@ class EngineProcess:
         """Start the engine in a session of its own. Raises OSError if it cannot be started."""
         loop = asyncio.get_running_loop()
         self._exited = loop.create_future()
-        adopt_orphans()
+        # Become the parent of orphans, as PID 1 is by default. A worker whose parent was killed
+        # would else become a child of the machine's init.
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
         self._process = subprocess.Popen(
             list(arguments),

@@ -1,7 +1,7 @@
 """KV cache groups, and which of a request's blocks hold which tokens."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1 import kv_cache_interface as interface
@@ -11,9 +11,13 @@ from pdcluster_connector.plan.block_pairs import GroupBlocks, state_slot
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """One group that takes part in transfers. ``spec`` is the spec of its first layer."""
+    """One group that takes part in transfers, with the specs of its layers.
+
+    ``spec`` is that of its first layer.
+    """
 
     spec: Any
+    layers: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def block_size(self) -> int:
@@ -52,15 +56,13 @@ class CacheGroup:
 
 def cache_groups(config: interface.KVCacheConfig) -> tuple[CacheGroup, ...]:
     """Return the groups that take part in transfers, in the order of their block lists."""
-    specs = [group.kv_cache_spec for group in config.transfer_groups]
-    return tuple(
-        CacheGroup(
-            next(iter(spec.kv_cache_specs.values()))
-            if isinstance(spec, interface.UniformTypeKVCacheSpecs)
-            else spec
-        )
-        for spec in specs
-    )
+    found = []
+    for group in config.transfer_groups:
+        spec: Any = group.kv_cache_spec
+        uniform = isinstance(spec, interface.UniformTypeKVCacheSpecs)
+        layers = spec.kv_cache_specs if uniform else dict.fromkeys(group.layer_names, spec)
+        found.append(CacheGroup(next(iter(layers.values()), spec), layers))
+    return tuple(found)
 
 
 def leaves_last_token(groups: Sequence[CacheGroup]) -> bool:

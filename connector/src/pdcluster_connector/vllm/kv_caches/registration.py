@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from pdcluster_connector.compat import shape as shapes
 from pdcluster_connector.compat.supported import SCALED, token_sliceable
@@ -69,7 +69,9 @@ def register(
     dtype: str | None = None
     modules = vllm_config.compilation_config.static_forward_context
 
-    for name, (group, spec) in _specs(kv_cache_config).items():
+    of_groups = cache_groups(kv_cache_config)
+    specs = [(n, *item) for n, held in enumerate(of_groups) for item in held.layers.items()]
+    for group, name, spec in specs:
         cache = kv_caches.get(name)
         if cache is None:
             continue
@@ -132,7 +134,13 @@ def register(
         token_sliceable=(packings == {None}) if packings else None,
         packing="+".join(sorted(p for p in packings if p is not None)) or None,
         layers=tuple(layers),
-        groups=_groups(kv_cache_config, ratios),
+        # The ratio is 1 if this rank has no layer of the group.
+        groups=tuple(
+            shapes.GroupShape(
+                kind_of(held.spec), held.block_size, max(ratios.get(n, {1})), held.window
+            )
+            for n, held in enumerate(of_groups)
+        ),
         layout=kv_cache_config.kv_cache_layout,
         draft=draft,
     )
@@ -152,29 +160,6 @@ def _memory(
             slices = sliced(span, held, slice_bytes)
             found += [MemoryRange(start, stop - start, *place) for start, stop in slices]
     return tuple(found)
-
-
-def _groups(config: KVCacheConfig, ratios: Mapping[int, set[int]]) -> tuple[shapes.GroupShape, ...]:
-    """Return every group of the engine. The ratio is 1 if this rank has no layer of the group."""
-    return tuple(
-        shapes.GroupShape(
-            kind_of(group.spec), group.block_size, max(ratios.get(number, {1})), group.window
-        )
-        for number, group in enumerate(cache_groups(config))
-    )
-
-
-def _specs(config: KVCacheConfig) -> dict[str, tuple[int, Any]]:
-    """Layer name -> (KV cache group, spec), for layers that take part in transfers."""
-    found: dict[str, tuple[int, Any]] = {}
-    for index, group in enumerate(config.transfer_groups):
-        spec = group.kv_cache_spec
-        for name in group.layer_names:
-            single = (
-                spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-            )
-            found[name] = (index, single)
-    return found
 
 
 def _packing(attention: Any, dtype: str) -> str | None:

@@ -19,7 +19,6 @@ from typing import Any, Final
 from vllm.v1.request import Request, RequestStatus
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.plan.block_pairs import GroupBlocks
 from pdcluster_connector.protocol import kv_path
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
@@ -27,12 +26,9 @@ from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome
 from pdcluster_connector.protocol.receive_order import Receipt, ReceiveOrder
 from pdcluster_connector.protocol.ticket import Ticket, TicketKeys, passed_on, ticket_of
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
-from pdcluster_connector.vllm.config import ConnectorOptions
+from pdcluster_connector.vllm import config, metrics
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_token, smallest_block
-from pdcluster_connector.vllm.metrics import StatsCollector
-from pdcluster_connector.vllm.scheduler_side.decode_leases import DecodeLeases
-from pdcluster_connector.vllm.scheduler_side.local_prompts import LocalPrompts, PromptPace
-from pdcluster_connector.vllm.scheduler_side.prefill import digest_of_prompt
+from pdcluster_connector.vllm.scheduler_side import decode_leases, local_prompts, prefill
 from pdcluster_connector.vllm.step_messages import StepOrders
 
 _CHOICE: Final = re.compile(r"[0-9]+_")  # how vLLM begins the id of a choice of ``n``
@@ -73,26 +69,6 @@ class Incoming:
     named: bool = False
     headers: dict[str, str] | None = None
 
-    def park(
-        self,
-        groups: Sequence[CacheGroup],
-        blocks: tuple[list[int], ...],
-        stop: int,
-        external_tokens: int,
-    ) -> tuple[GroupBlocks, ...]:
-        """Wait for tokens that end at ``stop``; return the blocks for them, for each group.
-
-        The ticket covers [0, ``stop``). What vLLM has not asked for is a local prefix hit.
-        """
-        self.start, self.stop = stop - external_tokens, stop
-        held = tuple(
-            group.holding(ids, self.start, self.stop)
-            for group, ids in zip(groups, blocks, strict=True)
-        )
-        self.blocks = sum(block > 0 for group in held for block in group.blocks)
-        self.stage = Stage.PARKED
-        return held
-
     def path(self, decode: str) -> dict[str, Any]:
         """Return what the answer says of the KV's way; ``decode`` is this engine's id."""
         receipt = self.receipt or Receipt(0, 0.0)
@@ -124,10 +100,10 @@ class DecodeRole:
     def __init__(
         self,
         engine_id: str,
-        options: ConnectorOptions,
+        options: config.ConnectorOptions,
         groups: Sequence[CacheGroup],
         leases: LeaseClient,
-        stats: StatsCollector,
+        stats: metrics.StatsCollector,
         clock: Callable[[], float] = time.monotonic,
         *,
         keys: Callable[[], TicketKeys | None],
@@ -136,12 +112,12 @@ class DecodeRole:
     ) -> None:
         self._engine_id = engine_id
         self._groups = groups
-        self._tickets = DecodeLeases(leases, options.lease_seconds, clock)
+        self._tickets = decode_leases.DecodeLeases(leases, options.lease_seconds, clock)
         self._clock = clock
         self._stats = stats
         self._block = smallest_block(groups)  # a shorter rest of a prompt needs no prefill engine
-        pace = PromptPace(options.local_tokens_per_step)
-        self.local = LocalPrompts(pace, self._block, stats, clock)
+        pace = local_prompts.PromptPace(options.local_tokens_per_step)
+        self.local = local_prompts.LocalPrompts(pace, self._block, stats, clock)
         self._leaves_last_token = leaves_last_token(groups)
         self._is_data_rank = parse_engine_id(engine_id).data_rank is not None
         self._keys, self._audience = keys, options.ticket_audience
@@ -184,7 +160,7 @@ class DecodeRole:
             return LocalReason.TICKET_SPENT
         if self._leaves_last_token and ticket.tokens >= request.num_tokens:
             return LocalReason.TICKET_TOO_LONG
-        if digest_of_prompt(request, ticket.tokens) != ticket.prompt_digest:
+        if prefill.digest_of_prompt(request, ticket.tokens) != ticket.prompt_digest:
             return LocalReason.PROMPT_MISMATCH
         return ""
 
@@ -214,19 +190,14 @@ class DecodeRole:
             return 0, False
         if self._tickets.objection(ticket) is not None:
             return 0, False
-        if self._waits_for_claim(request, ticket):
+        # The lease may have ended before this engine has claimed it: then it computes the prompt,
+        # and a receive would only fail. vLLM spreads the choices of a request with ``n`` > 1 over
+        # data-parallel ranks, and the others may have read and released.
+        is_shared = self._is_data_rank and _CHOICE.match(request.request_id) is not None
+        if self._tickets.waits_for_claim(ticket, shared=is_shared):
             return None, False
         count = min(ticket.tokens, request.num_tokens) - incoming.computed
         return (count, True) if count > 0 else (0, False)
-
-    def _waits_for_claim(self, request: Request, ticket: Ticket) -> bool:
-        """Whether the lease may have ended before this engine has claimed it.
-
-        It then computes the prompt; a receive would only fail. vLLM spreads the choices of a
-        request with ``n`` > 1 over data-parallel ranks, and the others may have read and released.
-        """
-        is_shared = self._is_data_rank and _CHOICE.match(request.request_id) is not None
-        return self._tickets.waits_for_claim(ticket, shared=is_shared)
 
     def reset(self) -> None:
         """Use none of the waiting tickets: their KV is of before the caches were cleared."""
@@ -289,16 +260,22 @@ class DecodeRole:
         blocks: tuple[list[int], ...],
         external_tokens: int,
     ) -> None:
-        stop = min(ticket.tokens, request.num_tokens)
-        held = incoming.park(self._groups, blocks, stop, external_tokens)
+        # The ticket covers [0, stop). What vLLM has not asked for is a local prefix hit.
+        stop = incoming.stop = min(ticket.tokens, request.num_tokens)
+        start = incoming.start = stop - external_tokens
+        held = tuple(
+            group.holding(ids, start, stop) for group, ids in zip(self._groups, blocks, strict=True)
+        )
+        incoming.blocks = sum(block > 0 for group in held for block in group.blocks)
+        incoming.stage = Stage.PARKED
         seconds, claimed = self._tickets.park(ticket, request.request_id)
         self._orders.append(
             ReceiveOrder(
                 request_id=request.request_id,
                 ticket=ticket,
                 blocks=held,
-                start=incoming.start,
-                stop=incoming.stop,
+                start=start,
+                stop=stop,
                 seconds=seconds,
                 claimed=claimed,
             )

@@ -16,7 +16,7 @@ from typing import Final
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.lease import Standing
+from pdcluster_connector.protocol.messages import Standing
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
 
@@ -66,15 +66,15 @@ class _Lease:
     parked: set[str] = field(default_factory=set)
 
 
+@dataclass(eq=False)
 class DecodeLeases:
     """Not thread-safe. ``clock`` gives monotonic seconds. ``held`` are the tickets in use."""
 
-    def __init__(
-        self, leases: LeaseClient, lease_seconds: float, clock: Callable[[], float]
-    ) -> None:
-        self._leases = leases
-        self._lease_seconds = lease_seconds
-        self._clock = clock
+    leases: LeaseClient
+    lease_seconds: float
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self.held: dict[_Key, _Lease] = {}
         self._spent: OrderedDict[_Key, None] = OrderedDict()
         self._renewed: dict[str, float] = {}
@@ -91,8 +91,8 @@ class DecodeLeases:
 
         The shorter of the ticket's lease and ours counts.
         """
-        key, now = _key(ticket), self._clock()
-        length = min(self._lease_seconds, ticket.lease_seconds)
+        key, now = _key(ticket), self.clock()
+        length = min(self.lease_seconds, ticket.lease_seconds)
         # A ticket was made before it came here. So prefill's clock is at least so far ahead.
         least, ahead = ticket.expires_at - ticket.lease_seconds - now, self._ahead
         doubtful = ticket.expires_at <= now + ahead.get(ticket.engine_id, -math.inf)
@@ -110,7 +110,7 @@ class DecodeLeases:
         lease = self.held.get(_key(ticket))
         if lease is None or lease.lost is not None:
             return _LOST[Standing.GONE] if lease is None else lease.lost
-        return _EXPIRED if self._clock() >= lease.until else None
+        return _EXPIRED if self.clock() >= lease.until else None
 
     def waits_for_claim(self, ticket: Ticket, *, shared: bool) -> bool:
         """Whether a ticket in use waits until prefill has acknowledged its lease.
@@ -127,7 +127,7 @@ class DecodeLeases:
         """
         lease = self.held[_key(ticket)]
         lease.parked.add(request_id)
-        return lease.until - self._clock(), lease.claimed
+        return lease.until - self.clock(), lease.claimed
 
     def done(self, ticket: Ticket, request_id: str) -> None:
         """Note that a request no longer needs the ticket; the last one releases it.
@@ -144,7 +144,7 @@ class DecodeLeases:
 
     def _release(self, key: _Key, ticket: Ticket) -> None:
         if key not in self._spent:
-            self._leases.release(ticket, self._clock() + self._lease_seconds)
+            self.leases.release(ticket, self.clock() + self.lease_seconds)
         self._spent[key] = None
         while len(self._spent) > MAX_SPENT:
             self._spent.popitem(last=False)
@@ -152,7 +152,7 @@ class DecodeLeases:
 
     def hear(self) -> None:
         """Take in what prefill engines have answered."""
-        for answer in self._leases.answers():
+        for answer in self.leases.answers():
             lease = self.held.get((answer.engine_id, answer.request_id, answer.token))
             if lease is None or lease.lost is not None:
                 continue
@@ -173,7 +173,7 @@ class DecodeLeases:
         none any more.
         """
         self.hear()
-        now = self._clock()
+        now = self.clock()
         renewed, self._renewed = self._renewed, {}
         lost, self._lost = self._lost, {}
         return {request_id: until - now for request_id, until in renewed.items()}, lost
@@ -183,7 +183,7 @@ class DecodeLeases:
 
         Each has its own times: one short lease does not make all others be renewed.
         """
-        now = self._clock()
+        now = self.clock()
         if now < self._renew_at:
             return
         for key, lease in list(self.held.items()):
@@ -195,9 +195,9 @@ class DecodeLeases:
 
     def _renew(self, lease: _Lease) -> None:
         ticket, period = lease.ticket, lease.seconds / RENEWALS_PER_LEASE
-        lease.renew_at = self._clock() + period
+        lease.renew_at = self.clock() + period
         if lease.lost is None and not self.is_spent(ticket):
-            self._leases.renew(ticket, lease.renew_at)
+            self.leases.renew(ticket, lease.renew_at)
 
 
 def _key(ticket: Ticket) -> _Key:

@@ -89,6 +89,7 @@ class _Waiting(NamedTuple):
     lookups: int
 
 
+@dataclass(eq=False)
 class LocalPrompts:
     """Not thread-safe: lives on the scheduler's thread.
 
@@ -97,17 +98,12 @@ class LocalPrompts:
             waits: vLLM computes as much of a prompt that is in the prefix cache as a whole.
     """
 
-    def __init__(
-        self,
-        pace: PromptPace,
-        block: int,
-        stats: StatsCollector,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._pace = pace
-        self._block = block
-        self._stats = stats
-        self._clock = clock
+    pace: PromptPace
+    block: int
+    stats: StatsCollector
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._requests: dict[str, Request] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._asked: set[str] = set()
@@ -119,11 +115,11 @@ class LocalPrompts:
 
     def must_wait(self, request: Request, computed: int) -> bool:
         """Whether a prompt, of which ``computed`` tokens are in the prefix cache, waits."""
-        if self._pace.may_begin() or not self._is_paced(request, computed):
+        if self.pace.may_begin() or not self._is_paced(request, computed):
             return False
         known = self._waiting.get(request.request_id)
-        since = self._clock() if known is None else known.since
-        self._waiting[request.request_id] = _Waiting(since, lookups_of(computed // self._block))
+        since = self.clock() if known is None else known.since
+        self._waiting[request.request_id] = _Waiting(since, lookups_of(computed // self.block))
         return True
 
     def _is_paced(self, request: Request, computed: int) -> bool:
@@ -132,16 +128,16 @@ class LocalPrompts:
         Not if the request was preempted while it generated: its client has begun to read. Nor if
         vLLM would not listen. Such prompts make no debt either: they would keep all others out.
         """
-        short = request.num_tokens - computed <= self._block
+        short = request.num_tokens - computed <= self.block
         return not (short or request.num_output_tokens or request.skip_reading_prefix_cache)
 
     def begins(self, request: Request, computed: int) -> None:
         """Take note that a prompt waits no more and is computed here."""
         if self._is_paced(request, computed):
-            self._pace = self._pace.begin(request.num_tokens - computed)
+            self.pace = self.pace.begin(request.num_tokens - computed)
         waited = self._waiting.pop(request.request_id, None)
         if waited is not None:
-            self._stats.sample("local_prompt_wait_seconds", [self._clock() - waited.since])
+            self.stats.sample("local_prompt_wait_seconds", [self.clock() - waited.since])
 
     def lets_others_begin(self, request_id: str) -> bool:
         """Whether a request whose KV could come now is passed over in this step.
@@ -169,11 +165,11 @@ class LocalPrompts:
         """Take note that vLLM has just planned a step."""
         self._gives_way = bool(self._asked and self._waiting)
         self._asked.clear()
-        self._pace = self._pace.step(
+        self.pace = self.pace.step(
             others_generate=any(
                 one.status.name == "RUNNING" and one.num_output_tokens > 0
                 for one in self._requests.values()
             ),
             lookups=sum(waiting.lookups for waiting in self._waiting.values()),
         )
-        self._stats.gauge("local_prompts_waiting", len(self._waiting))
+        self.stats.gauge("local_prompts_waiting", len(self._waiting))

@@ -10,23 +10,15 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
-from pdcluster_connector.protocol.ticket import (
-    BlockIds,
-    Ticket,
-    TicketKeys,
-    kv_transfer_params,
-    passed_on,
-    prompt_digest,
-)
+from pdcluster_connector.protocol import ticket
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
-from pdcluster_connector.vllm.config import ConnectorOptions
+from pdcluster_connector.vllm import config, metrics, step_messages
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_token
-from pdcluster_connector.vllm.metrics import StatsCollector
-from pdcluster_connector.vllm.step_messages import StepOrders
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +45,8 @@ def digest_of_prompt(request: Request, tokens: int) -> bytes | None:
         for feature in request.mm_features
         if feature.mm_position.offset < tokens
     ]
-    lora = request.lora_request
-    return prompt_digest(token_ids[:tokens], features, None if lora is None else lora.lora_name)
+    adapter = request.lora_request.lora_name if request.lora_request else None
+    return ticket.prompt_digest(token_ids[:tokens], features, adapter)
 
 
 def _ends_in_image(request: Request) -> bool:
@@ -63,40 +55,29 @@ def _ends_in_image(request: Request) -> bool:
     return any(place.offset + place.length >= request.num_prompt_tokens for place in places)
 
 
+@dataclass(eq=False)
 class PrefillRole:
     """Not thread-safe: lives on the scheduler's thread.
 
-    ``leases`` is shared with the side channel, where releases and renewals come in. ``keys`` gives
-    the keys that sign tickets.
+    Args:
+        parallel: (tensor, pipeline) sizes.
+        leases: shared with the side channel, where releases and renewals come in.
+        keys: gives the keys that sign tickets.
     """
 
-    def __init__(
-        self,
-        engine_id: str,
-        options: ConnectorOptions,
-        block_size: int,
-        groups: Sequence[CacheGroup],
-        parallel: tuple[int, int],
-        stats: StatsCollector,
-        leases: LeaseDesk,
-        keys: Callable[[], TicketKeys | None],
-    ) -> None:
-        self._engine_id = engine_id
-        self._options = options
-        self._block_size = block_size
-        self._groups = groups
-        self._leaves_last_token = leaves_last_token(groups)
-        self._tensor, self._pipeline = parallel
-        self._stats = stats
-        self._leases = leases
-        self._keys = keys
+    engine_id: str
+    options: config.ConnectorOptions
+    block_size: int
+    groups: Sequence[CacheGroup]
+    parallel: tuple[int, int]
+    stats: metrics.StatsCollector
+    leases: LeaseDesk
+    keys: Callable[[], ticket.TicketKeys | None]
+
+    def __post_init__(self) -> None:
+        self._leaves_last_token = leaves_last_token(self.groups)
         self._owed: dict[str, str] = {}  # finished requests whose blocks vLLM keeps, by itself
         self._shortened: set[str] = set()
-
-    @property
-    def leases_held(self) -> int:
-        """Leases that keep blocks from reuse."""
-        return self._leases.held
 
     def arrived(self, request: Request) -> None:
         """Shorten a prompt whose last token is decode's to compute (see ``groups``)."""
@@ -117,7 +98,7 @@ class PrefillRole:
     def scheduled(self, request: Request) -> None:
         """Arm the lease of a request that starts to compute; again after a preemption."""
         if is_prefill(request):
-            self._leases.arm(request.request_id, 1 + secrets.randbelow(2**64 - 1))
+            self.leases.arm(request.request_id, 1 + secrets.randbelow(2**64 - 1))
 
     def finished(
         self, request: Request, blocks: Sequence[Sequence[int]]
@@ -126,7 +107,7 @@ class PrefillRole:
         request_id = request.request_id
         whole = self._leaves_last_token and request_id not in self._shortened
         self._shortened.discard(request_id)
-        place = self._leases.place(request_id)
+        place = self.leases.place(request_id)
         handed_off = (
             request.status in _HANDED_OFF
             and request.num_computed_tokens >= request.num_prompt_tokens
@@ -136,27 +117,24 @@ class PrefillRole:
         if place is not None and handed_off and not whole:
             digest = digest_of_prompt(request, request.num_prompt_tokens)
         if place is None or digest is None:
-            self._leases.drop(request_id)
+            self.leases.drop(request_id)
             return False, None
         token, slot = place
-        if slot is None:
-            # Decode could not see whether the lease stands, so it would not use the ticket.
-            logger.warning("the KV of %s is not handed over: no lease word is free", request_id)
-            self._stats.count("step_faults", "finished:NoLeaseWord")
-            self._leases.drop(request_id)
-            return False, None
         try:
-            ticket = self._ticket(request, token, slot, digest, blocks)
-            params = kv_transfer_params(ticket, self._keys())
+            if slot is None:  # decode could not see whether the lease stands
+                raise ValueError("no lease word is free")
+            made = self._ticket(request, token, slot, digest, blocks)
+            params = ticket.kv_transfer_params(made, self.keys())
         except ValueError as error:
             logger.warning("the KV of %s is not handed over: %s", request_id, error)
-            self._stats.count("step_faults", "finished:TicketTooLong")
-            self._leases.drop(request_id)
+            fault = "NoLeaseWord" if slot is None else "TicketTooLong"
+            self.stats.count("step_faults", f"finished:{fault}")
+            self.leases.drop(request_id)
             return False, None
-        if not self._leases.grant(request_id):
+        if not self.leases.grant(request_id):
             return False, None
         self._owed[request_id] = request_id
-        return True, params | passed_on(request.kv_transfer_params)
+        return True, params | ticket.passed_on(request.kv_transfer_params)
 
     def _ticket(
         self,
@@ -165,47 +143,47 @@ class PrefillRole:
         slot: int,
         digest: bytes,
         blocks: Sequence[Sequence[int]],
-    ) -> Ticket:
+    ) -> ticket.Ticket:
         """Return the ticket of a finished request; raises ValueError for too many blocks."""
-        return Ticket(
-            engine_id=self._engine_id,
-            host=self._options.side_channel_host,
-            port=self._options.side_channel_port,
+        return ticket.Ticket(
+            engine_id=self.engine_id,
+            host=self.options.side_channel_host,
+            port=self.options.side_channel_port,
             request_id=request.request_id,
             token=token,
             blocks=tuple(
-                BlockIds(group.ids(ids, 0, request.num_prompt_tokens))
-                for group, ids in zip(self._groups, blocks, strict=True)
+                ticket.BlockIds(group.ids(ids, 0, request.num_prompt_tokens))
+                for group, ids in zip(self.groups, blocks, strict=True)
             ),
-            block_size=self._block_size,
+            block_size=self.block_size,
             tokens=request.num_prompt_tokens,
             prompt_digest=digest,
-            expires_at=time.time() + self._options.lease_seconds,
-            tensor=self._tensor,
-            pipeline=self._pipeline,
+            expires_at=time.time() + self.options.lease_seconds,
+            tensor=self.parallel[0],
+            pipeline=self.parallel[1],
             fence_slot=slot,
-            lease_seconds=self._options.lease_seconds,
-            audience=self._options.ticket_audience,
+            lease_seconds=self.options.lease_seconds,
+            audience=self.options.ticket_audience,
         )
 
     def forget(self, request_id: str) -> None:
         """Drop a request's lease; vLLM frees its blocks by itself."""
-        self._leases.drop(request_id)
+        self.leases.drop(request_id)
         self._owed.pop(request_id, None)
         self._shortened.discard(request_id)
 
-    def take(self, orders: StepOrders) -> None:
+    def take(self, orders: step_messages.StepOrders) -> None:
         """Add the requests that every rank reports as sent now, and the words to write before."""
-        changes = self._leases.take(orders.lease_words)
-        self._stats.count("leases_expired", amount=len(changes.expired))
-        self._stats.gauge("leases_held", self._leases.held)
+        changes = self.leases.take(orders.lease_words)
+        self.stats.count("leases_expired", amount=len(changes.expired))
+        self.stats.gauge("leases_held", self.leases.held)
         self._order_sent(orders, [*changes.released, *changes.expired])
 
-    def recover(self, orders: StepOrders) -> None:
+    def recover(self, orders: step_messages.StepOrders) -> None:
         """Add the requests whose leases have ended while :meth:`take` failed."""
-        self._order_sent(orders, [key for key in self._owed if self._leases.place(key) is None])
+        self._order_sent(orders, [key for key in self._owed if self.leases.place(key) is None])
 
-    def _order_sent(self, orders: StepOrders, ended: list[str]) -> None:
+    def _order_sent(self, orders: step_messages.StepOrders, ended: list[str]) -> None:
         for request_id in ended:
             if request_id in self._owed:
                 orders.sent.append(self._owed.pop(request_id))

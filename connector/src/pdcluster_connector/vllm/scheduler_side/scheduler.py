@@ -14,21 +14,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from pdcluster_connector.certificate_files import tls_of
+from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.compat.findings import counted
-from pdcluster_connector.link_health import TOKEN_VARIABLE
-from pdcluster_connector.protocol.kv_path import key_of
-from pdcluster_connector.protocol.ticket import TicketKeys
-from pdcluster_connector.sidechannel.lease_client import LeaseClient
-from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
-from pdcluster_connector.sidechannel.server import SideChannelServer
-from pdcluster_connector.sidechannel.ticket_key_file import TicketKeyFile
-from pdcluster_connector.vllm.config import ConnectorOptions
-from pdcluster_connector.vllm.joined_shape import join_workers
+from pdcluster_connector.protocol import kv_path, launcher_documents, ticket
+from pdcluster_connector.sidechannel import lease_client, lease_desk, server, ticket_key_file
+from pdcluster_connector.vllm import config, joined_shape, metrics
 from pdcluster_connector.vllm.kv_caches.groups import cache_groups
-from pdcluster_connector.vllm.metrics import StatsCollector
-from pdcluster_connector.vllm.scheduler_side.decode import DecodeRole
-from pdcluster_connector.vllm.scheduler_side.prefill import PrefillRole, is_prefill
+from pdcluster_connector.vllm.scheduler_side import decode, prefill
 from pdcluster_connector.vllm.step_messages import StepOrders, StepReport, WorkerHandshake
 
 logger = logging.getLogger(__name__)
@@ -41,7 +33,7 @@ class SchedulerRole:
         self,
         vllm_config: Any,
         kv_cache_config: KVCacheConfig,
-        options: ConnectorOptions,
+        options: config.ConnectorOptions,
         engine_id: str,
     ) -> None:
         transfer = vllm_config.kv_transfer_config
@@ -52,24 +44,26 @@ class SchedulerRole:
         self._config = kv_cache_config
         groups = cache_groups(kv_cache_config)
         self._ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
-        self.stats = StatsCollector()
+        self.stats = metrics.StatsCollector()
         self._orders = [StepOrders()]  # the next ones; here until the very line that returns them
-        self._tls = tls_of(options.tls, engine_id)
-        self._side_channel: SideChannelServer | None = None
-        self._leases: LeaseDesk | None = None
-        self._lease_client: LeaseClient | None = None
-        self.prefill: PrefillRole | None = None
-        self.decode: DecodeRole | None = None
+        self._tls = Tls(options.tls, engine_id) if options.tls else None
+        self._side_channel: server.SideChannelServer | None = None
+        self._leases: lease_desk.LeaseDesk | None = None
+        self._lease_client: lease_client.LeaseClient | None = None
+        self.prefill: prefill.PrefillRole | None = None
+        self.decode: decode.DecodeRole | None = None
         file = options.ticket_key_file
-        keys: Callable[[], TicketKeys | None] = TicketKeyFile(file) if file else lambda: None
+        keys: Callable[[], ticket.TicketKeys | None] = (
+            ticket_key_file.TicketKeyFile(file) if file else lambda: None
+        )
         if not file:
             logger.warning(
                 "tickets are not signed: there is no ticket_key_file, and allow_insecure is set. "
                 "Whoever can send a request can make this engine read or serve wrong KV"
             )
         if transfer.is_kv_producer:
-            self._leases = LeaseDesk(options.lease_seconds)
-            self.prefill = PrefillRole(
+            self._leases = lease_desk.LeaseDesk(options.lease_seconds)
+            self.prefill = prefill.PrefillRole(
                 engine_id,
                 options,
                 block_size,
@@ -80,16 +74,16 @@ class SchedulerRole:
                 keys,
             )
         if transfer.is_kv_consumer:
-            self._lease_client = LeaseClient(engine_id, self._tls)
+            self._lease_client = lease_client.LeaseClient(engine_id, self._tls)
             self._lease_client.start()
-            self.decode = DecodeRole(
+            self.decode = decode.DecodeRole(
                 engine_id,
                 options,
                 groups,
                 self._lease_client,
                 self.stats,
                 keys=keys,
-                key=key_of(os.environ.get(TOKEN_VARIABLE, "")),
+                key=kv_path.key_of(os.environ.get(launcher_documents.TOKEN_VARIABLE, "")),
                 recomputes=transfer.kv_load_failure_policy == "recompute",
             )
 
@@ -106,8 +100,8 @@ class SchedulerRole:
         """
         if self._side_channel is not None:
             return
-        shape, shards = join_workers(workers, self._engine_id, self._ranks)
-        self._side_channel = SideChannelServer(
+        shape, shards = joined_shape.join_workers(workers, self._engine_id, self._ranks)
+        self._side_channel = server.SideChannelServer(
             self._options.side_channel_host,
             self._options.side_channel_port,
             self._engine_id,
@@ -132,13 +126,13 @@ class SchedulerRole:
 
     def arrived(self, request: Request) -> None:
         """Take in a new request. An engine that only decodes hands no KV over, whoever asks."""
-        if self.prefill is not None and is_prefill(request):
+        if self.prefill is not None and prefill.is_prefill(request):
             self.prefill.arrived(request)
         elif self.decode is not None:
             self.decode.arrived(request)
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """See :meth:`DecodeRole.matched`."""
+        """See ``DecodeRole.matched``."""
         return (0, False) if self.decode is None else self.decode.matched(request, computed)
 
     def scheduled(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
@@ -200,7 +194,7 @@ class SchedulerRole:
         """Void what was computed before; False while leases let others fetch it."""
         if self.decode is not None:
             self.decode.reset()
-        return self.prefill is None or not self.prefill.leases_held
+        return self.prefill is None or not self.prefill.leases.held
 
     def close(self) -> None:
         """Close the side channel; send prefill engines the releases that still wait."""

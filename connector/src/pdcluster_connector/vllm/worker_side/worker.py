@@ -18,28 +18,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from pdcluster_connector.certificate_files import tls_of
+from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape, GroupShape
-from pdcluster_connector.link_health import LauncherClient
-from pdcluster_connector.nixl_io.nixl_agent import SPLIT_BATCH_SIZE, NixlAgent
-from pdcluster_connector.nixl_io.serving_agent import ServingAgent
+from pdcluster_connector.nixl_io import nixl_agent, serving_agent
 from pdcluster_connector.plan.block_pairs import EngineBlocks, groups_of, unfilled
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.receive_order import Receipt
 from pdcluster_connector.sidechannel.peers import CONCERNS_ALL_RANKS, FIRST_RANK, PeerBook
+from pdcluster_connector.transfer import receiver
 from pdcluster_connector.transfer.measures import ReceiveResults
 from pdcluster_connector.transfer.options import ReceiverOptions
 from pdcluster_connector.transfer.receive_machine import Acknowledged, Event, Failed, Signal
-from pdcluster_connector.transfer.receiver import Receiver
-from pdcluster_connector.vllm import step_messages
+from pdcluster_connector.vllm import joined_shape, metrics, step_messages
 from pdcluster_connector.vllm.config import ConnectorOptions
-from pdcluster_connector.vllm.joined_shape import join_shapes
 from pdcluster_connector.vllm.kv_caches.registration import Registration, register
-from pdcluster_connector.vllm.metrics import StatsCollector
-from pdcluster_connector.vllm.worker_side.device_memory import probe_memory_of
-from pdcluster_connector.vllm.worker_side.fingerprint import digest_of_draft, digest_of_engine
+from pdcluster_connector.vllm.worker_side import device_memory, fingerprint, link_keeper
 
 logger = logging.getLogger(__name__)
 
@@ -107,15 +102,15 @@ class WorkerRole:
         self._produces: bool = transfer.is_kv_producer
         self._consumes: bool = transfer.is_kv_consumer
         self._rank = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
-        self.stats = StatsCollector()
+        self.stats = metrics.StatsCollector()
         self._registration: Registration | None = None
         self._groups: tuple[GroupShape, ...] = ()
         self._unfilled: UnfilledBlocks | None = None
         self._device: torch.device | None = None
-        self._serving: ServingAgent | None = None
+        self._serving: serving_agent.ServingAgent | None = None
         self._peers: PeerBook | None = None
-        self._receiver: Receiver | None = None
-        self._launcher: LauncherClient | None = None
+        self._receiver: receiver.Receiver | None = None
+        self._launcher: link_keeper.LauncherClient | None = None
         self._bound_at = inf
         self._left: list[step_messages.StepOrders] = []  # what start() could not finish
         self._unreceivable: dict[str, str] = {}  # requests whose receive could not start, and why
@@ -135,8 +130,8 @@ class WorkerRole:
             self._kv_cache_config,
             self._vllm_config,
             self._rank,
-            digest_of_engine(self._vllm_config.model_config),
-            digest_of_draft(self._vllm_config.speculative_config),
+            fingerprint.digest_of_engine(self._vllm_config.model_config),
+            fingerprint.digest_of_draft(self._vllm_config.speculative_config),
         )
         registration = replace(registration, shape=_of_all_stages(registration.shape))
         self._registration = registration
@@ -145,20 +140,21 @@ class WorkerRole:
             self._kv_cache_config, kv_caches, registration.shard.regions
         )
         self._device = next((cache.device for cache in kv_caches.values()), None)
-        probe_memory = probe_memory_of(self._device)
+        probe_memory = device_memory.probe_memory_of(self._device)
         if self._produces:
             # It posts no transfers. Each thread would take doorbell pages of the network card,
             # of which DeepEP's kernels need some too.
-            self._serving = ServingAgent(
+            self._serving = serving_agent.ServingAgent(
                 lambda: self._new_agent(threads=0), registration.memory, probe_memory=probe_memory
             )
         if not self._consumes:
             return
-        tls = tls_of(self._options.tls, self._engine_id)
+        files = self._options.tls
+        tls = Tls(files, self._engine_id) if files else None
         self._peers = PeerBook(self._engine_id, registration.shape, self._rank, tls)
         if self._rank == FIRST_RANK:  # it asks peers often whether they live, the others rarely
             self._peers.listen(self.peer_gone)
-        self._receiver = Receiver(
+        self._receiver = receiver.Receiver(
             shard=registration.shard,
             groups=self._groups,
             memory=registration.memory,
@@ -171,7 +167,7 @@ class WorkerRole:
         self._peers.start()
         self._receiver.start()
         parallel = self._vllm_config.parallel_config
-        self._launcher = LauncherClient.from_environment(
+        self._launcher = link_keeper.LauncherClient.from_environment(
             os.environ,
             rank=self._rank,
             of=(parallel.pipeline_parallel_size, parallel.tensor_parallel_size),
@@ -193,9 +189,9 @@ class WorkerRole:
             shard = self._serving.metadata(self._engine_id, self._rank, regions)
         return step_messages.WorkerHandshake(self._engine_id, self._registration.shape, shard)
 
-    def _new_agent(self, threads: int) -> NixlAgent:
+    def _new_agent(self, threads: int) -> nixl_agent.NixlAgent:
         options = self._options
-        return NixlAgent(
+        return nixl_agent.NixlAgent(
             f"{self._engine_id}/{self._rank[0]}/{self._rank[1]}",
             backends=options.backends,
             num_threads=threads,
@@ -321,7 +317,7 @@ def _of_all_stages(shape: EngineShape) -> EngineShape:
     stages = [shape] * group.world_size
     torch.distributed.all_gather_object(stages, shape, group=group.cpu_group)
     tensor = get_tp_group().rank_in_group
-    return join_shapes({(stage, tensor): held for stage, held in enumerate(stages)})
+    return joined_shape.join_shapes({(stage, tensor): held for stage, held in enumerate(stages)})
 
 
 def receiver_options(options: ConnectorOptions) -> ReceiverOptions:
@@ -330,5 +326,5 @@ def receiver_options(options: ConnectorOptions) -> ReceiverOptions:
         drain_deadline_seconds=options.drain_deadline_seconds,
         transfer_stall_seconds=options.transfer_stall_seconds,
         # One transfer has enough descriptors for all of NIXL's threads.
-        descriptors_per_transfer=max(1024, options.num_threads * SPLIT_BATCH_SIZE),
+        descriptors_per_transfer=max(1024, options.num_threads * nixl_agent.SPLIT_BATCH_SIZE),
     )

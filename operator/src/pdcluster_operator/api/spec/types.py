@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
-from pdcluster_connector.protocol import lease, prompt_outcomes
+from pdcluster_connector.protocol import messages, prompt_outcomes
 from pdcluster_operator.api.spec import engine_types, fields
 from pdcluster_operator.api.spec.router_types import PEERS, NetworkPeer, Router
 
@@ -137,7 +137,7 @@ class Transfer:
         fields.Example(120),
         "is how long prefill holds KV for a decode engine, in seconds.",
         fields.Whole(5, 3600),
-    ] = int(lease.LEASE_SECONDS)
+    ] = int(messages.LEASE_SECONDS)
     min_bandwidth_mbps: Annotated[
         int | None,
         fields.JsonName("minBandwidthMBps"),

@@ -1,7 +1,7 @@
 """The pairs of a prefill and a decode engine, and the state of the link of each.
 
 The connector judges each link: ``launcher/links/link_table.py`` joins what an engine's ranks
-report, and the connector's ``link_health`` keeps their links. ``status/conditions.py`` makes
+report, and the connector's ``link_keeper`` keeps their links. ``status/conditions.py`` makes
 conditions of the pairs.
 
 All pairs of a pairing key have a link, or a sample of them if there are very many: 64 engines of

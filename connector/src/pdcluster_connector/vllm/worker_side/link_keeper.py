@@ -21,20 +21,20 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Self
 
 import aiohttp
 from msgspec.structs import replace
 
-from pdcluster_connector.certificate_files import Tls, own_arguments
+from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol import launcher_documents as documents
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata, Malformed
-from pdcluster_connector.sidechannel import handshake
-from pdcluster_connector.sidechannel.loop_thread import LoopThread
+from pdcluster_connector.sidechannel import handshake, loop_thread
 from pdcluster_connector.sidechannel.peers import PeerBook
 
 logger = logging.getLogger(__name__)
@@ -54,39 +54,31 @@ _ESTABLISHMENTS = itertools.count(1)
 Probe = Callable[..., Future[ProbeResult]]  # Receiver.probe
 
 
+@dataclass(eq=False)
 class LinkKeeper:
     """Keeps the link to one data-parallel rank of a peer; :attr:`report` is its present state.
 
     Args:
         entry: the peer.
         data_rank: which of its data-parallel ranks.
-        peers: where handshakes are made; its news of gone peers comes in by :meth:`gone`.
+        peers: where handshakes are made; what it reports of gone peers comes in by :meth:`gone`.
         probe: reads the peer's probe memory, at first and, as a check, from time to time.
         changed: called, without arguments, after :attr:`report` has changed.
         tls: for the peer's side channel; None for plain HTTP.
     """
 
-    def __init__(
-        self,
-        entry: documents.PeerEntry,
-        data_rank: int,
-        peers: PeerBook,
-        probe: Probe,
-        changed: Callable[[], None],
-        tls: Tls | None = None,
-    ) -> None:
-        self.entry = entry
-        self.report = documents.RankLink(
-            entry.engine,
-            entry.engine_id or entry.engine,
-            documents.LinkState.PENDING,
-            data_rank=data_rank,
-        )
-        self._data_rank = data_rank
-        self._peers = peers
-        self._probe = probe
-        self._changed = changed
-        self._tls = tls
+    entry: documents.PeerEntry
+    data_rank: int
+    peers: PeerBook
+    probe: Probe
+    changed: Callable[[], None]
+    tls: Tls | None = None
+
+    def __post_init__(self) -> None:
+        engine, state = self.entry.engine, documents.LinkState.PENDING
+        named = self.entry.engine_id or engine
+        self.report = documents.RankLink(engine, named, state, data_rank=self.data_rank)
+        self.address = self.entry.address(self.data_rank)
         self._engine_id = ""
         self._lost: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
 
@@ -111,10 +103,9 @@ class LinkKeeper:
 
     async def _once(self, session: aiohttp.ClientSession) -> Failure:
         """Establish the link and hold it; return why it could not be, or was lost."""
-        address = self.entry.address(self._data_rank)
-        health = await self._peers.silence.asking(
-            address,
-            handshake.ask_health(session, self.entry.engine, *address, HEALTH_SECONDS, self._tls),
+        address, engine = self.address, self.entry.engine
+        health = await self.peers.silence.asking(
+            address, handshake.ask_health(session, engine, *address, HEALTH_SECONDS, self.tls)
         )
         if isinstance(health, handshake.TryAgain):
             return handshake.unreachable(health)
@@ -128,7 +119,7 @@ class LinkKeeper:
         metadata = await self._connect(*address)
         if isinstance(metadata, Failure):
             return metadata
-        probed = await self._probed(metadata, self._probe(metadata))
+        probed = await self._probed(metadata, self.probe(metadata))
         if isinstance(probed, Failure):
             return probed
         self._set(probed)
@@ -139,7 +130,7 @@ class LinkKeeper:
         found, size = parse_engine_id(engine_id), self.entry.data_parallel_size
         if found.logical != self.entry.engine:
             return f"{found.logical}, not {self.entry.engine}"
-        wanted = self._data_rank if size > 1 else None
+        wanted = self.data_rank if size > 1 else None
         if found.data_rank == wanted:
             return ""
         return (
@@ -155,14 +146,14 @@ class LinkKeeper:
             done, _ = await asyncio.wait({self._lost}, timeout=pause)
             if done:
                 return self._lost.result()
-            checked = await self._probed(metadata, self._probe(metadata, check=True))
+            checked = await self._probed(metadata, self.probe(metadata, check=True))
             if isinstance(checked, Failure):
                 return checked
 
     async def _connect(self, host: str, port: int) -> EngineMetadata | Failure:
         answer: Future[EngineMetadata | Failure] = Future()
         deadline = time.monotonic() + CONNECT_SECONDS
-        self._peers.connect(self._engine_id, host, port, lambda: deadline, answer.set_result)
+        self.peers.connect(self._engine_id, host, port, lambda: deadline, answer.set_result)
         # A keeper that is cancelled cancels no answer: the peer book would set its result.
         return await asyncio.shield(asyncio.wrap_future(answer))
 
@@ -188,7 +179,7 @@ class LinkKeeper:
         """Report that the link is established, as the probe measured it, or that it failed."""
         engine_id = parse_engine_id(self._engine_id).engine or self.report.engine_id
         report = documents.RankLink(
-            self.entry.engine, engine_id, documents.LinkState.FAILED, data_rank=self._data_rank
+            self.entry.engine, engine_id, documents.LinkState.FAILED, data_rank=self.data_rank
         )
         if isinstance(outcome, Failure):
             report = replace(report, reason=outcome.reason.value, message=outcome.message[:4000])
@@ -202,11 +193,11 @@ class LinkKeeper:
             )
         if report != self.report:
             self.report = report
-            self._changed()
+            self.changed()
 
     def reported(self) -> documents.RankLink:
         """Return :attr:`report` with what is known of the peer's clock."""
-        skew = self._peers.skew(self._engine_id)
+        skew = self.peers.skew(self._engine_id)
         return self.report if skew is None else replace(self.report, clock_skew_seconds=skew)
 
     def rename(self, entry: documents.PeerEntry) -> None:
@@ -220,15 +211,13 @@ def _named(data_rank: int | None) -> str:
     return "the only rank" if data_rank is None else f"data-parallel rank {data_rank}"
 
 
-URL_VARIABLE = "PDCLUSTER_CONTROL_URL"
-TOKEN_VARIABLE = "PDCLUSTER_CONTROL_TOKEN"  # noqa: S105 - a variable's name
-
 POLL_SECONDS = 20
 REPORT_SECONDS = 4.0  # the launcher expects one every 5 s
 GATHER_SECONDS = 0.02  # changes of one moment are sent together
 ASK_AGAIN_SECONDS = 0.5
 
 
+@dataclass(eq=False, repr=False)  # of no log: it holds a token
 class LauncherClient:
     """Long-polls the launcher for peers, keeps a link to each, and reports.
 
@@ -241,27 +230,18 @@ class LauncherClient:
         tls: for side channels and for the launcher; None for plain HTTP.
     """
 
-    def __init__(
-        self,
-        address: str,
-        token: str,
-        *,
-        rank: tuple[int, int],
-        of: tuple[int, int],
-        data_rank: int,
-        peers: PeerBook,
-        probe: Probe,
-        tls: Tls | None = None,
-    ) -> None:
-        self._address = address.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"}
-        self._rank = rank
-        self._of = of
-        self._data_rank = data_rank
-        self._peers = peers
-        self._probe = probe
-        self._tls = tls
-        self._thread = LoopThread("pdcluster-control")
+    address: str
+    token: str
+    _: KW_ONLY
+    rank: tuple[int, int]
+    of: tuple[int, int]
+    data_rank: int
+    peers: PeerBook
+    probe: Probe
+    tls: Tls | None = None
+
+    def __post_init__(self) -> None:
+        self._thread = loop_thread.LoopThread("pdcluster-control")
         self._keepers: dict[tuple[str, int], tuple[LinkKeeper, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
         self._complaint = ""
@@ -269,12 +249,13 @@ class LauncherClient:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], **parts: Any) -> Self | None:
         """Make the client of the launcher that started this engine; None without a launcher."""
-        address = environment.get(URL_VARIABLE, "")
-        return cls(address, environment.get(TOKEN_VARIABLE, ""), **parts) if address else None
+        address = environment.get(documents.URL_VARIABLE, "")
+        token = environment.get(documents.TOKEN_VARIABLE, "")
+        return cls(address, token, **parts) if address else None
 
     def start(self) -> None:
         """Start the client's thread."""
-        self._peers.listen(self._on_gone, silence=True)
+        self.peers.listen(self._on_gone, silence=True)
         self._thread.start()
         self._thread.submit(self._run())
 
@@ -283,11 +264,11 @@ class LauncherClient:
         self._thread.stop()
 
     def _on_gone(self, engine_id: str, failure: Failure) -> None:
-        self._thread.call(self._tell_keepers, engine_id, failure)
+        def report() -> None:
+            for keeper, _ in self._keepers.values():
+                keeper.gone(engine_id, failure)
 
-    def _tell_keepers(self, engine_id: str, failure: Failure) -> None:
-        for keeper, _ in self._keepers.values():
-            keeper.gone(engine_id, failure)
+        self._thread.call(report)
 
     async def _run(self) -> None:
         async with handshake.client_session() as session:
@@ -310,17 +291,10 @@ class LauncherClient:
     async def _poll(
         self, session: aiohttp.ClientSession, generation: int
     ) -> documents.PeersDocument | None:
+        asked = {"after": str(generation), "wait": str(POLL_SECONDS)}
+        timeout = aiohttp.ClientTimeout(total=POLL_SECONDS + 10, sock_connect=3.0)
         try:
-            async with session.get(
-                f"{self._address}/v1/peers",
-                params={"after": str(generation), "wait": str(POLL_SECONDS)},
-                headers=self._headers,
-                timeout=aiohttp.ClientTimeout(total=POLL_SECONDS + 10, sock_connect=3.0),
-                allow_redirects=False,
-                **own_arguments(self._tls),
-            ) as response:
-                body = await handshake.read_bounded(response, documents.MAX_DOCUMENT_BYTES)
-                status = response.status
+            status, body = await self._call(session, "GET", "peers", timeout, params=asked)
         except (*handshake.NETWORK_ERRORS, ValueError) as error:
             self._complain(f"cannot ask the launcher for peers: {handshake.describe(error)}")
             return None
@@ -336,8 +310,8 @@ class LauncherClient:
     ) -> None:
         wanted = {(entry.engine, n): entry for entry in document.peers for n in entry.data_ranks}
         for key, (keeper, task) in list(self._keepers.items()):
-            entry = wanted.get(key)
-            if entry is not None and _same_place(entry, keeper.entry, key[1]):
+            entry, size, place = wanted.get(key), keeper.entry.data_parallel_size, keeper.address
+            if entry and (entry.data_parallel_size, entry.address(key[1])) == (size, place):
                 keeper.rename(entry)
                 continue
             task.cancel()
@@ -347,7 +321,7 @@ class LauncherClient:
         for key, entry in wanted.items():
             if key not in self._keepers:
                 keeper = LinkKeeper(
-                    entry, key[1], self._peers, self._probe, self._changed.set, self._tls
+                    entry, key[1], self.peers, self.probe, self._changed.set, self.tls
                 )
                 self._keepers[key] = keeper, asyncio.create_task(keeper.keep(session))
         self._changed.set()
@@ -365,34 +339,37 @@ class LauncherClient:
 
     async def _send(self, session: aiohttp.ClientSession) -> bool:
         links = tuple(keeper.reported() for keeper, _ in self._keepers.values())
+        report = documents.RankReport(self.rank, self.of, links, self.data_rank)
+        body, timeout = documents.encode_json(report), aiohttp.ClientTimeout(total=5.0)
         try:
-            async with session.post(
-                f"{self._address}/v1/reports",
-                data=documents.encode_json(
-                    documents.RankReport(self._rank, self._of, links, self._data_rank)
-                ),
-                headers={**self._headers, "Content-Type": "application/json"},
-                timeout=aiohttp.ClientTimeout(total=5.0),
-                allow_redirects=False,
-                **own_arguments(self._tls),
-            ) as response:
-                if response.status == 204:
-                    self._complaint = ""
-                    return True
-                text = (await handshake.read_bounded(response, 300)).decode("utf-8", "replace")
-                self._complain(f"the launcher answered {response.status} to a report: {text}")
+            status, answer = await self._call(session, "POST", "reports", timeout, data=body)
         except (*handshake.NETWORK_ERRORS, ValueError) as error:
             self._complain(f"cannot report to the launcher: {handshake.describe(error)}")
-        return False
+            return False
+        if status == 204:
+            self._complaint = ""
+        else:
+            text = answer[:300].decode("utf-8", "replace")
+            self._complain(f"the launcher answered {status} to a report: {text}")
+        return status == 204
+
+    async def _call(
+        self,
+        session: aiohttp.ClientSession,
+        method: str,
+        what: str,
+        timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 - aiohttp's own type
+        **arguments: Any,
+    ) -> tuple[int, bytes]:
+        url = f"{self.address.rstrip('/')}/v1/{what}"
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+        limit, rest = documents.MAX_DOCUMENT_BYTES, {"headers": headers, **arguments}
+        return await handshake.request(
+            session, method, url, self.tls, timeout=timeout, limit=limit, **rest
+        )
 
     def _complain(self, message: str) -> None:
         """Log a complaint once, not at every retry."""
         if message != self._complaint:
             self._complaint = message
             logger.warning("%s", message)
-
-
-def _same_place(one: documents.PeerEntry, other: documents.PeerEntry, data_rank: int) -> bool:
-    """Tell whether two entries give a rank the same address, and its engine the same size."""
-    sizes = one.data_parallel_size, other.data_parallel_size
-    return sizes[0] == sizes[1] and one.address(data_rank) == other.address(data_rank)
