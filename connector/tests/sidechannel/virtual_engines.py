@@ -25,7 +25,7 @@ from own_loop import now
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.sidechannel import handshake, lease_client, loop_thread, peers, server
-from pdcluster_connector.testing import engines
+from pdcluster_connector.testing import engines, nixl
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer import receiver
 from pdcluster_connector.vllm.worker_side import link_keeper
@@ -107,6 +107,7 @@ class Network:
         servers: side channels by port.
         stopped: processes that do nothing, and say nothing.
         cuts: pairs of engines: nothing that the first one sends reaches the second one.
+        kv: whether KV passes, where other things do.
         seconds: how long an answer, and a read, may take: the least and the most.
     """
 
@@ -115,6 +116,7 @@ class Network:
         self.servers: dict[int, server.SideChannelServer] = {}
         self.stopped: set[str] = set()
         self.cuts: set[tuple[str, str]] = set()
+        self.kv = True
         self.seconds = (0.0, 0.02)
         self.behave: Callable[[Transfer], Behaviour] = lambda _: Behaviour(hang=True)
         self._changed = asyncio.Event()
@@ -195,7 +197,7 @@ class Network:
         flying = list(self.fabric.flying)
         for transfer in flying:
             ends = transfer.agent, transfer.peer
-            if not (self.passes(*ends) and self.passes(*reversed(ends))):
+            if not (self.kv and self.passes(*ends) and self.passes(*reversed(ends))):
                 continue
             if now() >= self._landing.get(transfer, 0.0):
                 self.fabric.land(transfer)
@@ -227,7 +229,8 @@ def install(monkeypatch: pytest.MonkeyPatch, network: Network, dice: random.Rand
             network.ended(self)
 
     clock = SimpleNamespace(monotonic=now, time=lambda: now() + LONG_AGO)
-    for module in (engines, peers, handshake, lease_client, link_keeper, server):
+    clocks = (engines, nixl, peers, handshake, lease_client, link_keeper, server)
+    for module in clocks:
         monkeypatch.setattr(module, "time", clock)
     for module in (peers, lease_client, link_keeper):
         monkeypatch.setattr(module, "random", dice)
