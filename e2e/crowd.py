@@ -16,9 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 KINDS = ("silent", "polite", "slow", "half-tls")
+TLS_KINDS = ("one-byte", "hello", "at-once")  # at ports with TLS, there may be these, too
 HEAD = b"GET %s HTTP/1.1\r\nHost: x\r\n"
 HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(32)  # how TLS begins
-PAUSE = 0.5  # before a client whom the server has closed comes again
+PAUSE = 0.5  # before a client whom the server has closed comes again; "at-once" has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class Crowd:
 
     Attributes:
         port: of 127.0.0.1.
-        kind: says nothing; asks and stays; sends a byte a second; begins with TLS and stops.
+        kind: says nothing; asks and stays; sends a byte a second; begins with TLS and stops: within
+            the ClientHello, after its first byte, or after the whole of it; or so, again and again.
         count: how many at a time.
         path: what polite clients ask for.
         tls: the server speaks TLS.
@@ -56,7 +58,7 @@ class Crowd:
         while True:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 await self._visit(number, arrived)
-            await asyncio.sleep(PAUSE)
+            await asyncio.sleep(0 if self.kind == "at-once" else PAUSE)
 
     async def _visit(self, number: int, arrived: Callable[[int], None]) -> None:
         source = f"127.0.3.{number % 200 + 1}" if self.many else "127.0.0.1"
@@ -84,6 +86,10 @@ class Crowd:
         head = HEAD % self.path.encode()
         if self.kind == "half-tls":
             writer.write(HELLO)
+        elif self.kind == "one-byte":
+            writer.write(HELLO[:1])
+        elif self.kind in ("hello", "at-once"):
+            writer.write(_WHOLE_HELLO)
         elif self.kind == "polite":
             writer.write(head + b"\r\n")
         elif self.kind == "slow":
@@ -100,6 +106,16 @@ class Crowd:
 _ADDRESS_WITHOUT_PORT = 24  # the kernel chooses the port when the other end is known
 _NOBODY = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 _NOBODY.check_hostname, _NOBODY.verify_mode = False, ssl.CERT_NONE
+
+
+def _whole_hello() -> bytes:
+    sent = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        _NOBODY.wrap_bio(ssl.MemoryBIO(), sent).do_handshake()
+    return sent.read()
+
+
+_WHOLE_HELLO = _whole_hello()
 
 
 async def _main() -> None:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import resource
+import shutil
 import subprocess
 import time
 from collections import defaultdict
@@ -71,6 +72,14 @@ def unshared(*options: str) -> tuple[str, ...]:
         if not _refusal(*words, "true"):
             return words
     return ()
+
+
+@functools.cache
+def python310() -> str:
+    """Return a Python 3.10, of this user's path or of pyenv; nothing if there is none."""
+    versions = Path.home().glob(".pyenv/versions/3.10.*/bin/python3.10")
+    found = [shutil.which("python3.10"), *map(str, versions)]
+    return next((path for path in found if path and not _refusal(path, "-c", "")), "")
 
 
 @contextlib.contextmanager
@@ -169,6 +178,10 @@ def _few_files() -> str:
     return f"a process may open {hard} files" if 0 <= hard < OPEN_FILES else ""
 
 
+def _no_python310() -> str:
+    return "" if python310() else "there is no Python 3.10"
+
+
 def _ask_vllm() -> str:
     raise LookupError("only tests in connector/tests/vllm may need fp8: their fork host asks vLLM")
 
@@ -183,6 +196,7 @@ SHOWS = {
     "shm": "NIXL beside a /dev/shm with little room",
     "files": "a side channel with thousands of connections",
     "rings": "engines of several processes",
+    "python310": "a router's gate with the oldest Python of a router's image",
 }
 PROBES: dict[str, Callable[[], str]] = {
     "fp8": _ask_vllm,
@@ -192,4 +206,5 @@ PROBES: dict[str, Callable[[], str]] = {
     "shm": _no_small_shm,
     "files": _few_files,
     "rings": _no_rings,
+    "python310": _no_python310,
 }

@@ -2,7 +2,9 @@
 
 aiohttp limits the size of bodies and headers. It does not limit the number of connections, nor the
 time until the first request. Clients that send nothing could take all file descriptors. asyncio
-does not count connections before the end of their TLS handshake, so they are accepted here.
+does not count connections before the end of their TLS handshake, so they are accepted here. It
+also takes 300 KiB for each TLS connection. So a connection is only a socket until its client has
+sent a byte, and few clients without a certificate may have TLS at a time.
 
 ``launcher/router_gate.py`` listens in a router's image, which has no aiohttp. So only :func:`serve`
 imports it.
@@ -28,7 +30,8 @@ logger = logging.getLogger(__name__)
 # 64 decode engines of 8 ranks shake hands over 512 connections at once. Afterwards each of these
 # engines keeps two or three: for its first rank's questions and for its leases.
 MAX_CONNECTIONS = 8192
-TLS_SECONDS = 5.0  # for a client's TLS handshake
+MAX_TLS_STRANGERS = 512  # 150 MiB: TLS handshakes, and clients that have shown no certificate
+TLS_SECONDS = 5.0  # for a client's TLS handshake, from its first byte
 IDLE_SECONDS = 15.5  # without a request; clients keep a connection for 15 s
 BUSY_SECONDS = 60.0  # for a request and its answer; the longest wait for news is 30 s
 BACKLOG: Final = 4096  # where it is full, clients try again after a second
@@ -70,9 +73,10 @@ def open_port(host: str, port: int) -> socket.socket:
 @dataclass(eq=False, slots=True)
 class _Connection:
     socket: socket.socket
+    address: str
     handler: asyncio.BaseProtocol
     since: float  # of its state
-    end: Callable[[], object]
+    end: Callable[[], object] | None = None  # None: it is only a socket
     state: State = "silent"
     groups: tuple[_Group, ...] = ()
 
@@ -81,7 +85,7 @@ class _Group:
     """At most ``limit`` connections; those of a state come in the order of their time in it."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = max(1, limit)
+        self.limit = max(1, limit)
         self.of: dict[State, dict[_Connection, None]] = {"silent": {}, "idle": {}, "busy": {}}
 
     def __len__(self) -> int:
@@ -93,10 +97,10 @@ class _Group:
         Silent ones go first. But some stay even if a crowd asks and is answered, or waits for an
         answer: else a client that has just come could not send its request.
         """
-        if len(self) < self._limit:
+        if len(self) < self.limit:
             return None
         silent, idle, busy = self.of.values()
-        return next(iter(silent if 4 * len(silent) >= self._limit else idle or busy or silent))
+        return next(iter(silent if 4 * len(silent) >= self.limit else idle or busy or silent))
 
 
 class ConnectionGuard:
@@ -128,8 +132,11 @@ class ConnectionGuard:
         self._finish = finish
         self._limit = connection_limit()
         self._strangers, self._known = _Group(self._limit), _Group(self._limit)
-        self._addresses: dict[str, _Group] = {}  # of strangers
+        # Strangers that have sent a byte.
+        self._speaking = _Group(min(self._limit, MAX_TLS_STRANGERS) if tls else self._limit)
+        self._addresses: dict[tuple[str, _Group], _Group] = {}  # half of such a group for each
         self._held: dict[asyncio.BaseProtocol, _Connection] = {}
+        self._waiting: dict[str, dict[_Connection, None]] = {}  # by address, since their first byte
         self._failed = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(listener, self._accept)
@@ -184,24 +191,54 @@ class ConnectionGuard:
     def _take(self, connection: socket.socket, address: str) -> None:
         connection.setblocking(False)
         handler = self._make_handler()
+        taken = _Connection(connection, address, handler, self._loop.time())
+        self._held[handler] = taken
+        self._place(taken, *self._room(self._strangers, address))
+        self._loop.add_reader(connection, self._speaks, taken)
+
+    def _speaks(self, connection: _Connection) -> None:
+        """Its client has sent a byte, or is gone."""
+        self._loop.remove_reader(connection.socket)
+        with suppress(OSError):
+            if connection.socket.recv(1, socket.MSG_PEEK):
+                if not self._waiting:
+                    self._loop.call_soon(self._greet_some)
+                self._waiting.setdefault(connection.address, {})[connection] = None
+                return
+        self._close(connection)
+
+    def _greet_some(self) -> None:
+        """Greet the newest of each address in turn: the oldest of a crowd would wait for seconds.
+
+        As with accepting, each must have some turns of the loop before it is in the way of others.
+        """
+        for _ in range(max(1, self._speaking.limit // 64)):
+            address = next(iter(self._waiting), "")
+            if waiting := self._waiting.pop(address, None):
+                newest, _ = waiting.popitem()
+                self._waiting[address] = waiting
+                self._greet(newest)
+        if self._waiting:
+            self._loop.call_soon(self._greet_some)
+
+    def _greet(self, connection: _Connection) -> None:
         greeting = self._loop.create_task(
             self._loop.connect_accepted_socket(
-                lambda: handler,
-                connection,
+                lambda: connection.handler,
+                connection.socket,
                 ssl=self._tls,
                 ssl_handshake_timeout=None if self._tls is None else TLS_SECONDS,
             )
         )
-        taken = _Connection(connection, handler, self._loop.time(), greeting.cancel)
-        self._held[handler] = taken
-        of_address = self._addresses.setdefault(address, _Group(self._limit // 2))
-        self._place(taken, of_address, self._strangers)
-        greeting.add_done_callback(lambda _: self._greeted(taken, greeting))
+        connection.end = greeting.cancel
+        greeting.add_done_callback(lambda _: self._greeted(connection, greeting))
+        groups = *connection.groups, *self._room(self._speaking, connection.address)
+        self._place(connection, *groups)
 
     def _greeted(self, connection: _Connection, greeting: asyncio.Task[Any]) -> None:
         """Count a connection as its client's certificate allows, once TLS is established."""
         if greeting.cancelled() or greeting.exception() is not None:
-            connection.socket.close()
+            connection.end = connection.socket.close  # the task's traceback holds TLS' memory
             self._close(connection)
             return
         transport: asyncio.Transport = greeting.result()[0]
@@ -210,6 +247,9 @@ class ConnectionGuard:
             transport.abort()
         elif transport.get_extra_info("peercert"):
             self._place(connection, self._known)
+
+    def _room(self, group: _Group, address: str) -> tuple[_Group, _Group]:
+        return self._addresses.setdefault((address, group), _Group(group.limit // 2)), group
 
     def _place(self, connection: _Connection, *groups: _Group) -> None:
         """Move a connection to these groups, and close those for which they have no room."""
@@ -223,8 +263,13 @@ class ConnectionGuard:
 
     def _close(self, connection: _Connection) -> None:
         self._held.pop(connection.handler, None)
+        self._waiting.get(connection.address, {}).pop(connection, None)
         self._place(connection)
-        connection.end()
+        if connection.end is None:
+            self._loop.remove_reader(connection.socket)
+            connection.socket.close()
+        else:
+            connection.end()
 
     async def _sweep(self) -> None:
         """Close connections that take too long, and forget closed ones. Runs until cancelled."""

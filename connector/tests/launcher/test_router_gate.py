@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -18,6 +20,7 @@ from typing import ClassVar
 import pytest
 from launched import wait_for
 
+import machine
 from loopback import free_port
 from pdcluster_connector.launcher import router_gate
 from pdcluster_connector.launcher.router_gate import EX_CONFIG, Gate
@@ -182,3 +185,52 @@ def test_an_image_with_the_program_alone_gets_the_option(
     command = router_gate.router_command("http://127.0.0.1:5590/check", ["--port", "8000"])
     url = ["--api-key-validation-urls", "http://127.0.0.1:5590/check"]
     assert command == ["vllm-router", *url, "--port", "8000"]
+
+
+ROUTER = """\
+#!%s
+import sys, urllib.request
+from http.server import BaseHTTPRequestHandler, HTTPServer
+option, url, _, host, _, port = sys.argv[1:]
+assert option == "--api-key-validation-urls"
+key = {"Authorization": "Bearer %s"}
+assert urllib.request.urlopen(urllib.request.Request(url, headers=key)).status == 200
+class Router(BaseHTTPRequestHandler):
+    def do_GET(self):
+        ready = self.path == "/readiness" and self.headers["Authorization"] == key["Authorization"]
+        self.send_response(200 if ready else 401)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+HTTPServer((host, int(port)), Router).serve_forever()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.needs("python310")
+def test_the_gate_runs_with_python_3_10_and_no_packages(tmp_path: Path) -> None:
+    """A router's image may have no newer one. There the gate serves the router and the kubelet."""
+    router, gate = free_port(), free_port()
+    program = tmp_path / "vllm-router"
+    program.write_text(ROUTER % (machine.python310(), KEY))
+    program.chmod(0o755)
+    options = ["--host", "127.0.0.1", "--port", str(router)]
+    process = subprocess.Popen(
+        [machine.python310(), "-S", "-m", MODULE, "--port", str(gate), "--", *options],
+        env={**os.environ, "VLLM_API_KEY": KEY, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for(lambda: asked(f"http://127.0.0.1:{gate}/readyz") == 200, 60)
+        with ExitStack() as stack:
+            place = ("127.0.0.1", gate)
+            silent = [stack.enter_context(socket.create_connection(place)) for _ in range(50)]
+            assert asked(f"http://127.0.0.1:{gate}/check", KEY) == 200
+            assert asked(f"http://127.0.0.1:{gate}/check", KEY[:-1]) == 401
+            silent[0].sendall(b"GET /check HTTP/1.1\r\n\r\n")
+            assert silent[0].recv(4096).startswith(b"HTTP/1.1 401 ")
+    finally:
+        process.terminate()
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in said

@@ -342,6 +342,7 @@ def test_clients_that_never_shake_hands_are_bounded(
 ) -> None:
     """asyncio's own server would hold any number of them while it waits for their TLS."""
     monkeypatch.setattr(listening, "MAX_CONNECTIONS", 16)
+    monkeypatch.setattr(listening, "IDLE_SECONDS", 600.0)
     monkeypatch.setattr(listening, "TLS_SECONDS", 600.0)
     server = engines.serve(engines.tls(PREFILL))
     guard = server._guard
@@ -359,6 +360,7 @@ def test_clients_that_never_shake_hands_are_bounded(
     until(lambda: not guard._held)
     monkeypatch.setattr(listening, "TLS_SECONDS", 0.5)
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        client.sendall(b"\x16")
         assert client.recv(1) == b"", "asyncio's own limit is 60 seconds"
     book = engines.book(DECODE, engines.tls(DECODE))
     assert isinstance(connect(book, server.port).wait(), EngineMetadata)

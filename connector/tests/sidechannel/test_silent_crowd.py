@@ -45,6 +45,7 @@ def side_channel(
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, machine.OPEN_FILES), hard))
     monkeypatch.setattr(listening, "IDLE_SECONDS", STAYS_SECONDS)
     monkeypatch.setattr(listening, "TLS_SECONDS", STAYS_SECONDS)
+    monkeypatch.setattr(listening, "MAX_TLS_STRANGERS", 2 * CROWD)  # one address has half
     ours = theirs = None
     if request.param == "tls":
         authority = Authority()
