@@ -7,6 +7,7 @@ three CPU seconds.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -196,6 +197,8 @@ def work(session: pytest.Session, connection: Connection, number: int) -> None:
     folders._basetemp.mkdir()
     protocol = Protocol()
     config.pluginmanager.register(protocol)
+    # Python looks for cycles after each 700 objects that stay, which takes a twentieth of all.
+    gc.set_threshold(50_000, 20)
     try:
         running = connection.recv()
         while running is not None:
