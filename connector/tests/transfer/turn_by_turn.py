@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
 from transfer_rig import FakePeers, Prefill
 
@@ -34,19 +33,20 @@ class Bench:
         self,
         options: ReceiverOptions | None = None,
         device: Callable[[Fabric], ProbeMemory] | None = None,
-        peers: Any = None,
-        clock: Callable[[], float] | None = None,
     ) -> None:
         self.now = 1000.0
         self.fabric = Fabric()
         self._probe_memory = device(self.fabric) if device else HostMemory()
-        self.peers = peers or FakePeers()
+        self.peers = FakePeers()
         self.cache = LabelledCache(**CACHE)
         self.prefills: list[Prefill] = []  # their memory may be read until the end
         self.hanging: set[str] = set()
         self.fabric.behave = self._behave
         options = options or ReceiverOptions(drain_deadline_seconds=1e6)
-        clock = clock or (lambda: self.now)
+
+        def clock() -> float:
+            return self.now
+
         self.connections = Connections(
             options,
             clock,
