@@ -137,18 +137,19 @@ class Connections:
                 go_on(None)
 
     def probe_failed(self, connection: Connection, failure: Failure) -> None:
-        """Take in that a connection has failed a probe or a check."""
-        self.break_off(connection, failure)
-        self._warmed(connection, failure)
+        """Take in that a connection has failed its warm-up, a probe or a check."""
+        logger.warning("the connection to %s failed: %s", connection.engine_id, failure)
+        self.broken(connection, failure)
 
     def _warm_up_done(self, connection: Connection, result: ProbeResult) -> None:
         if connection.stalled is not None:
             return  # it is late, which proves nothing: those that wait go on waiting
         failure = connection.broken or result.failure
         if failure is not None:
-            self.break_off(connection, failure)
+            self.probe_failed(connection, failure)
             self.probing.not_warmed(connection.engine_id, failure)
-        self._warmed(connection, failure)
+        for go_on in connection.waiting or ():
+            go_on(failure)
         connection.waiting = None
 
     def _retire_predecessors(self, engine_id: str) -> None:
@@ -204,14 +205,6 @@ class Connections:
         """Take in that a transfer found a connection broken; the next receive shakes hands."""
         self.break_off(connection, failure)
         self.peers.forget(connection.engine_id, failure)
-
-    def _warmed(self, connection: Connection, failure: Failure | None) -> None:
-        """Let those go on that waited for a warm-up, or fail them with it."""
-        if failure is not None:
-            logger.warning("the connection to %s failed: %s", connection.engine_id, failure)
-            self.peers.forget(connection.engine_id, failure)
-        for go_on in connection.waiting or ():
-            go_on(failure)
 
 
 def _replaced(engine_id: str, successor: str) -> Failure:
