@@ -42,8 +42,8 @@ def fails_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
 def clock_of(decode: ContractEngine, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return by how much its clock is ahead, to be changed."""
     role, ahead = decode.connector._scheduler.decode, [0.0]
-    for part in (role, role._tickets):
-        monkeypatch.setattr(part, "_clock", lambda: time.monotonic() + ahead[0])
+    for part, name in ((role, "_clock"), (role._tickets, "clock")):
+        monkeypatch.setattr(part, name, lambda: time.monotonic() + ahead[0])
     return ahead
 
 
