@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def says_why(run: LocalRun, error: dict[str, Any], *reasons: str) -> None:
     found = re.fullmatch(r"KV was not received: (\w+) \(request (\S+)\)", error["message"])
     assert found is not None
     assert found[1] in reasons
-    assert f"KV of {found[2]} was not received: {found[1]}" in log_of(run, "decode")
+    line = f"KV of {found[2]} was not received: {found[1]}"
+    run.wait("line in decode's log", lambda: line in log_of(run, "decode"), 30)
 
 
 def left_out(run: LocalRun) -> None:
@@ -144,3 +146,22 @@ def test_a_prefill_that_is_killed(run: LocalRun) -> None:
         says_why(run, reply.document["error"], *gone)
     taken_back(run)
     moved(run, text(60, 13))
+
+
+def test_a_decode_engine_that_is_killed(run: LocalRun) -> None:
+    """The router has its answer under way; nothing of it can be kept."""
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(run.complete, text(40, 21), tokens=700)
+        name = "vllm:num_requests_running"
+        run.wait("request that runs", lambda: run.metric("decode", name) == 1, 60)
+        run.kill("decode")
+        began = time.monotonic()
+        try:
+            seen = f"{answer.result(60).status}"
+        except (OSError, HTTPException) as error:
+            seen = repr(error)
+        print(f"ran on a killed decode: {seen} after {time.monotonic() - began:.2f} s")
+        assert time.monotonic() - began <= BOUND + LOADED
+        assert not seen.startswith("2")
+    run.wait_ready()
+    moved(run, text(60, 22))
