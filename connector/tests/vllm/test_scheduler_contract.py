@@ -432,7 +432,7 @@ def test_keys_that_are_replaced_cost_no_transfer(engines: Any, tmp_path: Path) -
     pair = {role: engines(role, ticket_key_file=str(file)) for role, file in files.items()}
     prefill, decode = pair["producer"], pair["consumer"]
     roles = {"producer": prefill.connector._scheduler.prefill.keys,
-             "consumer": decode.connector._scheduler.decode._keys}  # fmt: skip
+             "consumer": decode.connector._scheduler.decode.keys}  # fmt: skip
 
     def write(role: str, *keys: str, age: float = 0.0) -> None:
         files[role].write_text("\n".join(keys))

@@ -42,15 +42,15 @@ def fails_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
 def clock_of(decode: ContractEngine, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return by how much its clock is ahead, to be changed."""
     role, ahead = decode.connector._scheduler.decode, [0.0]
-    for part, name in ((role, "_clock"), (role._tickets, "clock")):
-        monkeypatch.setattr(part, name, lambda: time.monotonic() + ahead[0])
+    for part in (role, role._tickets):
+        monkeypatch.setattr(part, "clock", lambda: time.monotonic() + ahead[0])
     return ahead
 
 
 def left(decode: ContractEngine) -> float:
     """For how many seconds the ticket's lease stands."""
     (lease,) = decode.connector._scheduler.decode._tickets.held.values()
-    return float(lease.until - decode.connector._scheduler.decode._clock())
+    return float(lease.until - decode.connector._scheduler.decode.clock())
 
 
 @pytest.mark.parametrize("times", [1, 2])

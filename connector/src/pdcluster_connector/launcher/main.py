@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 import pdcluster_connector
-from pdcluster_connector.launcher import say
+from pdcluster_connector.launcher import installed_versions, say
 from pdcluster_connector.launcher.arguments import ArgumentError, EngineCommand, engine_command
 from pdcluster_connector.launcher.before_start import Port, problems
-from pdcluster_connector.launcher.installed_versions import installed, one_line
 from pdcluster_connector.launcher.options import Options, UsageError, parse
 
 EX_USAGE: Final = 2
@@ -30,8 +29,8 @@ def main() -> NoReturn:
 
 
 def _run(options: Options, command: EngineCommand) -> int:
-    found = installed()
-    say(f"{one_line(found)}; {options.role} engine {options.engine.engine}")
+    found = installed_versions.installed()
+    say(f"{installed_versions.one_line(found)}; {options.role} engine {options.engine.engine}")
     own = [Port(options.host, options.port, "the launcher", "pass another --port before --")]
     if options.metrics_port and command.is_leader:
         remedy = "pass another --metrics-port before --"
@@ -52,16 +51,13 @@ def _run(options: Options, command: EngineCommand) -> int:
         _last_words(options.termination_log, str(error))
         return EX_CONFIG
     listening.allow_many_connections()
-    supervisor = Supervisor(options, command, found, package_root(), tls)
+    # The folder or zip file that holds this package, for vLLM's processes to import from.
+    package = Path(os.path.abspath(pdcluster_connector.__file__)).parent.parent
+    supervisor = Supervisor(options, command, found, package, tls)
     code, reason = asyncio.run(supervisor.run())
     if reason:
         _last_words(options.termination_log, reason)
     return code
-
-
-def package_root() -> Path:
-    """Find the folder or zip file that holds this package, for vLLM's processes to import from."""
-    return Path(os.path.abspath(pdcluster_connector.__file__)).parent.parent
 
 
 def _last_words(log: Path, reason: str) -> None:

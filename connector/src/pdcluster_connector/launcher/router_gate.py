@@ -28,6 +28,7 @@ from typing import Final
 
 from pdcluster_connector import listening
 from pdcluster_connector.protocol.api_key import VARIABLE, admits, headers, problem
+from pdcluster_connector.protocol.host_port import reachable
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 
 ROUTER_KEY: Final = "OPENAI_API_KEY"
@@ -125,9 +126,9 @@ def main() -> int:
     if (wrong := problem(key)) is not None:
         print(f"pdcluster: {wrong}", file=sys.stderr, flush=True)
         return EX_CONFIG
-    url = f"http://{_reachable(known.host)}:{known.port}{CHECK}"
+    url = f"http://{reachable(known.host)}:{known.port}{CHECK}"
     listening.allow_many_connections()
-    Gate((known.host, known.port), key, (_reachable(at.host), at.port))
+    Gate((known.host, known.port), key, (reachable(at.host), at.port))
     environment = {**os.environ, ROUTER_KEY: key}
     try:
         process = subprocess.Popen(router_command(url, arguments), env=environment)
@@ -138,10 +139,6 @@ def main() -> int:
         signal.signal(number, lambda number, _: process.send_signal(number))
     code = process.wait()
     return 128 - code if code < 0 else code
-
-
-def _reachable(host: str) -> str:
-    return "127.0.0.1" if host in ("", "0.0.0.0") else host  # noqa: S104
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any, Final
@@ -22,14 +23,14 @@ from pdcluster_connector.launcher import say
 from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
 from pdcluster_connector.launcher.engine import engine_api, engine_process, prompt_window
 from pdcluster_connector.launcher.engine.last_words import MAX_LINE, MAX_LINES, choose, death
-from pdcluster_connector.launcher.engine.readiness import Readiness, reachable
+from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.inside_vllm import DOOR_VARIABLE, DoorFile
 from pdcluster_connector.launcher.interface import LauncherServer, metrics_page
 from pdcluster_connector.launcher.links import canary, link_table
 from pdcluster_connector.launcher.multi_node import ASK_EVERY, Followers, Leader, Rendezvous
 from pdcluster_connector.launcher.options import Options
 from pdcluster_connector.protocol import api_key, engine_id, kv_path
-from pdcluster_connector.protocol.host_port import url
+from pdcluster_connector.protocol.host_port import reachable, url
 
 _LOADING_POLL: Final = 0.25
 _SERVING_POLL: Final = 1.0
@@ -69,6 +70,7 @@ async def keep_counting(
         await asyncio.sleep(_LOADING_POLL if readiness.loading else _PROMPTS_POLL)
 
 
+@dataclass(eq=False, repr=False)
 class Supervisor:
     """Runs one engine until it ends.
 
@@ -80,19 +82,15 @@ class Supervisor:
         tls: for the launcher's interface; None for plain HTTP.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        command: EngineCommand,
-        versions: Mapping[str, str],
-        package: Path,
-        tls: Tls | None = None,
-    ) -> None:
-        self._options = options
-        self._command = command
-        self._package = package
-        self._tls = tls
-        self._readiness = Readiness(options.engine, options.role, command, versions)
+    options: Options
+    command: EngineCommand
+    versions: Mapping[str, str]
+    package: Path
+    tls: Tls | None = None
+
+    def __post_init__(self) -> None:
+        options, command = self.options, self.command
+        self._readiness = Readiness(options.engine, options.role, command, self.versions)
         self._links = link_table.LinkTable((command.pipeline, command.tensor), command.data)
         self._prompts = prompt_window.PromptWindow() if options.role == "decode" else None
         self._token = secrets.token_urlsafe(24)
@@ -117,27 +115,28 @@ class Supervisor:
         killed_before = oom_kills()
         code = 128 + signal.SIGTERM  # of a stop before there is an engine
         async with aiohttp.ClientSession() as session:
-            address = url(reachable(self._command.host, "127.0.0.1"), self._command.port)
+            address = url(reachable(self.command.host), self.command.port)
             self._api = engine_api.EngineApi(session, address, self._key)
-            followers = self._followers if self._command.nodes > 1 else None
+            followers = self._followers if self.command.nodes > 1 else None
             server = LauncherServer(
                 self._readiness,
                 self._links,
                 self._token,
                 self._begin_drain,
                 followers,
-                self._tls,
+                self.tls,
                 self._prompts,
             )
             metrics: listening.ConnectionGuard | None = None
             try:
-                await server.start(self._options.host, self._options.port)
-                if self._options.metrics_port and self._command.is_leader:
-                    port = listening.open_port(self._options.host, self._options.metrics_port)
+                await server.start(self.options.host, self.options.port)
+                if self.options.metrics_port and self.command.is_leader:
+                    port = listening.open_port(self.options.host, self.options.metrics_port)
                     page = metrics_page(self._api.metrics)
                     metrics = await listening.serve(page, port, shutdown_timeout=0.2)
                 self._living = asyncio.create_task(self._live(session))
-                self._handle_signals()
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
                 code = await self._living
             except OSError as error:
                 return 1, f"the launcher cannot start the engine: {error.strerror or error}"
@@ -155,25 +154,27 @@ class Supervisor:
             return 1, f"{self._loss}; all pods of an engine end together"
         if self._stops:
             return code, ""
-        process = "vLLM's API server" if self._command.is_leader else "vLLM's headless server"
+        process = "vLLM's API server" if self.command.is_leader else "vLLM's headless server"
         out_of_memory = oom_kills() > killed_before
         words = choose(tuple(self._lines))
         return code or 1, death(code, words, out_of_memory=out_of_memory, process=process)
 
     async def _live(self, session: aiohttp.ClientSession) -> int:
-        if self._command.is_leader:
-            self._start_engine(self._command, self._own_control(), self._token)
+        if self.command.is_leader:
+            secured = self.tls is not None
+            own = url(reachable(self.options.host), self.options.port, secured=secured)
+            self._start_engine(self.command, own, self._token)
             self._spawn(watch_health(self._api, self._readiness))
-            if self._command.nodes > 1:
+            if self.command.nodes > 1:
                 self._spawn(self._watch_followers())
-            if self._options.role == "decode":
-                vocabulary = canary.vocabulary(self._command.model)
+            if self.options.role == "decode":
+                vocabulary = canary.vocabulary(self.command.model)
                 canaries = canary.Canaries(
                     self._api,
                     self._readiness.engine.engine,
-                    self._command.data,
+                    self.command.data,
                     lambda: canary.prompt(
-                        self._command.block_tokens, self._command.max_tokens, vocabulary
+                        self.command.block_tokens, self.command.max_tokens, vocabulary
                     ),
                     kv_path.key_of(self._token),
                     self._key,
@@ -181,7 +182,7 @@ class Supervisor:
                 self._spawn(
                     canaries.keep_running(self._links, session, lambda: self._readiness.ready)
                 )
-                if not self._command.recomputes:
+                if not self.command.recomputes:
                     self._spawn(self._watch_links())
             if self._prompts is not None:
                 self._spawn(keep_counting(self._api, self._readiness, self._prompts))
@@ -199,21 +200,19 @@ class Supervisor:
             await asyncio.sleep(_SERVING_POLL)
 
     def _start_engine(self, command: EngineCommand, control: str, token: str) -> None:
-        arguments = [sys.executable, "-m", self._options.runner, *command.arguments]
-        environment = engine_process.engine_environment(self._package, control, token)
+        arguments = [sys.executable, "-m", self.options.runner, *command.arguments]
+        environment = engine_process.engine_environment(self.package, control, token)
         self._engine.start(arguments, environment | {DOOR_VARIABLE: str(self._door.path)})
 
     # Several nodes.
 
     async def _follow(self, session: aiohttp.ClientSession) -> None:
         """Start this node's part of an engine whose identity its leader knows."""
-        address = url(self._command.leader, self._options.port, secured=self._tls is not None)
-        leader = Leader(session, address, self._command.node_rank, secrets.token_hex(8), self._tls)
+        address = url(self.command.leader, self.options.port, secured=self.tls is not None)
+        leader = Leader(session, address, self.command.node_rank, secrets.token_hex(8), self.tls)
         met = await leader.meet(self._readiness.waiting)
         self._readiness.engine = engine_id.parse_engine_id(met.engine_id)
-        command = engine_command(
-            self._options.vllm, engine_id=met.engine_id, role=self._options.role
-        )
+        command = engine_command(self.options.vllm, engine_id=met.engine_id, role=self.options.role)
         self._start_engine(command, address, met.token)
         self._leader = leader, self._spawn(self._watch_leader(leader, met))
 
@@ -222,7 +221,7 @@ class Supervisor:
 
         def heard(answer: Rendezvous) -> None:
             if answer.ready:
-                self._readiness.healthy(f"node {self._command.node_rank} of the engine")
+                self._readiness.healthy(f"node {self.command.node_rank} of the engine")
             else:
                 self._readiness.unhealthy("the engine's leader is not ready")
 
@@ -248,10 +247,6 @@ class Supervisor:
 
     # Signals.
 
-    def _handle_signals(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
-
     def _on_signal(self, number: signal.Signals) -> None:
         self._stops += 1
         if not self._engine.running:
@@ -268,17 +263,17 @@ class Supervisor:
             # Nobody uses it yet, and until it serves vLLM may not heed a SIGTERM for minutes.
             self._engine.kill()
             return
-        if self._command.is_leader:
+        if self.command.is_leader:
             await self._drain()
         elif self._leader is not None:
             leader, watched = self._leader
             leader.leaving = True
             self._readiness.draining("the engine's leader drains")
-            await asyncio.wait({watched}, timeout=self._options.drain_seconds)
+            await asyncio.wait({watched}, timeout=self.options.drain_seconds)
         self._readiness.draining("stopping the engine")
         self._engine.signal(signal.SIGTERM)
-        await asyncio.sleep(self._options.stop_seconds)
-        say(f"the engine did not end within {self._options.stop_seconds:g} s: killing it")
+        await asyncio.sleep(self.options.stop_seconds)
+        say(f"the engine did not end within {self.options.stop_seconds:g} s: killing it")
         self._engine.kill()
 
     def _begin_drain(self) -> None:
@@ -286,7 +281,7 @@ class Supervisor:
             self._draining = self._spawn(self._drain(forever=True))
 
     async def _drain(self, *, forever: bool = False) -> None:
-        deadline = inf if forever else time.monotonic() + self._options.drain_seconds
+        deadline = inf if forever else time.monotonic() + self.options.drain_seconds
         close = self._door.close
         await engine_api.wait_until_idle(
             self._api, self._readiness, deadline, close, forever=forever
@@ -306,10 +301,6 @@ class Supervisor:
             say(f"a task of the launcher failed: {type(error).__name__}: {error}")
 
     # The engine's surroundings.
-
-    def _own_control(self) -> str:
-        host = reachable(self._options.host, "127.0.0.1")
-        return url(host, self._options.port, secured=self._tls is not None)
 
     def _on_line(self, line: str) -> None:
         self._lines.append(line[:MAX_LINE])

@@ -16,10 +16,9 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.plan import PlanError
+from pdcluster_connector.plan import PlanError, rank_pairs
 from pdcluster_connector.plan.block_pairs import Int64
 from pdcluster_connector.plan.geometry import Region
-from pdcluster_connector.plan.rank_pairs import Assignment
 
 Rows = NDArray[np.uint64]
 
@@ -110,7 +109,7 @@ class Runs(NamedTuple):
         return Runs(prefill[first], decode[first], np.add.reduceat(length, first))
 
 
-def stride_classes(assignments: Sequence[Assignment]) -> dict[ClassKey, Runs]:
+def stride_classes(assignments: Sequence[rank_pairs.Assignment]) -> dict[ClassKey, Runs]:
     """Cut assignments into runs, by stride class. Layers of equal geometry are cut together.
 
     Args:
@@ -119,7 +118,7 @@ def stride_classes(assignments: Sequence[Assignment]) -> dict[ClassKey, Runs]:
     Raises:
         PlanError: the two sides' bytes do not correspond.
     """
-    alike: dict[tuple[Region, Region, int, int], list[Assignment]] = {}
+    alike: dict[tuple[Region, Region, int, int], list[rank_pairs.Assignment]] = {}
     for item in assignments:
         geometry = (_geometry(item.prefill), _geometry(item.decode))
         alike.setdefault((*geometry, item.head_start, item.head_stop), []).append(item)
@@ -193,7 +192,7 @@ class _Axis(NamedTuple):
     decode: int
 
 
-def _runs(item: Assignment, unit: int) -> tuple[int, Int64, Int64]:
+def _runs(item: rank_pairs.Assignment, unit: int) -> tuple[int, Int64, Int64]:
     """Return the length of the runs of one unit, and their offsets in the first one.
 
     An axis whose stride equals the run's length on both sides lengthens the run; the others

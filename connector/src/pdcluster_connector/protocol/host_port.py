@@ -1,6 +1,11 @@
 """A host and a port as text."""
 
 
+def reachable(host: str, otherwise: str = "127.0.0.1") -> str:
+    """Choose an address to connect to; ``host`` may be the wildcard address."""
+    return otherwise if host in {"", "0.0.0.0", "::"} else host  # noqa: S104 - compared alone
+
+
 def url(host: str, port: int, path: str = "", *, secured: bool = False) -> str:
     """Return ``http://host:port/path``, or ``https://…``; an IPv6 address gets its brackets."""
     scheme = "https" if secured else "http"

@@ -13,8 +13,7 @@ from contextlib import suppress
 from pdcluster_connector.compat.findings import Finding, Verdict
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape, LayerKind, LayerShape
-from pdcluster_connector.plan.geometry import Region, region_fault
-from pdcluster_connector.plan.rank_pairs import head_interval
+from pdcluster_connector.plan import geometry, rank_pairs
 from pdcluster_connector.protocol.messages import EngineMetadata, ShardMetadata
 
 MAX_RANKS = 4096
@@ -33,7 +32,7 @@ def contradictions(metadata: EngineMetadata) -> Iterator[Finding]:
         yield from _in_shape(metadata.shape)
         yield from _in_regions(metadata)
     for shard in metadata.shards:
-        faults = ((region.layer, region_fault(region)) for region in shard.regions)
+        faults = ((region.layer, geometry.region_fault(region)) for region in shard.regions)
         layer, why = next((fault for fault in faults if fault[1]), ("", ""))
         if why:
             yield _contradiction(
@@ -124,7 +123,7 @@ def _in_regions(metadata: EngineMetadata) -> Iterator[Finding]:
     layers = {layer.name: layer for layer in shape.layers or ()}
     stages: dict[str, int] = {}
     for shard in metadata.shards:
-        arrays: dict[str, list[Region]] = defaultdict(list)
+        arrays: dict[str, list[geometry.Region]] = defaultdict(list)
         for region in shard.regions:
             arrays[region.layer].append(region)
         for name, regions in arrays.items():
@@ -137,7 +136,7 @@ def _in_regions(metadata: EngineMetadata) -> Iterator[Finding]:
 
 
 def _layer(
-    shard: ShardMetadata, layer: LayerShape, regions: list[Region], shape: EngineShape
+    shard: ShardMetadata, layer: LayerShape, regions: list[geometry.Region], shape: EngineShape
 ) -> Iterator[Finding]:
     where = f"{layer.name} of rank {shard.rank}"
     parts = [region.part for region in regions]
@@ -165,7 +164,7 @@ def _layer(
             yield _differs("block_tokens", where, *both)
         held = (region.head_start, region.head_stop)
         with suppress(ValueError):  # a rule of compat or the check of the ranks refuses it
-            expected = head_interval(heads, shape.tensor, shard.rank[1])
+            expected = rank_pairs.head_interval(heads, shape.tensor, shard.rank[1])
             if held != expected:
                 share = f"{heads} heads over {shape.tensor} ranks, here {list(expected)}"
                 yield _differs("heads", where, share, f"{list(held)}")

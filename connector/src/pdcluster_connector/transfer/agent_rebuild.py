@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import AgentSurvivedError, NixlError
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer.planned_reads import Job
-from pdcluster_connector.transfer.receive_machine import AgentDestroyed, Failed
+from pdcluster_connector.transfer import planned_reads, receive_machine
 
 if TYPE_CHECKING:
     from pdcluster_connector.transfer.receive_executor import ReceiveExecutor
@@ -48,7 +47,7 @@ class AgentRebuild:
         self._stall_seconds = executor.options.transfer_stall_seconds
         self._patience = self._stall_seconds  # before a hanging probe cuts receives under way
 
-    def ask(self, job: Job) -> None:
+    def ask(self, job: planned_reads.Job) -> None:
         """Have the agent destroyed soon: a transfer of ``job`` hangs."""
         logger.error(
             "request %s still has transfers under way %.1f s after it failed (%s): the reading "
@@ -134,8 +133,8 @@ class AgentRebuild:
         self.held = []
         for job in list(jobs.values()):
             if final:
-                self._executor.dispatch(job, Failed(failure))
-            self._executor.dispatch(job, AgentDestroyed(failure, crashed))
+                self._executor.dispatch(job, receive_machine.Failed(failure))
+            self._executor.dispatch(job, receive_machine.AgentDestroyed(failure, crashed))
         for go_on in again:
             go_on(None)
         if not final:

@@ -21,9 +21,8 @@ from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.transfer import planned_reads, probing
 from pdcluster_connector.transfer.options import ReceiverOptions
-from pdcluster_connector.transfer.planned_reads import FenceWords
-from pdcluster_connector.transfer.probing import Probing
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +67,9 @@ class Connections:
         self._agent: ReadingAgent | None = None
         self.by_engine: dict[str, Connection] = {}
         self._stalled: dict[str, Failure | None] = {}  # over the last agent
-        self.probing = Probing(self, options, clock, probe_memory)
+        self.probing = probing.Probing(self, options, clock, probe_memory)
         self._synchronize = probe_memory.synchronize
-        self.fence_words = FenceWords()
+        self.fence_words = planned_reads.FenceWords()
 
     @property
     def agent(self) -> ReadingAgent:

@@ -19,9 +19,8 @@ from pdcluster_connector.compat.shape import GroupShape
 from pdcluster_connector.nixl_io import interface, probe_memory, reading_agent, serving_agent
 from pdcluster_connector.plan import descriptors, geometry, request_descriptors
 from pdcluster_connector.plan.block_pairs import EngineBlocks, GroupBlocks, groups_of
+from pdcluster_connector.protocol import messages, receive_order
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.messages import CLEARED
-from pdcluster_connector.protocol.receive_order import ReceiveOrder
 from pdcluster_connector.transfer.receive_machine import Event, Failed, Receive, Signal, State
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ class Job:
         nbytes: of all that is read for it.
     """
 
-    request: ReceiveOrder
+    request: receive_order.ReceiveOrder
     machine: Receive
     connection: reading_agent.Connection | None = None
     reads: deque[Read] = field(default_factory=deque)
@@ -182,7 +181,7 @@ class FenceWords(Slots):
         """Return a free slot, which holds no lease word now; None when all are taken."""
         slot = super().take()
         if slot is not None:  # this job may have read its word into it before
-            self._words[slot] = CLEARED
+            self._words[slot] = messages.CLEARED
         return slot
 
     def read(self, slot: int) -> int:

@@ -18,15 +18,8 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import OF_PEER, AgentInterface, Handle, NixlError
 from pdcluster_connector.nixl_io.reading_agent import Connection, Source
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.transfer import receive_machine
 from pdcluster_connector.transfer.planned_reads import Job
-from pdcluster_connector.transfer.receive_machine import (
-    Broken,
-    Failed,
-    Landed,
-    Opened,
-    Signal,
-    State,
-)
 
 if TYPE_CHECKING:
     from pdcluster_connector.transfer.receive_executor import ReceiveExecutor
@@ -67,7 +60,7 @@ class Transfers:
     def healthy(self) -> bool:
         """Whether something is under way for a receive that has not failed."""
         return bool(self._posting) or any(
-            transfer.job.machine.state is not State.QUARANTINE
+            transfer.job.machine.state is not receive_machine.State.QUARANTINE
             for transfer in self._under_way.values()
         )
 
@@ -106,8 +99,11 @@ class Transfers:
             if not job.machine.posting or job.connection is None:
                 self.drop_reads(job)  # it failed meanwhile: none of its other reads follows
                 continue
-            if job.connection.broken is not None and job.machine.state is State.POSTED:
-                self._executor.dispatch(job, Failed(job.connection.broken))
+            if (
+                job.connection.broken is not None
+                and job.machine.state is receive_machine.State.POSTED
+            ):
+                self._executor.dispatch(job, receive_machine.Failed(job.connection.broken))
                 continue
             self._post(job, job.connection)
             if not job.machine.posting:
@@ -115,7 +111,7 @@ class Transfers:
             if job.reads:
                 self._posting.append(job)
             else:
-                self._executor.dispatch(job, Signal.POSTED)
+                self._executor.dispatch(job, receive_machine.Signal.POSTED)
             if self._executor.clock() >= until:
                 break
         return True
@@ -125,7 +121,7 @@ class Transfers:
         word = read.word
         number = next(self._numbers)
         # Before the call: whatever it does, the transfer counts as able to write.
-        self._executor.dispatch(job, Opened(number))
+        self._executor.dispatch(job, receive_machine.Opened(number))
         if number not in job.machine.open:
             self._give_back(word)
             if word is not None:
@@ -183,23 +179,25 @@ class Transfers:
     def _take_away(self, number: int) -> None:
         self._under_way.pop(number).source.under_way -= 1
 
-    def _landed(self, number: int, transfer: _UnderWay) -> Landed | Broken:
+    def _landed(
+        self, number: int, transfer: _UnderWay
+    ) -> receive_machine.Landed | receive_machine.Broken:
         """Judge a transfer that has landed.
 
         Any data is accepted. A lease word is accepted only if it is the ticket's token.
         """
         if transfer.word is None:
-            return Landed(number)
+            return receive_machine.Landed(number)
         word = self._executor.connections.fence_words.read(transfer.word)
         self._give_back(transfer.word)
         ticket = transfer.job.request.ticket
         if word == ticket.token:
-            return Landed(number)
+            return receive_machine.Landed(number)
         message = (
             f"lease word {ticket.fence_slot} of rank {transfer.source.rank} of {ticket.engine_id}"
             " is no longer the ticket's: the blocks were given up while they were read"
         )
-        return Broken(number, Failure(Reason.LEASE_LOST, message))
+        return receive_machine.Broken(number, Failure(Reason.LEASE_LOST, message))
 
     def drop_reads(self, job: Job) -> None:
         """Forget reads of a job that were never posted."""
@@ -221,7 +219,7 @@ class Transfers:
         if error.kind in OF_PEER:
             self._executor.connections.broken(connection, failure)
         self._ended(connection)
-        self._executor.dispatch(job, Broken(number, failure))
+        self._executor.dispatch(job, receive_machine.Broken(number, failure))
 
     def _lost(self, job: Job, message: str) -> None:
         self.unseen += 1
@@ -230,7 +228,7 @@ class Transfers:
             job.request.request_id,
             message,
         )
-        self._executor.dispatch(job, Failed(Failure(Reason.BACKEND_ERROR, message)))
+        self._executor.dispatch(job, receive_machine.Failed(Failure(Reason.BACKEND_ERROR, message)))
 
     def _ended(self, connection: Connection) -> None:
         connection.transfers -= 1

@@ -4,7 +4,7 @@
 
 The way of one receive: ``receive`` starts its machine, which asks for a connection; ``connect``
 finds one, or has :class:`Connections` make one; ``_read`` has the reads planned;
-:class:`Transfers` posts and polls them; ``_report`` hands the result over. ``dispatch``
+``Transfers`` posts and polls them; ``_report`` hands the result over. ``dispatch``
 passes events to the machine and carries out its actions.
 
 Everything here runs on the transfer thread. An error of one request fails that request. Any other
@@ -22,22 +22,12 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import GroupShape
 from pdcluster_connector.nixl_io.reading_agent import Connection
 from pdcluster_connector.plan import PlanError
+from pdcluster_connector.protocol import messages, receive_order
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.protocol.receive_order import ReceiveOrder
-from pdcluster_connector.transfer.agent_rebuild import AgentRebuild
+from pdcluster_connector.transfer import agent_rebuild, posting, receive_machine
 from pdcluster_connector.transfer.connections import Connections
 from pdcluster_connector.transfer.options import ReceiverOptions
 from pdcluster_connector.transfer.planned_reads import Job, plan_fence, plan_reads
-from pdcluster_connector.transfer.posting import Transfers
-from pdcluster_connector.transfer.receive_machine import (
-    Action,
-    Event,
-    Failed,
-    Receive,
-    Signal,
-    State,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -71,23 +61,23 @@ class ReceiveExecutor:
         self.due = inf
         self.connections = connections
         self._put = put
-        self.transfers = Transfers(self)
-        self._agent_rebuild = AgentRebuild(self)
+        self.transfers = posting.Transfers(self)
+        self._agent_rebuild = agent_rebuild.AgentRebuild(self)
         self.ended: deque[Job] = deque()  # thread-safe at both ends
 
     # Commands.
 
     def receive(
         self,
-        orders: Iterable[tuple[ReceiveOrder, float]],
-        events: Iterable[tuple[str, Event]] = (),
+        orders: Iterable[tuple[receive_order.ReceiveOrder, float]],
+        events: Iterable[tuple[str, receive_machine.Event]] = (),
     ) -> None:
         """Begin receives, each with the end of its lease, and pass on what is known of them."""
         for order, deadline in orders:
             if order.request_id in self.jobs:
                 logger.warning("request %s is being received already", order.request_id)
                 continue
-            machine = Receive(
+            machine = receive_machine.Receive(
                 order.request_id,
                 deadline,
                 self.options.drain_deadline_seconds,
@@ -98,17 +88,19 @@ class ReceiveExecutor:
             connection = self.connections.by_engine.get(order.ticket.engine_id)
             with self.guarded(job):  # the others start all the same
                 why = self.connections.probing.over or (connection and connection.stalled)
-                self.dispatch(job, Failed(why) if why else Signal.STARTED)
+                self.dispatch(
+                    job, receive_machine.Failed(why) if why else receive_machine.Signal.STARTED
+                )
         self.pass_on(events)
 
-    def pass_on(self, events: Iterable[tuple[str, Event]]) -> None:
+    def pass_on(self, events: Iterable[tuple[str, receive_machine.Event]]) -> None:
         """Pass events to machines by request id. Requests that have ended already are left out."""
         for request_id, event in events:
             if (job := self.jobs.get(request_id)) is not None:
                 self.dispatch(job, event)
 
     def rebuild(self, failure: Failure, *, final: bool = False) -> None:
-        """Destroy the agent, because the thread failed; see :meth:`AgentRebuild.carry_out`."""
+        """Destroy the agent, because the thread failed; see ``AgentRebuild.carry_out``."""
         self._agent_rebuild.carry_out(failure, crashed=True, final=final)
 
     # Turns of the transfer thread.
@@ -151,23 +143,23 @@ class ReceiveExecutor:
 
     # One receive, in the order of its way.
 
-    def dispatch(self, job: Job, event: Event) -> None:
+    def dispatch(self, job: Job, event: receive_machine.Event) -> None:
         """Pass an event to the machine of a job, and carry out its actions in order."""
         now = self.clock()
         if now >= job.machine.next_tick and job.machine.open:
             job.machine.queue_moved(self.transfers.queue_moved_at(job))
         for action in job.machine.on(event, now):
             match action:
-                case Action.CONNECT:
+                case receive_machine.Action.CONNECT:
                     self.connect(job)
-                case Action.POST:
+                case receive_machine.Action.POST:
                     limit = self.options.descriptors_per_transfer
                     self._read(job, partial(plan_reads, groups=self._groups, limit=limit))
-                case Action.FENCE:
+                case receive_machine.Action.FENCE:
                     self._read(job, partial(plan_fence, words=self.connections.fence_words))
-                case Action.DESTROY_AGENT:
+                case receive_machine.Action.DESTROY_AGENT:
                     self._agent_rebuild.ask(job)
-                case Action.REPORT:
+                case receive_machine.Action.REPORT:
                     self._report(job)
         self.due = min(self.due, job.due)
 
@@ -183,14 +175,14 @@ class ReceiveExecutor:
                 failure = Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
         else:
             return
-        self.dispatch(job, Failed(failure))
+        self.dispatch(job, receive_machine.Failed(failure))
 
     def connect(self, job: Job) -> None:
         """Find the job's connection, or have one made."""
         job.begin()
         with self.guarded(job):
             if job.request.start >= job.request.stop:
-                self.dispatch(job, Signal.CONNECTED)
+                self.dispatch(job, receive_machine.Signal.CONNECTED)
                 return
             connection = self.connections.by_engine.get(job.request.ticket.engine_id)
             ticket = job.request.ticket
@@ -208,20 +200,20 @@ class ReceiveExecutor:
             ticket.port,
             lambda: machine.deadline,  # the lease is renewed while the peer takes its time
             lambda answer: self._put(partial(self.answered, job, answer)),
-            machine.entered.get(State.HANDSHAKE),
+            machine.entered.get(receive_machine.State.HANDSHAKE),
         )
 
-    def answered(self, job: Job, answer: EngineMetadata | Failure) -> None:
+    def answered(self, job: Job, answer: messages.EngineMetadata | Failure) -> None:
         """Take in how a handshake ended."""
-        if job.machine.state is not State.HANDSHAKE:
+        if job.machine.state is not receive_machine.State.HANDSHAKE:
             return
         if isinstance(answer, Failure):
-            self.dispatch(job, Failed(answer))
+            self.dispatch(job, receive_machine.Failed(answer))
             return
         with self.guarded(job):
             if answer.engine_id != job.request.ticket.engine_id:
                 message = f"{answer.engine_id} answered for {job.request.ticket.engine_id}"
-                self.dispatch(job, Failed(Failure(Reason.PEER_RESTARTED, message)))
+                self.dispatch(job, receive_machine.Failed(Failure(Reason.PEER_RESTARTED, message)))
             elif self._draining:
                 self._agent_rebuild.held.append(partial(self._go_on, job))
             else:
@@ -232,19 +224,19 @@ class ReceiveExecutor:
         job.connection, broken = connection, connection.broken
         # After an error of NIXL, a new connection takes its place when its last transfer has ended.
         if broken is not None and broken.reason is not Reason.BACKEND_ERROR:
-            self.dispatch(job, Failed(broken))
+            self.dispatch(job, receive_machine.Failed(broken))
         elif broken is not None or connection.waiting is not None:
             connection.waiting = [*(connection.waiting or ()), partial(self._go_on, job)]
         else:
-            self.dispatch(job, Signal.CONNECTED)
+            self.dispatch(job, receive_machine.Signal.CONNECTED)
 
     def _go_on(self, job: Job, failure: Failure | None) -> None:
         """Take in how the wait for a connection has ended."""
         if failure is not None:
-            self.dispatch(job, Failed(failure))
+            self.dispatch(job, receive_machine.Failed(failure))
         elif job.connection is not None and job.connection.broken is None:
-            self.dispatch(job, Signal.CONNECTED)
-        elif job.machine.state is State.HANDSHAKE:  # it may have ended meanwhile
+            self.dispatch(job, receive_machine.Signal.CONNECTED)
+        elif job.machine.state is receive_machine.State.HANDSHAKE:  # it may have ended meanwhile
             self.connect(job)
 
     def gone(self, engine_id: str, failure: Failure) -> None:
@@ -258,7 +250,7 @@ class ReceiveExecutor:
         if failure.dead or failure.reason is Reason.PEER_RESTARTED:
             for job in list(self.jobs.values()):
                 if job.request.ticket.engine_id == engine_id:
-                    self.dispatch(job, Failed(failure))
+                    self.dispatch(job, receive_machine.Failed(failure))
 
     def _read(self, job: Job, plan: Callable[[Job, Connection], Failure | None]) -> None:
         """Plan reads and post them. Only a request that wants nothing needs no connection."""
@@ -267,11 +259,11 @@ class ReceiveExecutor:
             if job.connection is None and job.request.start < job.request.stop:
                 failure = Failure(Reason.BACKEND_ERROR, "there is no connection to read over")
             if failure is not None:
-                self.dispatch(job, Failed(failure))
+                self.dispatch(job, receive_machine.Failed(failure))
             elif job.reads:
                 self.transfers.add(job)
             else:
-                self.dispatch(job, Signal.POSTED)
+                self.dispatch(job, receive_machine.Signal.POSTED)
 
     def _report(self, job: Job) -> None:
         self.jobs.pop(job.request.request_id, None)

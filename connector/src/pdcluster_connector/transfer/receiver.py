@@ -26,9 +26,8 @@ from pdcluster_connector.nixl_io.interface import AgentInterface
 from pdcluster_connector.nixl_io.probe_memory import HostMemory, ProbeMemory
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.plan.geometry import MemoryRange, Shard
+from pdcluster_connector.protocol import messages, receive_order
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.protocol.receive_order import ReceiveOrder
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.transfer.connections import Connections
 from pdcluster_connector.transfer.measures import ReceiveResults
@@ -105,7 +104,7 @@ class Receiver:
 
     def receive(
         self,
-        orders: Iterable[ReceiveOrder],
+        orders: Iterable[receive_order.ReceiveOrder],
         since: float,
         events: Iterable[tuple[str, Event]] = (),
     ) -> None:
@@ -135,7 +134,7 @@ class Receiver:
             self._executor.ended.popleft()
         return results
 
-    def probe(self, peer: EngineMetadata, *, check: bool = False) -> Future[ProbeResult]:
+    def probe(self, peer: messages.EngineMetadata, *, check: bool = False) -> Future[ProbeResult]:
         """Read the peer's probe regions; the future never raises, failures are in the result.
 
         ``check``: read only as much as shows that data still comes through, and nothing from

@@ -11,9 +11,7 @@ from typing import Self
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from pdcluster_connector.compat.shape import EngineShape
-from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.messages import ShardMetadata
-from pdcluster_connector.protocol.receive_order import Receipt, ReceiveOrder
+from pdcluster_connector.protocol import failure, messages, receive_order
 
 
 @dataclass
@@ -32,14 +30,14 @@ class StepOrders(base.KVConnectorMetadata):
         gone: peers that the first rank found gone, by engine id, and why.
     """
 
-    receive: list[ReceiveOrder] = field(default_factory=list)
+    receive: list[receive_order.ReceiveOrder] = field(default_factory=list)
     abandon: list[str] = field(default_factory=list)
     sent: list[str] = field(default_factory=list)
     unreceivable: dict[str, str] = field(default_factory=dict)
     lease_words: dict[int, int] = field(default_factory=dict)
     renewed: dict[str, float] = field(default_factory=dict)
-    lost: dict[str, Failure] = field(default_factory=dict)
-    gone: dict[str, Failure] = field(default_factory=dict)
+    lost: dict[str, failure.Failure] = field(default_factory=dict)
+    gone: dict[str, failure.Failure] = field(default_factory=dict)
 
 
 @dataclass
@@ -49,8 +47,8 @@ class StepReport(base.KVConnectorWorkerMetadata):
     ``gone``: peers that this rank has just found gone, by engine id. Only the first rank says so.
     """
 
-    receipts: dict[str, Receipt]
-    gone: dict[str, Failure] = field(default_factory=dict)
+    receipts: dict[str, receive_order.Receipt]
+    gone: dict[str, failure.Failure] = field(default_factory=dict)
 
     def aggregate(self, other: base.KVConnectorWorkerMetadata) -> Self:
         """Sum with another rank's report."""
@@ -71,4 +69,4 @@ class WorkerHandshake(base.KVConnectorHandshakeMetadata):
 
     engine_id: str
     shape: EngineShape
-    shard: ShardMetadata | None
+    shard: messages.ShardMetadata | None

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.protocol.engine_id import EngineId
-from pdcluster_connector.protocol.host_port import url
+from pdcluster_connector.protocol.host_port import reachable, url
 from pdcluster_connector.protocol.launcher_documents import EngineReport, EngineState
 
 _ORDER: Final = {state: place for place, state in enumerate(EngineState)}
@@ -84,14 +84,6 @@ def advance(current: Progress, line: str) -> Progress:
                 return current
             return Progress(state, message.format(*match.groups()))
     return current
-
-
-WILDCARDS = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - compared, not bound to
-
-
-def reachable(host: str, otherwise: str) -> str:
-    """Choose an address to connect to; ``host`` may be the wildcard address."""
-    return otherwise if host in WILDCARDS else host
 
 
 class Readiness:

@@ -124,11 +124,14 @@ class LinkTable:
         return reason
 
     def _row(self, peer: PeerEntry, now: float) -> LinkRow:
-        pairs = [(worker, theirs) for worker in self._workers() for theirs in peer.data_ranks]
+        pipeline, tensor = map(range, self.shards)
+        workers = itertools.product(range(self.data), pipeline, tensor)
+        pairs = list(itertools.product(workers, peer.data_ranks))
         fresh: dict[tuple[Worker, int], RankLink] = {}
+        late = now - REPORT_LIFETIME
         for worker, theirs in pairs:
             kept = self._reports.get(worker)
-            if kept is not None and now - kept.at <= REPORT_LIFETIME:
+            if kept is not None and kept.at >= late:
                 link = kept.links.get((peer.engine, theirs))
                 if link is not None:
                     fresh[worker, theirs] = link
@@ -149,7 +152,8 @@ class LinkTable:
             pending = [link for link in fresh.values() if link.state is LinkState.PENDING]
             reason = pending[0].reason if pending else ""
             unheard = dict.fromkeys(worker for worker, n in pairs if (worker, n) not in fresh)
-            silent = [worker for worker in unheard if self._is_silent(worker, now)]
+            # They have reported before, but not lately.
+            silent = [one for one in unheard if (kept := self._reports.get(one)) and kept.at < late]
             message = _waits_for(silent, list(unheard), pending)
         engine_id = seen.pop() if len(seen) == 1 else peer.engine_id
         establishment: tuple[int, ...] = ()
@@ -173,15 +177,6 @@ class LinkTable:
             message=message,
         )
         return LinkRow(peer, report, establishment)
-
-    def _is_silent(self, worker: Worker, now: float) -> bool:
-        """Whether a worker has reported before, but not lately."""
-        kept = self._reports.get(worker)
-        return kept is not None and now - kept.at > REPORT_LIFETIME
-
-    def _workers(self) -> list[Worker]:
-        pipeline, tensor = self.shards
-        return list(itertools.product(range(self.data), range(pipeline), range(tensor)))
 
     def _ranks_named(self, peer: PeerEntry, pair: tuple[Worker, int]) -> str:
         """Say which data-parallel ranks a message is about; empty if there is only one."""

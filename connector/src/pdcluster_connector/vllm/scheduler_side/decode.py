@@ -12,24 +12,22 @@ far.
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import Enum
 from typing import Any, Final
 
 from vllm.v1.request import Request, RequestStatus
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.protocol import kv_path
+from pdcluster_connector.protocol import kv_path, receive_order
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome
-from pdcluster_connector.protocol.receive_order import Receipt, ReceiveOrder
 from pdcluster_connector.protocol.ticket import Ticket, TicketKeys, passed_on, ticket_of
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
-from pdcluster_connector.vllm import config, metrics
+from pdcluster_connector.vllm import config, metrics, step_messages
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_token, smallest_block
 from pdcluster_connector.vllm.scheduler_side import decode_leases, local_prompts, prefill
-from pdcluster_connector.vllm.step_messages import StepOrders
 
 _CHOICE: Final = re.compile(r"[0-9]+_")  # how vLLM begins the id of a choice of ``n``
 
@@ -64,14 +62,14 @@ class Incoming:
     start: int = 0
     stop: int = 0
     blocks: int = 0
-    receipt: Receipt | None = None
+    receipt: receive_order.Receipt | None = None
     outcome: str = "local"
     named: bool = False
     headers: dict[str, str] | None = None
 
     def path(self, decode: str) -> dict[str, Any]:
         """Return what the answer says of the KV's way; ``decode`` is this engine's id."""
-        receipt = self.receipt or Receipt(0, 0.0)
+        receipt = self.receipt or receive_order.Receipt(0, 0.0)
         moved = self.outcome == "transferred"
         return {
             "prefill": self.ticket.engine_id if self.ticket else "",
@@ -86,6 +84,7 @@ class Incoming:
         }
 
 
+@dataclass(eq=False, repr=False)  # of no log: it holds a key
 class DecodeRole:
     """Not thread-safe: lives on the scheduler's thread.
 
@@ -97,35 +96,29 @@ class DecodeRole:
             fails. Here it is only counted so.
     """
 
-    def __init__(
-        self,
-        engine_id: str,
-        options: config.ConnectorOptions,
-        groups: Sequence[CacheGroup],
-        leases: LeaseClient,
-        stats: metrics.StatsCollector,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        keys: Callable[[], TicketKeys | None],
-        key: str = "",
-        recomputes: bool = False,
-    ) -> None:
-        self._engine_id = engine_id
-        self._groups = groups
-        self._tickets = decode_leases.DecodeLeases(leases, options.lease_seconds, clock)
-        self._clock = clock
-        self._stats = stats
-        self._block = smallest_block(groups)  # a shorter rest of a prompt needs no prefill engine
+    engine_id: str
+    options: config.ConnectorOptions
+    groups: Sequence[CacheGroup]
+    leases: LeaseClient
+    stats: metrics.StatsCollector
+    clock: Callable[[], float] = time.monotonic
+    _: KW_ONLY
+    keys: Callable[[], TicketKeys | None]
+    key: str = ""
+    recomputes: bool = False
+
+    def __post_init__(self) -> None:
+        options, clock = self.options, self.clock
+        self._tickets = decode_leases.DecodeLeases(self.leases, options.lease_seconds, clock)
+        # A shorter rest of a prompt needs no prefill engine.
+        self._block = smallest_block(self.groups)
         pace = local_prompts.PromptPace(options.local_tokens_per_step)
-        self.local = local_prompts.LocalPrompts(pace, self._block, stats, clock)
-        self._leaves_last_token = leaves_last_token(groups)
-        self._is_data_rank = parse_engine_id(engine_id).data_rank is not None
-        self._keys, self._audience = keys, options.ticket_audience
-        self._show_names, self._key = options.show_internal_names, key
-        self._recomputes = recomputes
+        self.local = local_prompts.LocalPrompts(pace, self._block, self.stats, clock)
+        self._leaves_last_token = leaves_last_token(self.groups)
+        self._is_data_rank = parse_engine_id(self.engine_id).data_rank is not None
         self._requests: dict[str, Incoming] = {}
         self._aborted: dict[str, Incoming] = {}  # finished while parked; blocks still held
-        self._orders: list[ReceiveOrder] = []
+        self._orders: list[receive_order.ReceiveOrder] = []
         self._abandoned: list[str] = []
         self._stepped_at = 0.0  # when the latest step began, which may have failed
 
@@ -135,7 +128,7 @@ class DecodeRole:
         """Judge a new request's ticket."""
         params = request.kv_transfer_params
         incoming = self._judge(request)
-        incoming.named = self._show_names or kv_path.has_key(params, self._key)
+        incoming.named = self.options.show_internal_names or kv_path.has_key(params, self.key)
         incoming.repeated = passed_on(params)
         self._requests[request.request_id] = incoming
         self.local.arrived(request)
@@ -143,8 +136,8 @@ class DecodeRole:
             self._tickets.use(incoming.ticket, request.request_id)
 
     def _judge(self, request: Request) -> Incoming:
-        keys = self._keys()
-        ticket = ticket_of(request.kv_transfer_params, keys, self._audience)
+        keys = self.keys()
+        ticket = ticket_of(request.kv_transfer_params, keys, self.options.ticket_audience)
         if ticket is None:
             return Incoming(None, Stage.SETTLED, LocalReason.NO_TICKET)
         if isinstance(ticket, Failure):
@@ -250,7 +243,7 @@ class DecodeRole:
         tokens = max(0, int(request.num_prompt_tokens) - incoming.computed)
         if incoming.reason == LocalReason.NO_TICKET and tokens < self._block:
             incoming.reason = LocalReason.SHORT_PROMPT
-        self._stats.prompt(Outcome.LOCAL, incoming.reason, tokens)
+        self.stats.prompt(Outcome.LOCAL, incoming.reason, tokens)
 
     def _park(
         self,
@@ -264,13 +257,13 @@ class DecodeRole:
         stop = incoming.stop = min(ticket.tokens, request.num_tokens)
         start = incoming.start = stop - external_tokens
         held = tuple(
-            group.holding(ids, start, stop) for group, ids in zip(self._groups, blocks, strict=True)
+            group.holding(ids, start, stop) for group, ids in zip(self.groups, blocks, strict=True)
         )
         incoming.blocks = sum(block > 0 for group in held for block in group.blocks)
         incoming.stage = Stage.PARKED
         seconds, claimed = self._tickets.park(ticket, request.request_id)
         self._orders.append(
-            ReceiveOrder(
+            receive_order.ReceiveOrder(
                 request_id=request.request_id,
                 ticket=ticket,
                 blocks=held,
@@ -281,9 +274,9 @@ class DecodeRole:
             )
         )
 
-    def step(self, orders: StepOrders) -> None:
+    def step(self, orders: step_messages.StepOrders) -> None:
         """Add what the workers have to do in this step."""
-        now = self._clock()
+        now = self.clock()
         late = now - self._stepped_at  # by so much shorter is what a step that failed has left
         orders.receive, orders.renewed, self._orders, self._stepped_at = (
             [replace(one, seconds=one.seconds - late) for one in orders.receive] + self._orders,
@@ -301,7 +294,7 @@ class DecodeRole:
     # Results.
 
     def received(
-        self, receipts: dict[str, Receipt], finished: Iterable[str], failed: set[str]
+        self, receipts: dict[str, receive_order.Receipt], finished: Iterable[str], failed: set[str]
     ) -> None:
         """Take in what workers reported about receives. If this raises, it can be called again.
 
@@ -342,8 +335,8 @@ class DecodeRole:
         incoming.counted = True
         outcome = Outcome.TRANSFERRED
         if failed:
-            outcome = Outcome.RECOMPUTED if self._recomputes else Outcome.FAILED
-        self._stats.prompt(outcome, incoming.reason, incoming.stop - incoming.start)
+            outcome = Outcome.RECOMPUTED if self.recomputes else Outcome.FAILED
+        self.stats.prompt(outcome, incoming.reason, incoming.stop - incoming.start)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Forget a request; return what the client learns about its KV."""
@@ -363,7 +356,7 @@ class DecodeRole:
         return {"kv_path": self._shown(incoming), **incoming.repeated}
 
     def _shown(self, incoming: Incoming) -> dict[str, Any]:
-        path = incoming.path(self._engine_id)
+        path = incoming.path(self.engine_id)
         return path if incoming.named else kv_path.without_names(path)
 
     def forget(self, request_id: str) -> None:

@@ -27,8 +27,7 @@ from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.receive_order import Receipt
 from pdcluster_connector.sidechannel.peers import CONCERNS_ALL_RANKS, FIRST_RANK, PeerBook
-from pdcluster_connector.transfer import receiver
-from pdcluster_connector.transfer.measures import ReceiveResults
+from pdcluster_connector.transfer import measures, receiver
 from pdcluster_connector.transfer.options import ReceiverOptions
 from pdcluster_connector.transfer.receive_machine import Acknowledged, Event, Failed, Signal
 from pdcluster_connector.vllm import joined_shape, metrics, step_messages
@@ -114,7 +113,7 @@ class WorkerRole:
         self._bound_at = inf
         self._left: list[step_messages.StepOrders] = []  # what start() could not finish
         self._unreceivable: dict[str, str] = {}  # requests whose receive could not start, and why
-        self._ended = ReceiveResults()
+        self._ended = measures.ReceiveResults()
         # The next ones. They stay here until the very line that returns them.
         self._results = [KVConnectorTransferResults()]
         self._reports = [step_messages.StepReport({})]
@@ -281,7 +280,7 @@ class WorkerRole:
             self.stats.sample("receive_seconds", seconds, phase)
         results.failed_recving.update(ended.failed)
         results.finished_recving.update(ended.finished)
-        self._ended = ReceiveResults()
+        self._ended = measures.ReceiveResults()
         self._results.append(KVConnectorTransferResults())
         return self._results.pop(0)
 
