@@ -20,6 +20,8 @@ import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from heapq import nsmallest
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
@@ -208,17 +210,19 @@ class ConnectionGuard:
         self._close(connection)
 
     def _greet_some(self) -> None:
-        """Greet the newest of each address in turn: the oldest of a crowd would wait for seconds.
+        """Greet the newest, of those addresses that have the fewest strangers that speak.
 
+        The oldest of a crowd would wait for seconds, and so would others beside a crowd.
         As with accepting, each must have some turns of the loop before it is in the way of others.
         """
-        for _ in range(max(1, self._speaking.limit // 64)):
-            address = next(iter(self._waiting), "")
-            if waiting := self._waiting.pop(address, None):
-                newest, _ = waiting.popitem()
-                self._waiting[address] = waiting
-                self._greet(newest)
-        if self._waiting:
+        waiting = self._waiting = {each: of for each, of in self._waiting.items() if of}
+        few = max(1, self._speaking.limit // 64)
+        for each in nsmallest(
+            few, waiting, key=lambda each: len(self._room(self._speaking, each)[0])
+        ):
+            if waiting[each]:
+                self._greet(waiting[each].popitem()[0])
+        if waiting:
             self._loop.call_soon(self._greet_some)
 
     def _greet(self, connection: _Connection) -> None:
@@ -230,18 +234,21 @@ class ConnectionGuard:
                 ssl_handshake_timeout=None if self._tls is None else TLS_SECONDS,
             )
         )
-        connection.end = greeting.cancel
+        # If it were cancelled, asyncio would go on with a socket whose number others then have.
+        connection.end = partial(connection.socket.shutdown, socket.SHUT_RDWR)
         greeting.add_done_callback(lambda _: self._greeted(connection, greeting))
         groups = *connection.groups, *self._room(self._speaking, connection.address)
         self._place(connection, *groups)
 
     def _greeted(self, connection: _Connection, greeting: asyncio.Task[Any]) -> None:
         """Count a connection as its client's certificate allows, once TLS is established."""
-        if greeting.cancelled() or greeting.exception() is not None:
-            connection.end = connection.socket.close  # the task's traceback holds TLS' memory
+        try:
+            transport: asyncio.Transport = greeting.result()[0]
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - whatever it is
+            error.__traceback__ = None  # its frames hold the memory of TLS, and the error
+            connection.end = connection.socket.close
             self._close(connection)
             return
-        transport: asyncio.Transport = greeting.result()[0]
         connection.end = transport.abort  # closing would wait for a client that does not read
         if connection.handler not in self._held:  # it was closed at this very moment
             transport.abort()
@@ -269,7 +276,8 @@ class ConnectionGuard:
             self._loop.remove_reader(connection.socket)
             connection.socket.close()
         else:
-            connection.end()
+            with suppress(OSError):  # its client is gone
+                connection.end()
 
     async def _sweep(self) -> None:
         """Close connections that take too long, and forget closed ones. Runs until cancelled."""
