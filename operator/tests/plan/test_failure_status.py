@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from pdcluster_operator.api.conditions import ConditionType
-from pdcluster_operator.plan.status.progress import with_failure, without_plan
+from pdcluster_operator.plan.status.progress import (
+    FAILING_SECONDS,
+    SERVER_FAULTS,
+    with_failure,
+    without_plan,
+)
 
 NOW = 1_800_000_000.0
 
@@ -72,3 +77,13 @@ def test_a_status_in_which_somebody_wrote_says_that_no_plan_was_made(status: Any
     cluster = {"metadata": {"generation": 3}, "status": status}
     written = without_plan(cluster, "PlanFailed", "a bug", NOW)
     assert [one["type"] for one in written["conditions"]] == list(ConditionType)
+
+
+@pytest.mark.parametrize("reason", sorted(SERVER_FAULTS))
+def test_a_fault_of_the_api_server_leaves_ready_for_half_a_minute(reason: str) -> None:
+    """Nothing that was verified is gone, and the server is mostly back in seconds."""
+    planned = {"conditions": [condition(kind, "True") for kind in ("Progressing", "Ready")]}
+    cluster = {"metadata": {"generation": 3}, "status": planned}
+    for failing, ready in ((0.0, "True"), (FAILING_SECONDS, "False")):
+        status = with_failure(planned, cluster, reason, "try again later", NOW, failing)
+        assert [one["status"] for one in status["conditions"]] == ["False", ready]

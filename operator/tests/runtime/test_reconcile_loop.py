@@ -45,7 +45,7 @@ from pdcluster_operator.plan.lifecycle import (
     LONGEST_WAIT_SECONDS,
 )
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.status import pace
+from pdcluster_operator.plan.status import pace, progress
 from pdcluster_operator.plan.status.events import transitions
 from pdcluster_operator.plan.status.pace import LONGEST_SECONDS
 from pdcluster_operator.plan.types import (
@@ -716,6 +716,20 @@ async def test_a_cluster_whose_step_fails_is_not_ready_and_says_so_once(
     assert world.condition("Ready")["status"] == "True"
     said = [(one.type, one.message.partition(":")[0]) for one in world.events.events]
     assert said == [("Warning", "Ready is False"), ("Normal", "Ready is True")]
+
+    world.events.events.clear()
+    world.api.delete("NetworkPolicy", "ns", policy["metadata"]["name"])
+    world.port.fail["apply NetworkPolicy"] = ApiError("TooManyRequests", "try again later")
+    for failing, ready in ((0.0, "True"), (0.0, "True"), (progress.FAILING_SECONDS, "False")):
+        if failing:
+            world.reconciler._failing[KEY] -= failing
+        with pytest.raises(ApiError):
+            await world.reconcile()
+        assert world.condition("Progressing")["reason"] == "TooManyRequests"
+        assert world.condition("Ready")["status"] == ready
+    world.port.fail.clear()
+    await world.reconcile()
+    assert not world.reconciler._failing
 
 
 async def test_a_conflict_is_tried_again_and_is_no_news() -> None:

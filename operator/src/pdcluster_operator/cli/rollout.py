@@ -19,12 +19,11 @@ from pdcluster_operator.plan.observed.engines import live_by_role
 from pdcluster_operator.plan.rollout import revisions
 from pdcluster_operator.plan.rollout.revisions import Revision, stored_revisions
 from pdcluster_operator.plan.rollout.targets import find_targets
+from pdcluster_operator.plan.status import progress
 from pdcluster_operator.plan.types import ConnectorBundle, Manifest, Observed
 from pdcluster_operator.runtime.interfaces import ApiError, Key
 
 POLL_SECONDS = 1.0
-FAILING_SECONDS = 30.0
-"""How long steps of the operator may fail. An API server that restarts is back by then."""
 OBJECT = "pdcluster.pdcluster.dev"
 WITHOUT_AN_END = frozenset(
     {
@@ -90,7 +89,7 @@ async def status(client: KubeClient, key: Key, options: argparse.Namespace) -> E
         if now > deadline:
             late = f"not complete after {options.timeout:.0f} s: {shown}"
             raise UserError(late, Exit.NOT_READY)
-        if now - well > FAILING_SECONDS:
+        if now - well > progress.FAILING_SECONDS:
             raise UserError(f"somebody has to act, a step still fails: {shown}", Exit.NOT_READY)
         await asyncio.sleep(POLL_SECONDS)
         latest = await _announcement(client, key, patient=True)

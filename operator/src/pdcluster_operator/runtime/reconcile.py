@@ -74,6 +74,7 @@ class Reconciler:
         self._memos: OrderedDict[Key, Memo] = OrderedDict()
         self._began: dict[Key, str] = {}  # UIDs of the clusters that got first children from us
         self._wrote: dict[Key, float] = {}  # when each status was written, or first was missing
+        self._failing: dict[Key, float] = {}  # since when steps fail
         self._waiting: set[Key] = set()  # clusters with a status that waits
 
     async def reconcile(self, key: Key) -> float | None:
@@ -175,6 +176,7 @@ class Reconciler:
         self._memos.pop(key, None)
         self._began.pop(key, None)
         self._wrote.pop(key, None)
+        self._failing.pop(key, None)
         self._waiting.discard(key)
         self._secrets.forget(key)
         self._executor.forget(key)
@@ -204,7 +206,10 @@ class Reconciler:
             failure = error
         status, flips = plan.status, plan.events
         if failure is not None and not failure.passing:
-            status = progress.with_failure(status, cluster, failure.reason, str(failure), now)
+            failing = time.monotonic() - self._failing.setdefault(key, time.monotonic())
+            status = progress.with_failure(
+                status, cluster, failure.reason, str(failure), now, failing
+            )
             found = transitions(cluster.get("status"), status, secured=True)
             flips = (*(one for one in flips if one.type == "Warning" and one not in found), *found)
         self._monitor.assign(key, plan.peers)
@@ -217,6 +222,7 @@ class Reconciler:
             await self._api_server.write_scaler_status(key, plan.scaler)
         if failure is not None:
             raise failure
+        self._failing.pop(key, None)
         again = AGAIN_SECONDS if plan.steps else None
         return min((one for one in (wait, plan.requeue_after, again) if one), default=None)
 

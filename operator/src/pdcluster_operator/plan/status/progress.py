@@ -28,6 +28,21 @@ HELD_BY_OTHERS = (
 """The scheduler's messages contain one of these if other pods hold what the pod needs."""
 
 
+SERVER_FAULTS = frozenset(
+    {
+        "ApiServerUnreachable",
+        "InternalError",
+        "ServerTimeout",
+        "ServiceUnavailable",
+        "Timeout",
+        "TooManyRequests",
+    }
+)
+"""Reasons of steps that fail although nobody refuses them."""
+FAILING_SECONDS = 30.0
+"""How long they may fail. An API server that restarts, or is overloaded, is back by then."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChangeView:
     """How far the live objects are from the wanted ones.
@@ -119,19 +134,27 @@ def without_plan(cluster: Manifest, reason: str, why: str, now: float) -> dict[s
 
 
 def with_failure(
-    status: Manifest, cluster: Manifest, reason: str, message: str, now: float
+    status: Manifest,
+    cluster: Manifest,
+    reason: str,
+    message: str,
+    now: float,
+    failing: float = 0.0,
 ) -> dict[str, Any]:
     """Return ``status`` with the failure in its Progressing condition.
 
-    What the spec wants is then not there, so Ready is not True either.
+    If the step is refused, or fails for long, what the spec wants is not there, so Ready is not
+    True either.
 
     Args:
         status: the planned status.
         cluster: the live PDCluster; its Progressing condition says when that last changed.
         now: seconds since the epoch.
+        failing: for how many seconds steps have failed.
     """
     ready = conditions.find_condition(status, ConditionType.READY).get("status") == Status.TRUE
-    kinds = (ConditionType.PROGRESSING, *([ConditionType.READY] if ready else []))
+    lacks = ready and (reason not in SERVER_FAULTS or failing >= FAILING_SECONDS)
+    kinds = (ConditionType.PROGRESSING, *([ConditionType.READY] if lacks else []))
     verdicts = [(kind, conditions.no(reason, message)) for kind in kinds]
     generation = cluster["metadata"].get("generation", 0)
     found = conditions.set_conditions(cluster.get("status"), verdicts, generation, now)
