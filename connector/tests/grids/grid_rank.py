@@ -118,7 +118,7 @@ class PrefillRank:
         self.memory[:] = bytes_for(engine.memory)
         ranges = [MemoryRange(self.memory.ctypes.data, self.memory.nbytes)]
         self.agent = ServingAgent(lambda: NixlAgent(f"{engine_id}/{rank}"), ranges)
-        self.agent.lease_words.write({SLOT: TOKEN})
+        self.agent.write_lease_words({SLOT: TOKEN})
         (shard,) = [shard for shard in engine.shards if shard.rank == rank]
         self.metadata = self.agent.metadata(engine_id, rank, shard.regions)
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from left_open import open_handles
 from own_loop import now
 from virtual_engines import (
     Network,
@@ -434,7 +435,7 @@ class Course:
                 found[f"{name}: peers"] = len(book._peers) - len(PREFILLS)
             for rank, receiver in decode.receivers.items():
                 found |= {f"{name} {rank}: {what}": it for what, it in left_of(receiver).items()}
-        found["handles"] = self.fabric.open_handles()
+        found["handles"] = open_handles(self.fabric)
         found["flying"] = self.fabric.flying
         agents = [a for e in self.prefills.values() for a in e.agents]
         receivers = [r for e in self.decodes.values() for r in e.receivers.values()]

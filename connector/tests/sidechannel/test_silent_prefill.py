@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from left_open import open_handles
 from own_loop import now
 from virtual_engines import (
     Network,
@@ -175,7 +176,7 @@ class Stage:
         assert self.decode.tickets.held == {}
         assert self.prefill.leases.held == 0
         assert self.prefill.held == {}
-        assert self.fabric.open_handles() == 0
+        assert open_handles(self.fabric) == 0
         assert self.fatal == []
 
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from left_open import open_dlists, open_handles
+
 from pdcluster_connector.testing.engines import PROBE_BYTES, DecodeEngine, PrefillEngine, Size
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.testing.relay import Relay
@@ -176,8 +178,8 @@ class World:
         return {
             "agents": len(self.fabric.agents),
             "registered ranges": sum(len(agent.ranges) for agent in self.fabric.agents.values()),
-            "descriptor lists": self.fabric.open_dlists(),
-            "handles": self.fabric.open_handles(),
+            "descriptor lists": open_dlists(self.fabric),
+            "handles": open_handles(self.fabric),
             "loaded peers": sum(len(agent.peers) for agent in self.fabric.agents.values()),
             "connections": sum(len(r._connections.by_engine) for r in receivers),
             "receives": sum(len(r._executor.jobs) for r in receivers),

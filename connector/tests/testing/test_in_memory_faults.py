@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from left_open import open_handles
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import NixlErrorKind
@@ -129,8 +130,8 @@ def test_a_transfer_that_the_transport_broke_leaves_no_handle(pair: Pair) -> Non
     pair.of_kv(Behaviour(poll_error=NixlErrorKind.TRANSPORT))
     request_id = pair.send(1)
     pair.ended(request_id)
-    assert not pair.decode.fetches[request_id].believed
-    pair.run(lambda: pair.fabric.open_handles() == 0)
+    assert pair.decode.fetches[request_id].failure
+    pair.run(lambda: open_handles(pair.fabric) == 0)
 
 
 def test_a_cut_holds_up_and_mending_brings_everything(pair: Pair) -> None:
@@ -221,4 +222,4 @@ def test_an_abort_ends_when_nothing_is_under_way(pair: Pair) -> None:
     assert not pair.decode.fetches[request_id].ended
     pair.fabric.land()
     pair.ended(request_id)
-    assert not pair.decode.fetches[request_id].believed
+    assert pair.decode.fetches[request_id].failure

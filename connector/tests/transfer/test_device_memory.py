@@ -11,7 +11,7 @@ from pdcluster_connector.compat.shape import Memory
 from pdcluster_connector.nixl_io.probe_memory import HostBuffer
 from pdcluster_connector.nixl_io.serving_agent import WARM_UP_BYTES
 from pdcluster_connector.plan.geometry import MemoryRange
-from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
+from pdcluster_connector.testing.nixl import Behaviour, Fabric, InMemoryAgent, Transfer
 from pdcluster_connector.transfer.options import ReceiverOptions
 
 DRAIN_SECONDS = 5.0
@@ -26,13 +26,37 @@ class DeviceBuffer(HostBuffer):
 
 
 class Device:
-    """A device as far as probes see it. It carries out what closed agents left to it."""
+    """A device as far as probes see it. It carries out what closed agents left to it.
+
+    Transfers are then like those of cuda_ipc: the end of their agent does not stop them.
+    """
 
     lost = False
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
-        fabric.on_a_device = []
+        self._left: list[Transfer] = []
+        make = fabric.agent
+
+        def agent(name: str) -> InMemoryAgent:
+            made = make(name)
+            made.close = lambda: self._close(made)
+            return made
+
+        fabric.agent = agent
+
+    def _close(self, agent: InMemoryAgent) -> None:
+        with self._fabric.lock:
+            self._left += [one for one in self._fabric.flying if one.agent == agent.name]
+            InMemoryAgent.close(agent)
+
+    def finish(self) -> None:
+        """Make the copies that were still to be made when their agents were closed."""
+        transfers, self._left = self._left, []
+        with self._fabric.lock:
+            self._fabric.flying.extend(transfers)
+            for transfer in transfers:
+                self._fabric.land(transfer)
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         return DeviceBuffer(nbytes)
@@ -40,7 +64,7 @@ class Device:
     def synchronize(self) -> None:
         if self.lost:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        self._fabric.finish()
+        self.finish()
 
 
 @pytest.fixture
@@ -95,7 +119,7 @@ def test_no_failure_is_reported_before_the_device_has_ended_its_copies(bench: Be
     bench.pass_time(60)
     assert bench.take().abandoned == {request_id}
     bench.cache.bytes[:] = 0xEE  # the blocks are another request's now
-    bench.fabric.finish()
+    bench._probe_memory.finish()
     assert (bench.cache.bytes == 0xEE).all(), "the device wrote into blocks that were given back"
 
 

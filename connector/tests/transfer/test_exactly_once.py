@@ -16,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 from hypothesis import settings
+from left_open import open_dlists, open_handles
 from transfer_rig import Decode, FakePeers, Prefill
 
 from pdcluster_connector.compat.reasons import Reason
@@ -245,6 +246,6 @@ def test_every_rank_reports_every_receive_once(requests: int, parked: int) -> No
         assert not executor.transfers
         assert executor.transfers.unseen == 0
         assert rank.fatal == []
-    assert engine.fabric.open_handles() == engine.fabric.open_dlists() == 0
+    assert open_handles(engine.fabric) == open_dlists(engine.fabric) == 0
     assert not [t for t in engine.fabric.flying if t.agent.startswith("decode")]
     assert threading.active_count() == threads

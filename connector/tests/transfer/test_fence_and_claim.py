@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from left_open import open_handles
 from transfer_rig import Decode, FakePeers, Prefill, eventually
 
 from pdcluster_connector.compat.reasons import Reason
@@ -107,13 +108,13 @@ def test_blocks_that_were_given_away_are_found_out_fifty_times(rig: Rig) -> None
             assert f"next {run}" in rig.decode.wait(f"next {run}").received
             assert rig.right()
     assert rig.free_words() == FENCE_WORDS
-    assert rig.fabric.open_handles() == 0
+    assert open_handles(rig.fabric) == 0
 
 
 def test_one_ranks_word_is_enough_to_fail(rig: Rig) -> None:
     rig.send()
     eventually(lambda: rig.under_way == len(rig.prefill.caches))
-    rig.prefill.agents[-1].lease_words.write({SEED: CLEARED})
+    rig.prefill.agents[-1].write_lease_words({SEED: CLEARED})
     rig.fabric.land()
     failure = rig.decode.wait("r").failed["r"]
     assert failure.reason is Reason.LEASE_LOST

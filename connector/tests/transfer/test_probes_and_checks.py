@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
+from left_open import open_dlists, open_handles
 from msgspec.structs import replace
 from transfer_rig import PROBE_BYTES, Prefill
 from turn_by_turn import CACHE, PROBE_SECONDS, Bench
@@ -190,28 +191,28 @@ def test_the_agent_is_renewed_for_the_check_that_has_hung_the_longest() -> None:
 def test_a_probe_that_has_ended_leaves_nothing_behind(bench: Bench) -> None:
     prefill = bench.prefill("p/1")
     assert bench.send(prefill) in bench.take().received
-    lists = bench.fabric.open_dlists()
+    lists = open_dlists(bench.fabric)
     bench.pass_time(10.0)
     for ask in (check, probe):
         assert ask(bench, prefill.metadata).result(0).failure is None
-    assert (bench.fabric.open_handles(), bench.fabric.open_dlists()) == (0, lists)
+    assert (open_handles(bench.fabric), open_dlists(bench.fabric)) == (0, lists)
 
 
 def test_a_probe_that_may_still_write_keeps_its_handle_and_its_place(bench: Bench) -> None:
     """Only the end of the agent ends it. It fails at once all the same."""
     prefill = bench.prefill("p/1")
     assert bench.send(prefill) in bench.take().received
-    lists = bench.fabric.open_dlists()
+    lists = open_dlists(bench.fabric)
     bench.fabric.behave = lambda _: Behaviour(poll_error=NixlErrorKind.LOST)
     failure = bench.probe(prefill).result(0).failure
     assert failure is not None
     assert failure.reason is Reason.BACKEND_ERROR
     assert failure.message.startswith("reading p/1-0#")
-    assert (bench.fabric.open_handles(), bench.fabric.open_dlists()) == (1, lists + 2)
+    assert (open_handles(bench.fabric), open_dlists(bench.fabric)) == (1, lists + 2)
     assert bench.executor.busy
     bench.executor.rebuild(Failure(Reason.BACKEND_ERROR, "x"))
     bench.turns()
-    assert bench.fabric.open_handles() == 0
+    assert open_handles(bench.fabric) == 0
     assert not bench.executor.busy
 
 

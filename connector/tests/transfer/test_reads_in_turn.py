@@ -6,6 +6,7 @@ import dataclasses
 import time
 
 import pytest
+from left_open import open_handles
 from msgspec.structs import replace
 from transfer_rig import Decode, FakePeers, Prefill
 from turn_by_turn import CACHE, LEASE, Bench
@@ -244,13 +245,13 @@ def test_the_place_of_a_lease_word_that_nobody_can_observe_goes_to_no_other_read
     free = len(bench.connections.fence_words.free)
     bench.hanging.add(slow.engine_id)
     bench.send(slow)
-    as_before, handles = bench.fabric.behave, bench.fabric.open_handles()
+    as_before, handles = bench.fabric.behave, open_handles(bench.fabric)
     bench.fabric.behave = lambda transfer: (
         Behaviour(**{where: NixlErrorKind.LOST}) if transfer.nbytes == 8 else as_before(transfer)
     )
     lost = bench.send(prefill)
     assert len(bench.connections.fence_words.free) == free - 1
-    assert bench.fabric.open_handles() == handles + kept
+    assert open_handles(bench.fabric) == handles + kept
     bench.fabric.behave = as_before
     bench.pass_time(5.0)
     assert len(bench.connections.fence_words.free) == free

@@ -14,6 +14,7 @@ from collections import Counter, deque
 import numpy as np
 import pytest
 from hypothesis import settings
+from left_open import open_dlists, open_handles
 from transfer_rig import Decode, FakePeers, Prefill
 
 from pdcluster_connector.compat.reasons import Reason
@@ -160,8 +161,8 @@ def test_requests_through_every_fault(requests: int) -> None:
 
     executor = engine.decode.receiver._executor
     assert executor.jobs == {}
-    assert engine.fabric.open_handles() == 0
-    assert engine.fabric.open_dlists() <= 4  # the live incarnation's link, and the agent's own
+    assert open_handles(engine.fabric) == 0
+    assert open_dlists(engine.fabric) <= 4  # the live incarnation's link, and the agent's own
     words = engine.decode.receiver._connections.fence_words
     assert len(words.free) == FENCE_WORDS, "places of lease words were lost"
     assert [t for t in engine.fabric.flying if t.agent.startswith("decode")] == []

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from left_open import open_dlists, open_handles
 from transfer_rig import PROBE_BYTES, Decode, FakePeers, Prefill, eventually
 
 from pdcluster_connector.compat.reasons import Reason
@@ -112,7 +113,7 @@ THREADS = "pdcluster-transfer"
 def finish(rig: Rig) -> None:
     assert rig.decode.receiver.close()
     rig.decode.take()
-    assert rig.fabric.open_handles() == 0
+    assert open_handles(rig.fabric) == 0
     assert not [item for item in rig.fabric.flying if item.agent.startswith("decode")]
     # On a loaded machine the watchdog's thread ends a moment later.
     eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith(THREADS)])
@@ -167,10 +168,10 @@ def test_stats_by_phase_and_reason(rig: Rig) -> None:
 
 def test_one_peer_is_planned_and_prepared_once(rig: Rig) -> None:
     rig.works("first", seed=1)
-    lists = rig.fabric.open_dlists()
+    lists = open_dlists(rig.fabric)
     for number in range(20):
         rig.works(f"r{number}", seed=2)
-    assert rig.fabric.open_dlists() == lists
+    assert open_dlists(rig.fabric) == lists
     assert rig.peers.asked == ["prefill/1"]
 
 
@@ -374,22 +375,22 @@ def test_an_agent_that_survives_without_transfers_is_left_behind(rig: Rig) -> No
 
 def test_a_new_incarnation_retires_the_old_one(rig: Rig) -> None:
     rig.works("before", seed=1)
-    lists = rig.fabric.open_dlists()
+    lists = open_dlists(rig.fabric)
     rig.works("after", rig.add_prefill("prefill/2"))
-    assert rig.fabric.open_dlists() == lists
+    assert open_dlists(rig.fabric) == lists
     rig.send("late", 2)
     assert "late" in rig.decode.wait("late").finished
 
 
 def test_data_parallel_ranks_live_side_by_side_and_are_retired_together(rig: Rig) -> None:
     first, second = (rig.add_prefill(f"prefill/2_dp{rank}") for rank in range(2))
-    lists = rig.fabric.open_dlists()
+    lists = open_dlists(rig.fabric)
     for seed, rank in enumerate((first, second, first, second), start=1):
         rig.works(f"r{seed}", rank, seed=seed)
-    grown = rig.fabric.open_dlists() - lists
+    grown = open_dlists(rig.fabric) - lists
     assert rig.peers.asked == [first.engine_id, second.engine_id], "no link was made anew"
     rig.works("after", rig.add_prefill("prefill/3_dp1"), seed=5)
-    assert rig.fabric.open_dlists() == lists + grown // 2
+    assert open_dlists(rig.fabric) == lists + grown // 2
 
 
 @pytest.mark.parametrize("broken", [NixlErrorKind.LOST, RuntimeError("x"), SystemExit("x")])
@@ -441,7 +442,7 @@ def test_peer_death_and_a_new_incarnation(two: Rig, posted: bool) -> None:
         two.fabric.kill("prefill/1")
         two.send("r", 2)
     assert two.decode.wait("r").failed["r"].reason is Reason.BACKEND_ERROR
-    eventually(lambda: two.fabric.open_dlists() == OF_THE_AGENT)
+    eventually(lambda: open_dlists(two.fabric) == OF_THE_AGENT)
     two.works("after", two.add_prefill("prefill/2"))
 
 
@@ -455,7 +456,7 @@ def test_a_restarted_peer_fails_what_reads_from_it_when_it_is_quiet(rig: Rig) ->
     rig.decode.nothing(0.1)
     rig.fabric.land()
     assert rig.decode.wait("r").failed["r"].reason is Reason.PEER_RESTARTED
-    eventually(lambda: rig.fabric.open_dlists() == OF_THE_AGENT)
+    eventually(lambda: open_dlists(rig.fabric) == OF_THE_AGENT)
 
 
 def test_a_silent_peer_is_only_suspect(rig: Rig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 import pytest
+from left_open import open_handles
 from transfer_rig import Prefill
 from turn_by_turn import LEASE, PROBE_SECONDS, Bench
 
@@ -83,7 +84,7 @@ def test_what_is_new_fails_at_once_until_the_read_has_landed(bench: Bench) -> No
     assert bench.send(prefill) in bench.take().received
     assert bench.connections.by_engine["p/1"] is connection
     assert bench.probe(prefill).result(0).failure is None
-    assert (bench.fabric.open_handles(), connection.transfers) == (0, 0)
+    assert (open_handles(bench.fabric), connection.transfers) == (0, 0)
 
 
 def test_reads_that_were_not_yet_posted_are_posted(

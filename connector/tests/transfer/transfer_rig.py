@@ -121,7 +121,7 @@ class Prefill:
     def write_word(self, slot: int, word: int) -> None:
         """Write a lease word on every rank, as the order of one step does."""
         for agent in self.agents:
-            agent.lease_words.write({slot: word})
+            agent.write_lease_words({slot: word})
 
     def give_up(self, seed: int, blocks: Sequence[int], tokens: int, word: int = 0) -> None:
         """End the lease of request ``seed``, and compute another request in its blocks."""

@@ -7,8 +7,10 @@ may differ in stride, length or spec (vLLM #57661 took them for one).
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -26,8 +28,9 @@ from vllm.v1.kv_cache_interface import (
 
 from pdcluster_connector.plan.geometry import Shard, region_extent
 from pdcluster_connector.plan.peer_plan import plan_peer
-from pdcluster_connector.plan.slices import seams
-from pdcluster_connector.vllm.kv_caches.registration import Registration, register
+from pdcluster_connector.plan.slices import seams, sliced
+from pdcluster_connector.vllm.kv_caches import registration
+from pdcluster_connector.vllm.kv_caches.registration import Registration
 
 pytestmark = pytest.mark.vllm
 
@@ -72,9 +75,8 @@ def registered(drawn: list[Any], raw: torch.Tensor, slice_bytes: int) -> tuple[A
     config.compilation_config = SimpleNamespace(
         static_forward_context={name: Attention("FLASH_ATTN") for name in views}
     )
-    made = register(
-        views, KVCacheConfig(3, [], groups), config, (0, 0), "digest", slice_bytes=slice_bytes
-    )
+    with patch.object(registration, "sliced", partial(sliced, limit=slice_bytes)):
+        made = registration.register(views, KVCacheConfig(3, [], groups), config, (0, 0), "digest")
     return views, made
 
 

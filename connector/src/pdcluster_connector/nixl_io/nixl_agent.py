@@ -96,16 +96,6 @@ def _waiting_progress_thread(api: Any) -> Iterator[None]:
         bindings.nixlAgentConfig = original
 
 
-@contextmanager
-def _without_shm() -> Iterator[None]:
-    """Let UCX use no /dev/shm, as if it were too small. Peers are read by its other transports."""
-    os.environ[_LEAST_SHM] = "inf"
-    try:
-        yield
-    finally:
-        del os.environ[_LEAST_SHM]
-
-
 class NixlAgent:
     """One agent of the real nixl."""
 
@@ -209,22 +199,14 @@ class NixlAgent:
         if self._agent is None:
             return
         alive = weakref.ref(self._agent.agent)
-        agent = self._agent
-        handles_first = sorted(self._open, key=lambda item: isinstance(item, Dlist))
-        closers: list[Callable[[], Any]] = [
-            *(item.native.release for item in handles_first),
-            *(partial(agent.deregister_memory, item) for item in self._registrations),
-        ]
-        closer: Callable[[], Any] | None = None
-        for closer in closers:
-            # An error changes nothing: the end of the agent frees all of it.
+        # An error of what follows changes nothing: the end of the agent frees all of it.
+        for item in sorted(self._open, key=lambda item: isinstance(item, Dlist)):  # handles first
             with suppress(NixlError):
-                self._call(closer)
-        for item in list(self._open):
+                self._call(item.native.release)
             self._drop(item)
-        self._registrations.clear()
-        closers.clear()
-        del agent, closer
+        while self._registrations:
+            with suppress(NixlError):
+                self._call(partial(self._agent.deregister_memory, self._registrations.pop()))
         self._agent = None
         if alive() is not None:
             gc.collect()
@@ -244,8 +226,12 @@ class NixlAgent:
                 raise
             failed = str(error)
         if failed:
-            with _without_shm():
+            # As if /dev/shm were too small. Peers are read by UCX's other transports.
+            os.environ[_LEAST_SHM] = "inf"
+            try:
                 self._call(create)
+            finally:
+                del os.environ[_LEAST_SHM]
             logger.warning("%s uses no /dev/shm; with it: %s", self.name, failed)
 
     def _drop(self, item: Dlist | Handle) -> None:

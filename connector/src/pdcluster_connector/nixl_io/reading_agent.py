@@ -204,10 +204,6 @@ class ReadingAgent:
             raise
         return local, remote
 
-    def read_probe(self, lists: tuple[interface.Dlist, interface.Dlist]) -> interface.Handle:
-        """Post the read that :meth:`probe_lists` prepared."""
-        return self._nixl.read(lists[0], FIRST, lists[1], FIRST)
-
     def release_dlists(self, dlists: Sequence[interface.Dlist]) -> None:
         """Free descriptor lists that nothing uses any more. Does not raise."""
         for dlist in dlists:

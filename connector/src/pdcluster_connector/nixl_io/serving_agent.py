@@ -45,27 +45,6 @@ def one_row(address: int, length: int, device: int = 0, count: int = 1) -> descr
     return np.array([[address, length, device, length, count]], np.uint64)
 
 
-class LeaseWordTable:
-    """Host memory with one 64-bit word a slot; 0 in a slot without a lease."""
-
-    def __init__(self, slots: int = messages.SLOTS) -> None:
-        self._words = np.zeros(slots, np.uint64)
-
-    @property
-    def memory(self) -> MemoryRange:
-        """Return the range to register."""
-        return MemoryRange(self._words.ctypes.data, self._words.nbytes)
-
-    def write(self, words: Mapping[int, int]) -> None:
-        """Write words by slot."""
-        for slot, word in words.items():
-            self._words[slot] = word
-
-    def clear(self) -> None:
-        """End every lease: this engine stops."""
-        self._words[:] = messages.CLEARED
-
-
 class ServingAgent:
     """Registers this worker's KV memory, a probe buffer and the lease words for others to read.
 
@@ -74,9 +53,6 @@ class ServingAgent:
         memory: what to register so that every region can be read.
         probe_bytes: size of the probe buffer.
         probe_memory: where it lies.
-
-    Attributes:
-        lease_words: which leases stand.
 
     Raises:
         NixlError: NIXL is not installed, or refuses the memory.
@@ -90,12 +66,13 @@ class ServingAgent:
         probe_bytes: int = PROBE_BYTES,
         probe_memory: ProbeMemory | None = None,
     ) -> None:
-        self.lease_words = LeaseWordTable()
+        self._words = np.zeros(messages.SLOTS, np.uint64)  # 0 in a slot without a lease
         self._probe = (probe_memory or HostMemory()).allocate(probe_bytes)
         self._seams = slices.seams(item.span for item in memory)
         self._agent = make_agent()
         try:
-            self._agent.register([*memory, self._probe.memory, self.lease_words.memory])
+            words = MemoryRange(self._words.ctypes.data, self._words.nbytes)
+            self._agent.register([*memory, self._probe.memory, words])
         except NixlError:
             self._agent.close()
             raise
@@ -106,7 +83,6 @@ class ServingAgent:
         """Fill the probe buffer for ``engine_id``. Return what peers need for reads from here."""
         probe = self._probe.memory
         self._probe.write(pattern(engine_id, rank, probe.length))
-        words = self.lease_words.memory
         return messages.ShardMetadata(
             engine_id=engine_id,
             rank=rank,
@@ -114,13 +90,18 @@ class ServingAgent:
             agent_metadata=self._agent.metadata(),
             regions=tuple(regions),
             probe=probe,
-            lease_words=messages.LeaseWords(words.address, words.length // WORD_BYTES),
+            lease_words=messages.LeaseWords(self._words.ctypes.data, self._words.size),
             seams=self._seams,
         )
 
+    def write_lease_words(self, words: Mapping[int, int]) -> None:
+        """Write lease words by slot."""
+        for slot, word in words.items():
+            self._words[slot] = word
+
     def close(self) -> None:
         """Stop serving: readers see their transfers fail, or that every lease has ended."""
-        self.lease_words.clear()
+        self._words[:] = messages.CLEARED
         self._agent.close()
 
 

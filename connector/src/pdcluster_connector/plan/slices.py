@@ -57,11 +57,6 @@ class _Run:
     length: int
     axes: tuple[tuple[int, int], ...]
 
-    @property
-    def pitch(self) -> int:
-        """The shortest stride. A run that is longer would overlap its own next repetition."""
-        return min((stride for stride, count in self.axes if count > 1), default=SLICE_BYTES)
-
     def holds(self, seam: int) -> bool:
         """Whether ``seam`` lies inside of one of the runs."""
         rest = seam - self.start
@@ -80,7 +75,9 @@ def _runs(regions: Sequence[geometry.Region]) -> list[_Run]:
         last = found[-1] if found else None
         if last is not None and run.axes == last.axes and run.start <= last.start + last.length:
             length = max(last.length, run.start + run.length - last.start)
-            if length <= run.pitch:
+            # A run longer than its shortest stride would overlap its own next repetition.
+            strides = [stride for stride, count in run.axes if count > 1]
+            if length <= min(strides, default=SLICE_BYTES):
                 found[-1] = _Run(last.start, length, run.axes)
                 continue
         found.append(run)

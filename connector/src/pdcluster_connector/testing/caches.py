@@ -43,7 +43,6 @@ class LabelledCache:
             are more ranks than heads.
         stage: pipeline rank of ``pipeline``; layers are spread over stages.
         layers: of the whole model.
-        opaque: whether a block's interior can only be moved whole.
         slice_bytes: the longest range that is registered.
     """
 
@@ -59,7 +58,6 @@ class LabelledCache:
         num_blocks: int = 32,
         block_tokens: int = 16,
         token_bytes: int = 8,
-        opaque: bool = True,
         slice_bytes: int = SLICE_BYTES,
     ) -> None:
         first = rank * kv_heads // tensor
@@ -82,7 +80,7 @@ class LabelledCache:
                     head_start=self.heads.start,
                     head_stop=self.heads.stop,
                     head_stride=head,
-                    token_stride=None if opaque else token_bytes,
+                    token_stride=None,  # a block's interior can only be moved whole
                     token_bytes=token_bytes,
                 )
                 for index, layer in enumerate(self.layers)

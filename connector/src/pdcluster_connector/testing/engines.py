@@ -181,7 +181,7 @@ class PrefillEngine:
         """Write lease words on all ranks; then free and overwrite the blocks of ended leases."""
         changes = self.leases.take()
         for agent in self.agents:
-            agent.lease_words.write(changes.words)
+            agent.write_lease_words(changes.words)
         for request_id in changes.released + changes.expired:
             blocks = self.held.pop(request_id)
             for cache in self.caches:
@@ -223,11 +223,6 @@ class Fetch:
     def ended(self) -> bool:
         """Whether nothing more happens to it."""
         return not self.waits_for
-
-    @property
-    def believed(self) -> bool:
-        """Whether the engine would go on with the bytes that came."""
-        return self.ended and self.failure is None
 
 
 class DecodeEngine:

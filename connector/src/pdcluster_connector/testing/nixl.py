@@ -17,7 +17,7 @@ import ctypes
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -119,9 +119,6 @@ class Fabric:
     """What connects the agents of one test. Thread-safe.
 
     ``behave`` decides what each transfer does; set it at any time.
-
-    A list in ``on_a_device`` makes transfers like those of cuda_ipc: the end of their agent does
-    not stop them. They go into the list, and :meth:`finish` makes their copies.
     """
 
     def __init__(self) -> None:
@@ -133,7 +130,6 @@ class Fabric:
         self.frozen: dict[str, threading.Event] = {}
         self.behave: Callable[[Transfer], Behaviour] = lambda _: Behaviour()
         self.survive_close = False
-        self.on_a_device: list[Transfer] | None = None
         self.posted = 0
         self._serial = itertools.count()
 
@@ -154,11 +150,7 @@ class Fabric:
             self.dead |= killed
             for agent in killed:
                 del self.agents[agent]
-            for transfer in self.flying:
-                if transfer.peer in killed or transfer.agent in killed:
-                    transfer.copies.clear()
-                    transfer.error = NixlErrorKind.DISCONNECTED
-            self.flying = [item for item in self.flying if item.error is None]
+            self._fail(t for t in self.flying if t.peer in killed or t.agent in killed)
 
     def cut(self, one: str, other: str = "") -> None:
         """Let nothing through between two processes, given how their agents' names begin.
@@ -194,12 +186,14 @@ class Fabric:
     def disconnect(self, agent: InMemoryAgent, peer: str) -> None:
         """Break one agent's connection to one peer. NIXL then forgets the peer by itself."""
         with self.lock:
-            for transfer in self.flying:
-                if (transfer.agent, transfer.peer) == (agent.name, peer):
-                    transfer.copies.clear()
-                    transfer.error = NixlErrorKind.DISCONNECTED
-            self.flying = [item for item in self.flying if item.error is None]
+            self._fail(t for t in self.flying if (t.agent, t.peer) == (agent.name, peer))
             agent.peers.discard(peer)
+
+    def _fail(self, transfers: Iterable[Transfer]) -> None:
+        for transfer in transfers:
+            transfer.copies.clear()
+            transfer.error = NixlErrorKind.DISCONNECTED
+        self.flying = [item for item in self.flying if item.error is None]
 
     def land(self, transfer: Transfer | None = None, copies: int | None = None) -> int:
         """Make the copies (at most ``copies``) of one or all flying transfers; returns how many."""
@@ -219,24 +213,6 @@ class Fabric:
                 if not item.copies:
                     self.flying.remove(item)
             return made
-
-    def finish(self) -> None:
-        """Make the copies that a device was still to make when their agents were closed."""
-        with self.lock:
-            transfers, self.on_a_device = self.on_a_device or [], []
-            self.flying.extend(transfers)
-            for transfer in transfers:
-                self.land(transfer)
-
-    def open_handles(self) -> int:
-        """Count handles that nobody released, over all agents."""
-        with self.lock:
-            return sum(len(agent.handles) for agent in self.agents.values())
-
-    def open_dlists(self) -> int:
-        """Count descriptor lists that nobody released, over all agents."""
-        with self.lock:
-            return sum(len(agent.dlists) for agent in self.agents.values())
 
 
 @dataclass(eq=False)
@@ -384,8 +360,6 @@ class InMemoryAgent:
             if self.fabric.survive_close:
                 raise AgentSurvivedError(NixlErrorKind.INTERNAL, "survives, as asked", flying=True)
             self.closed = True
-            if self.fabric.on_a_device is not None:
-                self.fabric.on_a_device += [t for t in self.fabric.flying if t.agent == self.name]
             self.fabric.flying = [t for t in self.fabric.flying if t.agent != self.name]
             self.fabric.agents.pop(self.name, None)
             self.handles.clear()

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.nixl_io import interface, probe_memory, serving_agent
+from pdcluster_connector.nixl_io import interface, probe_memory, reading_agent, serving_agent
 from pdcluster_connector.nixl_io.reading_agent import Connection, ProbeResult, ReadingAgent, Source
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
@@ -154,7 +154,7 @@ class ProbeRun:
         started = self._clock()
         handle, flying = None, True
         try:
-            handle = self._agent.read_probe(lists)
+            handle = source.agent.read(lists[0], reading_agent.FIRST, lists[1], reading_agent.FIRST)
             while source.agent.state(handle) != "DONE":
                 yield
             seconds = self._clock() - started

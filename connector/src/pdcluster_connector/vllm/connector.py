@@ -178,10 +178,10 @@ class PDClusterConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """Take in what all ranks reported; what an exception interrupts is done once more."""
         self._scheduler.results(connector_output)
 
-    def _forget(self, error: Exception, request: Request, *_: Any) -> None:
-        self._scheduler.forget(request.request_id)
-
-    @engine_step(fallback=lambda: (False, None), affected=_forget)
+    @engine_step(
+        fallback=lambda: (False, None),
+        affected=lambda self, _, request, *__: self._scheduler.forget(request.request_id),
+    )
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -218,10 +218,10 @@ class PDClusterConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def _hear_of_leases(self) -> None:
         self._worker.bound(self._orders())
 
-    def _fail_orders(self, error: Exception, *_: Any) -> None:
-        self._worker.fail_orders(self._orders(), error)
-
-    @engine_step(fallback=lambda: None, affected=_fail_orders)
+    @engine_step(
+        fallback=lambda: None,
+        affected=lambda self, error, *_: self._worker.fail_orders(self._orders(), error),
+    )
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Hand this step's orders to the transfer thread; returns at once."""
         self._worker.start(self._orders())

@@ -37,13 +37,7 @@ def join_shapes(shapes: Mapping[Rank, EngineShape]) -> EngineShape:
     return replace(
         ranks[0],
         **known,
-        kernel_blocks_per_block=(
-            ranks[0].kernel_blocks_per_block
-            if not groups
-            else ratios.pop()
-            if len(ratios) == 1
-            else None
-        ),
+        kernel_blocks_per_block=ratios.pop() if len(ratios) == 1 else None,
         token_sliceable=all(sliceable) if sliceable else None,
         packing="+".join(sorted(packings)) or None,
         layers=_layers(ranks),

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from pdcluster_connector.compat import shape as shapes
 from pdcluster_connector.compat.supported import SCALED, token_sliceable
 from pdcluster_connector.plan.geometry import MemoryRange, Region, Shard
-from pdcluster_connector.plan.slices import SLICE_BYTES, joined, sliced
+from pdcluster_connector.plan.slices import joined, sliced
 from pdcluster_connector.vllm.kv_caches.groups import cache_groups
 from pdcluster_connector.vllm.kv_caches.layers import (
     describe_states,
@@ -50,14 +50,11 @@ def register(
     rank: tuple[int, int],
     model: str,
     draft: str | None = None,
-    *,
-    slice_bytes: int = SLICE_BYTES,
 ) -> Registration:
     """Describe ``kv_caches`` (layer name -> tensor) of the worker at ``rank``.
 
     Layers without a spec of their own share another layer's cache and are left out.
-    ``model`` and ``draft`` are digests (:mod:`..worker_side.fingerprint`). Memory is registered
-    in slices of at most ``slice_bytes`` (``plan/slices.py``).
+    ``model`` and ``draft`` are digests (:mod:`..worker_side.fingerprint`).
     """
     parallel = vllm_config.parallel_config
     cache_config = vllm_config.cache_config
@@ -145,11 +142,11 @@ def register(
         draft=draft,
     )
     shard = Shard(rank=rank, regions=tuple(regions))
-    return Registration(shape=shape, shard=shard, memory=_memory(storages, regions, slice_bytes))
+    return Registration(shape=shape, shard=shard, memory=_memory(storages, regions))
 
 
 def _memory(
-    storages: Collection[MemoryRange], regions: Sequence[Region], slice_bytes: int
+    storages: Collection[MemoryRange], regions: Sequence[Region]
 ) -> tuple[MemoryRange, ...]:
     """Return the memory to register, each byte once: storages can overlap or share an address."""
     found = []
@@ -157,7 +154,7 @@ def _memory(
         here = [region for region in regions if (region.device, region.memory) == place]
         for span in joined(s.span for s in storages if (s.device, s.memory) == place):
             held = [region for region in here if span[0] <= region.base < span[1]]
-            slices = sliced(span, held, slice_bytes)
+            slices = sliced(span, held)
             found += [MemoryRange(start, stop - start, *place) for start, stop in slices]
     return tuple(found)
 

@@ -224,7 +224,7 @@ class WorkerRole:
     def _carry_out(self, orders: step_messages.StepOrders) -> None:
         """Do what is left of a step's orders, in an order in which it can be repeated."""
         if self._serving is not None:
-            self._serving.lease_words.write(orders.lease_words)
+            self._serving.write_lease_words(orders.lease_words)
         while orders.sent:  # not before: vLLM gives these blocks to others
             self._results[0].finished_sending.add(orders.sent.pop())
         while orders.unreceivable:
