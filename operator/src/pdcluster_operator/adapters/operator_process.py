@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pdcluster_operator.adapters import connector_bundle, engine_authority, engines_http
-from pdcluster_operator.adapters.api_server import kube_api, kubeconfig
+from pdcluster_operator.adapters.api_server import connector_collector, events, kube_api, kubeconfig
 from pdcluster_operator.adapters.api_server.client import KubeClient
-from pdcluster_operator.adapters.api_server.connector_collector import keep_collecting
-from pdcluster_operator.adapters.api_server.events import KubeEvents
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, PREFILL_SCALER
 from pdcluster_operator.adapters.api_server.namespace_leases import NamespaceLeases
 from pdcluster_operator.adapters.api_server.reflector import Reflectors
@@ -133,7 +131,7 @@ class OperatorProcess:
         loop = control_loop.ControlLoop(
             api_server=api,
             launchers=engines,
-            events=KubeEvents(client),
+            events=events.KubeEvents(client),
             connector=connector,
             clock=client.now,
             poll_seconds=options.launcher_poll_seconds,
@@ -160,7 +158,7 @@ class OperatorProcess:
         await reflectors.ready.wait()
         loop.start()
         keep = options.keep_connector_seconds
-        self._go_on(stack, keep_collecting(loop.store, api, keep, client.now))
+        self._go_on(stack, connector_collector.keep_collecting(loop.store, api, keep, client.now))
         log.info("reconciling %s", ", ".join(options.namespaces) or "every namespace")
 
     def _go_on(self, stack: AsyncExitStack, part: Coroutine[Any, Any, None]) -> None:

@@ -13,8 +13,7 @@ from pdcluster_operator.adapters.connector_bundle import BundleError, build_conn
 from pdcluster_operator.api.conditions import ConditionType, find_condition
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.schema.crd import PlainDumper
-from pdcluster_operator.cli.exits import Exit, UserError
-from pdcluster_operator.cli.lint import print_findings, read_cluster
+from pdcluster_operator.cli import exits, lint
 from pdcluster_operator.plan import types
 from pdcluster_operator.plan.planner import make_plan
 
@@ -22,12 +21,12 @@ PLACEHOLDER_UID = "00000000-0000-0000-0000-000000000000"
 LONGEST_BINARY = 64
 
 
-def show_plan(options: argparse.Namespace) -> Exit:
+def show_plan(options: argparse.Namespace) -> exits.Exit:
     """Print the operator's steps for a cluster of which nothing exists yet."""
     console = Console(highlight=False, soft_wrap=True)
     document = read_accepted(console, options.file)
     if document is None:
-        return Exit.MANIFEST
+        return exits.Exit.MANIFEST
     metadata = {"namespace": "default", "generation": 1, **document["metadata"]}
     cluster = {**document, "metadata": {**metadata, "uid": PLACEHOLDER_UID}}
     plan = make_plan(types.Observed(cluster, (), (), {}, {}, shipped_connector()), time.time())
@@ -36,23 +35,23 @@ def show_plan(options: argparse.Namespace) -> Exit:
         manifests = [_shortened(step.manifest) for step in applied]
         text = yaml.dump_all(manifests, Dumper=PlainDumper, sort_keys=False, width=100)
         console.print(text, markup=False)
-        return Exit.DONE
+        return exits.Exit.DONE
     for number, step in enumerate(plan.steps, 1):
         if isinstance(step, types.Apply | types.WriteTicketKey):
             show_step(console, number, step)
     accepted = find_condition(plan.status, ConditionType.ACCEPTED)
     text = f"{accepted.get('status')} {accepted.get('reason')} {accepted.get('message', '')}"
     console.print(Text(f"Accepted: {text}".rstrip(), style="dim"))
-    return Exit.DONE
+    return exits.Exit.DONE
 
 
 def read_accepted(console: Console, file: str) -> dict[str, Any] | None:
     """Return the PDCluster of a file. If it has errors, print all findings, and return None."""
-    document: dict[str, Any] = read_cluster(file)
+    document: dict[str, Any] = lint.read_cluster(file)
     _, findings = check_manifest(document)
     if findings.ok:
         return document
-    print_findings(console, file, findings)
+    lint.print_findings(console, file, findings)
     return None
 
 
@@ -61,7 +60,7 @@ def shipped_connector() -> types.ConnectorBundle:
     try:
         return build_connector()
     except BundleError as error:
-        raise UserError(str(error), Exit.MACHINE) from error
+        raise exits.UserError(str(error), exits.Exit.MACHINE) from error
 
 
 def show_step(console: Console, number: int, step: types.Step) -> None:

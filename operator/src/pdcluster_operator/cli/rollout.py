@@ -11,8 +11,7 @@ from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.cluster_reader import change_spec, observe, read_cluster
 from pdcluster_operator.adapters.api_server.kubeconfig import namespace_of_context
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, find_condition
-from pdcluster_operator.api.spec.parse import parse_cluster
-from pdcluster_operator.api.spec.types import Role
+from pdcluster_operator.api.spec import parse, types
 from pdcluster_operator.cli.connection import connected
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.plan.observed.engines import live_by_role
@@ -63,7 +62,7 @@ class Undo:
     """
 
     spec: Manifest
-    revisions: Mapping[Role, str]
+    revisions: Mapping[types.Role, str]
     fields: tuple[str, ...]
 
 
@@ -208,15 +207,15 @@ def undo(observed: Observed) -> Undo | None:
     return Undo(spec, _names(wanted), tuple(fields))
 
 
-def _targets(observed: Observed, spec: Manifest) -> Mapping[Role, Revision]:
+def _targets(observed: Observed, spec: Manifest) -> Mapping[types.Role, Revision]:
     """Return the revisions that a spec asks for; none if the spec cannot be read."""
     cluster = {**observed.cluster, "spec": dict(spec)}
-    parsed = parse_cluster(cluster)
+    parsed = parse.parse_cluster(cluster)
     if parsed.errors:
         return {}
     seen = replace(observed, cluster=cluster)
     return find_targets(seen, parsed.cluster, live_by_role(seen)).wanted
 
 
-def _names(targets: Mapping[Role, Revision]) -> dict[Role, str]:
+def _names(targets: Mapping[types.Role, Revision]) -> dict[types.Role, str]:
     return {role: one.name for role, one in targets.items()}

@@ -19,13 +19,7 @@ from pdcluster_operator.api import conditions, object_names
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
-from pdcluster_operator.plan.objects.drift import is_settled, stamped
-from pdcluster_operator.plan.objects.ownership import (
-    engine_sets,
-    engines_of,
-    identity,
-    is_being_deleted,
-)
+from pdcluster_operator.plan.objects import drift, ownership
 from pdcluster_operator.plan.observed.engines import released
 from pdcluster_operator.plan.observed.pods import pods_by_engine, status_of, text_of
 from pdcluster_operator.plan.rollout.desired import Desired
@@ -41,13 +35,13 @@ def children_now(
     engines = [engine for engine in sets if engine["spec"]["replicas"] > 1]
     timeout = cluster.spec.rollout.schedule_timeout_seconds
     released = {
-        identity(engine): stamped(engine)
+        ownership.identity(engine): drift.stamped(engine)
         for engine in with_releases(observed, engines, timeout, now).values()
     }
     if not released:
         return desired.children
     return tuple(
-        replace(one, manifest=released.get(identity(one.manifest), one.manifest))
+        replace(one, manifest=released.get(ownership.identity(one.manifest), one.manifest))
         for one in desired.children
     )
 
@@ -58,15 +52,17 @@ def steps_to(observed: Observed, desired: Desired, children: tuple[Apply, ...]) 
     Args:
         children: those of ``desired``, as they should be now.
     """
-    live = {identity(child): child for child in (*observed.connectors, *observed.children)}
+    live = {
+        ownership.identity(child): child for child in (*observed.connectors, *observed.children)
+    }
     settled = set()
     for wanted in children:
-        name = identity(wanted.manifest)
+        name = ownership.identity(wanted.manifest)
         seen = live.get(name)
-        if is_settled(seen, wanted.manifest, observed.rewrites.get(name)):
+        if drift.is_settled(seen, wanted.manifest, observed.rewrites.get(name)):
             settled.add(name)
             continue
-        there = {} if seen is None or is_being_deleted(seen) else seen["metadata"]
+        there = {} if seen is None or ownership.is_being_deleted(seen) else seen["metadata"]
         yield replace(wanted, uid=str(there.get("uid") or ""))
     yield from desired.trials
     yield from deletions(observed, desired)
@@ -90,12 +86,12 @@ MANAGED_KINDS = frozenset(
 
 def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
     """Yield each child that is not wanted and that nothing needs any more."""
-    wanted = {identity(child.manifest) for child in desired.children}
+    wanted = {ownership.identity(child.manifest) for child in desired.children}
     kept_engines = {name.stateful_set for name in desired.kept}
     leaving = _leaving(observed, desired)
     for child in observed.children:
-        kind, name = identity(child)
-        if kind not in MANAGED_KINDS or (kind, name) in wanted or is_being_deleted(child):
+        kind, name = ownership.identity(child)
+        if kind not in MANAGED_KINDS or (kind, name) in wanted or ownership.is_being_deleted(child):
             continue
         engine = object_names.engine_of(child)
         if engine is not None and engine.stateful_set in kept_engines:
@@ -113,14 +109,17 @@ def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
 
 def existing_engines(children: Iterable[Manifest], role: Role) -> int:
     """Return how many engines of a role exist and are not being deleted."""
-    sets = engine_sets(children)
-    return sum(name.role is role and not is_being_deleted(sets[name]) for name in sets)
+    sets = ownership.engine_sets(children)
+    return sum(name.role is role and not ownership.is_being_deleted(sets[name]) for name in sets)
 
 
 def _leaving(observed: Observed, desired: Desired) -> set[EngineName]:
     """Return the engines that are not wanted and still have a StatefulSet or a pod."""
     wanted = {name for names in desired.names.values() for name in names} | desired.kept
-    return {*engine_sets(observed.children), *engines_of(observed.pods)} - wanted
+    return {
+        *ownership.engine_sets(observed.children),
+        *ownership.engines_of(observed.pods),
+    } - wanted
 
 
 POD_REVISION_LABEL = "controller-revision-hash"
@@ -138,7 +137,7 @@ def restarts(
     current = _current_revisions(observed, desired.children, applied)
     for pod in observed.pods:
         engine = object_names.engine_of(pod)
-        if engine is None or is_being_deleted(pod):
+        if engine is None or ownership.is_being_deleted(pod):
             continue
         revision = current.get(engine.stateful_set)
         made_from = pod["metadata"].get("labels", {}).get(POD_REVISION_LABEL)
@@ -154,10 +153,10 @@ def _current_revisions(
     A StatefulSet is left out while our change of it is not applied, and while Kubernetes has
     not computed its revision yet.
     """
-    live = {identity(child): child for child in observed.children}
+    live = {ownership.identity(child): child for child in observed.children}
     found = {}
     for wanted in children:
-        kind, name = identity(wanted.manifest)
+        kind, name = ownership.identity(wanted.manifest)
         existing = live.get((kind, name))
         if kind != "StatefulSet" or existing is None:
             continue

@@ -76,7 +76,8 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     # Step 3: compare it with what exists. The time decides only which engines get no pods for a
     # while, and the period of the certificates.
     children = children_now(observed, cluster, desired, now)
-    inputs = observed, cluster, findings, desired, children, lost, renewals.period_start(now)
+    period = renewals.period_start(now)
+    inputs = observed, cluster, findings, desired, children, lost, period
     outcome = memo.get("outcome", inputs, _outcome)
     # Step 4: write the status, with the times of its changes, and say when to look again.
     status = build.build_status(cluster, before, findings, outcome.judged, now)
@@ -87,7 +88,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         memo.forget_unused()
     waits = (
         _next_look(observed, status, outcome.judged.change, now, accepted=findings.ok),
-        renewals.seconds_to_renewal(now) if outcome.certified else None,
+        period + renewals.PERIOD_SECONDS - now if outcome.certified else None,
     )
     return Plan(
         steps=outcome.steps,

@@ -59,11 +59,6 @@ def certificates_as_due(children: Iterable[types.Manifest], now: float) -> types
     return types.HeldCertificates("", f".{int(period_start(now))}", entries)
 
 
-def seconds_to_renewal(now: float) -> float:
-    """Return in how many seconds the next period begins. No watch event comes at that moment."""
-    return period_start(now) + PERIOD_SECONDS - now
-
-
 def are_needed(observed: types.Observed, cluster: Cluster) -> bool:
     """Whether an engine has certificates of the operator, or is to have them."""
     if secrets.certificates_of(cluster) is Certificates.OPERATOR:

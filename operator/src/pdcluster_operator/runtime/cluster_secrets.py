@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from pdcluster_operator.api.object_names import TICKET_KEY_HASH_ANNOTATION
-from pdcluster_operator.plan import types
+from pdcluster_operator.plan import renewals, types
 from pdcluster_operator.plan.builders.secrets import TICKET_KEY_FILE
-from pdcluster_operator.plan.renewals import rotation_of
 from pdcluster_operator.runtime.interfaces import ApiServer, Key
 
 SECRET_SECONDS = 240.0
@@ -88,7 +87,7 @@ class ClusterSecrets:
         self._known.pop((key, TICKET_KEY), None)  # if the write fails, nobody knows what is there
         await self._api_server.write_ticket_key(step)
         uid = str(step.manifest["metadata"]["ownerReferences"][0]["uid"])
-        self._remember(key, TICKET_KEY, uid, rotation_of(step.manifest))
+        self._remember(key, TICKET_KEY, uid, renewals.rotation_of(step.manifest))
 
     async def write_certificates(self, key: Key, step: types.WriteCertificates) -> None:
         """Carry out a step; see ``ApiServer.write_certificates``."""
@@ -131,7 +130,7 @@ def held_ticket_key(live: types.Manifest | None) -> str | None:
     if live is None or not keys:
         return None
     noted = (live["metadata"].get("annotations") or {}).get(TICKET_KEY_HASH_ANNOTATION)
-    return rotation_of(live) if noted in (None, _hash(keys)) else None
+    return renewals.rotation_of(live) if noted in (None, _hash(keys)) else None
 
 
 def _keys_in(live: types.Manifest | None) -> list[str]:

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pdcluster_operator.api import object_names
-from pdcluster_operator.api.spec import pod_templates, resolve
-from pdcluster_operator.api.spec.router_types import RouterPolicy
+from pdcluster_operator.api.spec import pod_templates, resolve, router_types
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan import connectors
 from pdcluster_operator.plan.builders.secrets import api_key_env
@@ -13,11 +12,11 @@ from pdcluster_operator.plan.objects.ownership import child_object
 
 ROUTER_COMPONENT = "router"
 POLICIES = {
-    RouterPolicy.ROUND_ROBIN: "round_robin",
-    RouterPolicy.RANDOM: "random",
-    RouterPolicy.CACHE_AWARE: "cache_aware",
-    RouterPolicy.POWER_OF_TWO: "power_of_two",
-    RouterPolicy.CONSISTENT_HASH: "consistent_hash",
+    router_types.RouterPolicy.ROUND_ROBIN: "round_robin",
+    router_types.RouterPolicy.RANDOM: "random",
+    router_types.RouterPolicy.CACHE_AWARE: "cache_aware",
+    router_types.RouterPolicy.POWER_OF_TWO: "power_of_two",
+    router_types.RouterPolicy.CONSISTENT_HASH: "consistent_hash",
 }
 PLACEHOLDERS = {role: f"{{{role} engines}}" for role in Role}
 """Where the engines of a role will stand on the router's command line."""

@@ -93,11 +93,6 @@ def renamed_volume(
     return {**volume, "secret": {**secret, "items": items}}
 
 
-def certificate_mount() -> dict[str, Any]:
-    """Return where a container sees it. Without a subPath, so that the kubelet updates it."""
-    return {"name": CERTIFICATE_VOLUME, "mountPath": CERTIFICATE_FOLDER, "readOnly": True}
-
-
 def tls_option(cluster: Cluster) -> dict[str, str]:
     """Return the connector's option ``tls``. All engines of a role mount the same files."""
     files = {"ca": AUTHORITY_FILE, "certificate": CERTIFICATE_FILE, "key": KEY_FILE}
@@ -151,9 +146,12 @@ def ticket_key_volume(cluster: Cluster) -> dict[str, Any]:
     return {"name": TICKET_KEY_VOLUME, "secret": secret}
 
 
-def ticket_key_mount() -> dict[str, Any]:
+def mounts(*, signed: bool) -> list[dict[str, Any]]:
     """Return where a container sees them. Without a subPath, so that the kubelet updates them."""
-    return {"name": TICKET_KEY_VOLUME, "mountPath": TICKET_KEY_FOLDER, "readOnly": True}
+    places = {TICKET_KEY_VOLUME: TICKET_KEY_FOLDER}
+    if signed:
+        places[CERTIFICATE_VOLUME] = CERTIFICATE_FOLDER
+    return [{"name": name, "mountPath": at, "readOnly": True} for name, at in places.items()]
 
 
 def ticket_audience(cluster: Cluster, pairing_key: str) -> str:

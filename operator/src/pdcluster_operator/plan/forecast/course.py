@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from pdcluster_operator.api import conditions, object_names
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason
-from pdcluster_operator.api.spec.parse import parse_cluster
-from pdcluster_operator.api.spec.types import Role
+from pdcluster_operator.api.spec import parse, types
 from pdcluster_operator.plan import planner, prefill_scaler
 from pdcluster_operator.plan.forecast.world import World
 from pdcluster_operator.plan.memo import Memo
@@ -44,7 +43,7 @@ class Replaced:
         fields: paths of the fields of the spec that make it necessary.
     """
 
-    role: Role
+    role: types.Role
     engines: tuple[object_names.EngineName, ...]
     fields: tuple[str, ...]
 
@@ -143,13 +142,13 @@ def with_rewrites(observed: Observed, now: float) -> tuple[Observed, tuple[Step,
 
 def _replaced(observed: Observed) -> Iterator[Replaced]:
     cluster = prefill_scaler.as_scaled(observed.cluster, observed.scaler)
-    parsed = parse_cluster(cluster)
+    parsed = parse.parse_cluster(cluster)
     if parsed.errors:
         return
     live = live_by_role(observed)
     targets = find_targets(observed, parsed.cluster, live)
     spec = spec_of_engines(cluster)
-    for role in Role:
+    for role in types.Role:
         wanted = targets.wanted[role]
         old = sorted(name for name in live[role] if name.revision != wanted.name)
         if old:

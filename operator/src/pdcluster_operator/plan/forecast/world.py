@@ -39,8 +39,7 @@ from pdcluster_operator.api.object_names import (
 from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan import connectors, renewals, types
 from pdcluster_operator.plan.children import POD_REVISION_LABEL
-from pdcluster_operator.plan.objects.drift import covers
-from pdcluster_operator.plan.objects.ownership import engine_sets, engines_of, identity
+from pdcluster_operator.plan.objects import drift, ownership
 from pdcluster_operator.plan.observed.engines import known_ids
 from pdcluster_operator.plan.observed.pods import accelerators, is_pod_ready
 from pdcluster_operator.plan.rollout.revisions import short_hash
@@ -55,8 +54,8 @@ class World:
 
     def __init__(self, seen: types.Observed) -> None:
         self._seen = seen
-        self._children = {identity(one): one for one in seen.children}
-        self._connectors = {identity(one): one for one in seen.connectors}
+        self._children = {ownership.identity(one): one for one in seen.children}
+        self._connectors = {ownership.identity(one): one for one in seen.connectors}
         # Router pods are Kubernetes' own affair: their Deployment says what matters.
         self._pods = {
             str(pod["metadata"]["name"]): pod for pod in seen.pods if engine_of(pod) is not None
@@ -131,7 +130,7 @@ class World:
 
     def _apply(self, wanted: types.Manifest, now: float) -> None:
         self._made += 1
-        key = identity(wanted)
+        key = ownership.identity(wanted)
         if connectors.is_shared_connector(wanted):
             self._connectors[key] = wanted
             return
@@ -139,7 +138,7 @@ class World:
         made = copy.deepcopy(dict(wanted))
         metadata = made["metadata"]
         known = old["metadata"] if old is not None else {}
-        same = old is not None and covers(old.get("spec"), wanted.get("spec"))
+        same = old is not None and drift.covers(old.get("spec"), wanted.get("spec"))
         metadata["uid"] = known.get("uid") or f"forecast-{self._made}"
         metadata["resourceVersion"] = f"forecast-{self._made}"
         metadata["creationTimestamp"] = known.get("creationTimestamp") or timestamp(now)
@@ -147,7 +146,7 @@ class World:
         made["status"] = dict((old or {}).get("status") or {})
         if made["kind"] == "StatefulSet":
             template = made["spec"]["template"]
-            if old is None or not covers(old["spec"]["template"], template):
+            if old is None or not drift.covers(old["spec"]["template"], template):
                 made["status"]["updateRevision"] = f"forecast-{short_hash(template)}"
             made["status"]["observedGeneration"] = metadata["generation"]
         self._children[key] = made
@@ -159,10 +158,10 @@ class World:
             self._pods[pod] = {**live, "metadata": metadata}
 
     def _sets(self) -> dict[EngineName, types.Manifest]:
-        return engine_sets(self._children.values())
+        return ownership.engine_sets(self._children.values())
 
     def _forget_engines(self) -> None:
-        running = {name.logical for name in engines_of(self._pods.values())}
+        running = {name.logical for name in ownership.engines_of(self._pods.values())}
         self._engines = {name: one for name, one in self._engines.items() if name in running}
         self._links = {name: one for name, one in self._links.items() if name in running}
 
@@ -303,7 +302,7 @@ def reports_in(
     ids = known_ids(cluster)
     keys = {
         name: pairing_key_of(one)
-        for name, one in engine_sets(children).items()
+        for name, one in ownership.engine_sets(children).items()
         if name.stateful_set in ready
     }
     engines = {

@@ -11,8 +11,7 @@ from typing import Any
 from pdcluster_operator.api import conditions
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, Verdict
 from pdcluster_operator.api.findings import Findings
-from pdcluster_operator.api.spec.pod_templates import as_mapping
-from pdcluster_operator.api.spec.types import Rollout, RolloutType
+from pdcluster_operator.api.spec import pod_templates, types
 from pdcluster_operator.plan.observed.pods import IN_QUEUE
 from pdcluster_operator.plan.rollout.desired import Desired
 from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
@@ -57,7 +56,7 @@ class ChangeView:
     """
 
     desired: Desired
-    rollout: Rollout
+    rollout: types.Rollout
     started: float | None
     unreachable: str
     router_behind: str
@@ -83,7 +82,7 @@ def progressing(
         return conditions.no(held, "rollout.paused is set" if paused else desired.stuck)
     # An engine that is newer than the beginning has the whole time.
     late = now - max(since, change.started or 0.0) > deadline
-    surging = desired.stale and change.rollout.type is RolloutType.SURGE
+    surging = desired.stale and change.rollout.type is types.RolloutType.SURGE
     remedy = f"; {MAKE_ROOM}" if surging and _no_room(ready, late=late) else ""
     if late:
         return conditions.no(
@@ -130,7 +129,7 @@ def without_plan(cluster: Manifest, reason: str, why: str, now: float) -> dict[s
     verdicts[ConditionType.PROGRESSING] = conditions.no(reason, why)
     before, generation = cluster.get("status"), cluster["metadata"].get("generation", 0)
     written = conditions.set_conditions(before, verdicts.items(), generation, now)
-    return {**as_mapping(before), "conditions": written}
+    return {**pod_templates.as_mapping(before), "conditions": written}
 
 
 def with_failure(
