@@ -377,6 +377,7 @@ async def test_a_crowd_that_comes_at_once_leaves_nothing_open(
 ) -> None:
     """Most of it is closed before its greeting begins, or while it does."""
     monkeypatch.setattr(listening, "MAX_CONNECTIONS", LIMIT)
+    gc.collect()  # what other tests left
     before = len(os.listdir("/proc/self/fd"))
     listener = open_port("127.0.0.1", 0)
     clients = [socket.create_connection(listener.getsockname()) for _ in range(200)]

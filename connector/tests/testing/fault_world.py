@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from left_open import open_dlists, open_handles
+from relay import Relay
 
 from pdcluster_connector.testing.engines import PROBE_BYTES, DecodeEngine, PrefillEngine, Size
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
-from pdcluster_connector.testing.relay import Relay
 from pdcluster_connector.transfer.options import ReceiverOptions
 from pdcluster_connector.transfer.receive_machine import State
 

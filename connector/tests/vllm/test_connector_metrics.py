@@ -21,8 +21,8 @@ pytestmark = pytest.mark.vllm
 def filled() -> ConnectorStats:
     collector = StatsCollector()
     collector.count("received_bytes", amount=1000)
-    collector.sample("receive_seconds", [0.25], "total")
-    collector.sample("receive_seconds", [0.2], "transfer")
+    collector.count("receive_seconds", "total", [0.25])
+    collector.count("receive_seconds", "transfer", [0.2])
     collector.count("failures", "BackendError", 2)
     collector.prompt(Outcome.LOCAL, "NoTicket", 40)
     collector.prompt(Outcome.LOCAL, "PrefixHit", 30)
@@ -32,7 +32,7 @@ def filled() -> ConnectorStats:
     collector.count("leases_expired")
     collector.gauge("leases_held", 3)
     collector.gauge("local_prompts_waiting", 4)
-    collector.sample("local_prompt_wait_seconds", [0.75])
+    collector.count("local_prompt_wait_seconds", "", [0.75])
     taken = collector.take()
     assert taken is not None
     return taken
@@ -71,9 +71,9 @@ def test_ranks_add_up_and_dicts_come_back() -> None:
 def test_samples_are_bounded() -> None:
     collector = StatsCollector()
     for _ in range(3):
-        collector.sample("receive_seconds", [0.1] * MAX_SAMPLES, "total")
+        collector.count("receive_seconds", "total", [0.1] * MAX_SAMPLES)
     for _ in range(MAX_SAMPLES + 1):
-        collector.sample("local_prompt_wait_seconds", [0.1])
+        collector.count("local_prompt_wait_seconds", "", [0.1])
     taken = collector.take()
     assert taken is not None
     assert len(taken.data["receive_seconds"]["total"]) == MAX_SAMPLES

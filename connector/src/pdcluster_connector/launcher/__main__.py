@@ -13,7 +13,8 @@ from types import FrameType
 
 def run() -> None:
     """Run the launcher. Exits with the engine's code."""
-    end_on_signal()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
 
     # Imported late: signals are handled from here on.
     from pdcluster_connector.launcher.main import main
@@ -21,13 +22,8 @@ def run() -> None:
     main()
 
 
-def end_on_signal() -> None:
-    """Handle SIGTERM and SIGINT from now on; the exit code is 128 plus the signal's number."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _end)
-
-
 def _end(number: int, _: FrameType | None) -> None:
+    """Exit with 128 plus the signal's number."""
     # Not by an exception: an import that is under way could swallow it.
     name = signal.Signals(number).name
     try:

@@ -39,15 +39,12 @@ App = Callable[[Scope, Any, Any], Awaitable[None]]
 DOOR: Final = f"{__name__}.Door"
 DOOR_VARIABLE: Final = "PDCLUSTER_DOOR"
 """Environment variable of an engine: path of the file that exists when the door is closed."""
-_CLOSED: Final = (
-    b'{"error":{"message":"this engine is told to end and takes no new requests; send the request '
-    b'to another engine","type":"ServiceUnavailable","param":null,"code":503}}'
+_REFUSAL: Final = '{"error":{"message":"%s","type":"ServiceUnavailable","param":null,"code":503}}'
+_CLOSED: Final = _REFUSAL % (
+    "this engine is told to end and takes no new requests; send the request to another engine"
 )
 _NO_LINK: Final = "-no-link"
-_LEFT_OUT: Final = (
-    b'{"error":{"message":"no link to a prefill engine works; the status of the cluster says why",'
-    b'"type":"ServiceUnavailable","param":null,"code":503}}'
-)
+_LEFT_OUT: Final = _REFUSAL % "no link to a prefill engine works; the cluster's status says why"
 LAUNCHER_AGENT: Final = "pdcluster-launcher"
 _NOT_ROUTERS: Final = (LAUNCHER_AGENT.encode(), b"kube-probe/")
 
@@ -99,11 +96,11 @@ class Door:
         if (refusal := self._refusal(scope)) is not None:
             headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
             await send({"type": "http.response.start", "status": 503, "headers": headers})
-            await send({"type": "http.response.body", "body": refusal})
+            await send({"type": "http.response.body", "body": refusal.encode()})
         else:
             await self._app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> bytes | None:
+    def _refusal(self, scope: Scope) -> str | None:
         if not self._file or scope["type"] != "http":
             return None
         if scope["method"] == "POST":

@@ -61,14 +61,13 @@ def failure_of(refusal: Refusal) -> Failure:
     reason = _REASONS.get(refusal.reason)
     message = refusal.message
     sides = (("prefill", refusal.prefill_value), ("decode", refusal.decode_value))
-    unsaid = [f"{side}: {value}" for side, value in sides if value and not _says(message, value)]
+    unsaid = [
+        f"{side}: {value}"
+        for side, value in sides  # 16 is not in 160
+        if value and not re.search(rf"(?<!\w){re.escape(value)}(?!\w)", message)
+    ]
     if unsaid:
         message += f" ({'; '.join(unsaid)})"
     if reason is None:
         return Failure(Reason.PROTOCOL_VERSION_MISMATCH, f"{refusal.reason}: {message}")
     return Failure(reason, message)
-
-
-def _says(message: str, value: str) -> bool:
-    """Whether ``value`` stands in ``message`` as a word of its own: 16 is not in 160."""
-    return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", message) is not None

@@ -5,7 +5,6 @@ manifest allows it. The launcher's canary always gets them. The launcher imports
 imports nothing that is heavy.
 """
 
-import hashlib
 import hmac
 from collections.abc import Mapping
 from typing import Any, Final
@@ -21,9 +20,7 @@ def key_of(token: str) -> str:
 
     The token itself is not sent, because vLLM may log a request's parameters.
     """
-    if not token:
-        return ""
-    return hmac.new(token.encode(), b"kv_path", hashlib.sha256).hexdigest()
+    return hmac.digest(token.encode(), b"kv_path", "sha256").hex() if token else ""
 
 
 def has_key(params: Mapping[str, Any] | None, key: str) -> bool:

@@ -145,7 +145,7 @@ class PrefillEngine:
     def compute(self, seed: int, tokens: int, *, port: int | None = None) -> dict[str, Any]:
         """Compute the KV of request ``seed``; returns the ``kv_transfer_params`` for decode.
 
-        ``port``: of a :class:`~pdcluster_connector.testing.relay.Relay` before the side channel.
+        ``port``: of a relay before the side channel.
 
         Raises:
             IndexError: there are not enough free blocks.

@@ -264,7 +264,8 @@ class Probing:
                     connection, serving_agent.WARM_UP_BYTES, self._answering(future), check=True
                 )
         except Exception as error:  # noqa: BLE001 - one check fails, whatever the cause
-            answer(future, _no_probe(f"{type(error).__name__}: {error}"))
+            failure = Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
+            answer(future, ProbeResult(failure))
 
     def step(self) -> bool:
         """Go on with all runs; return whether to come back soon."""
@@ -330,7 +331,8 @@ class Probing:
                     )
             except Exception as error:  # noqa: BLE001 - one probe fails, whatever the cause
                 self.waiting.pop(future, None)
-                answer(future, _no_probe(f"{type(error).__name__}: {error}"))
+                failure = Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
+                answer(future, ProbeResult(failure))
             return True
         return False
 
@@ -356,10 +358,6 @@ class Probing:
         run = ProbeRun(self, self._connections.agent, connection, size, done, check=check)
         self.runs.append(run)
         return run
-
-
-def _no_probe(message: str) -> ProbeResult:
-    return ProbeResult(Failure(Reason.BACKEND_ERROR, message))
 
 
 def answer(future: Future[ProbeResult], result: ProbeResult) -> None:

@@ -142,13 +142,9 @@ class StatsCollector:
         self._stats = ConnectorStats()
         self._gauges: dict[str, int] = {}
 
-    def count(self, name: str, key: str = "", amount: int = 1) -> None:
-        """Add to a counter."""
+    def count(self, name: str, key: str = "", amount: int | Sequence[float] = 1) -> None:
+        """Add to a counter, or samples to a histogram."""
         self._stats.add(name, key, amount)
-
-    def sample(self, name: str, seconds: Sequence[float], key: str = "") -> None:
-        """Add samples to a histogram."""
-        self._stats.add(name, key, seconds)
 
     def gauge(self, name: str, value: int) -> None:
         """Set a gauge. A value that it has already is not sent again."""

@@ -137,7 +137,7 @@ class LocalPrompts:
             self.pace = self.pace.begin(request.num_tokens - computed)
         waited = self._waiting.pop(request.request_id, None)
         if waited is not None:
-            self.stats.sample("local_prompt_wait_seconds", [self.clock() - waited.since])
+            self.stats.count("local_prompt_wait_seconds", "", [self.clock() - waited.since])
 
     def lets_others_begin(self, request_id: str) -> bool:
         """Whether a request whose KV could come now is passed over in this step.

@@ -277,7 +277,7 @@ class WorkerRole:
             self.stats.count("received_bytes", amount=received.nbytes)
             receipts[request_id] = received
         for phase, seconds in ended.phase_seconds.items():
-            self.stats.sample("receive_seconds", seconds, phase)
+            self.stats.count("receive_seconds", phase, seconds)
         results.failed_recving.update(ended.failed)
         results.finished_recving.update(ended.finished)
         self._ended = measures.ReceiveResults()
