@@ -58,17 +58,15 @@ def _scaled(cluster: Manifest, scaler: Manifest | None) -> _Scaled | None:
     others = decode.get("replicas", 1) if isinstance(decode, Mapping) else None
     if not (isinstance(asked, int) and isinstance(others, int) and isinstance(prefill, Mapping)):
         return None
-    least, most = (_share(wanted.get(name), others) for name in (LEAST_SHARE, MOST_SHARE))
+    shares = (wanted.get(name) for name in (LEAST_SHARE, MOST_SHARE))
+    least, most = (  # rounded up
+        -(-share * max(0, others) // 100) if isinstance(share, int) else None for share in shares
+    )
     if least is not None and asked < least:
         return _Scaled(asked, least, LEAST_SHARE)
     if most is not None and asked > most:
         return _Scaled(asked, most, MOST_SHARE)
     return _Scaled(asked, asked)
-
-
-def _share(percent: Any, engines: int) -> int | None:
-    """Return a share of a number of engines, rounded up; None without a share."""
-    return -(-percent * max(0, engines) // 100) if isinstance(percent, int) else None
 
 
 def scaler_status(observed: Observed) -> ScalerStatus | None:

@@ -60,7 +60,7 @@ def _block(path: str, block: router_types.IpBlock) -> Iterator[FieldError]:
         here, part = f"{path}.except[{number}]", _network(cidr)
         if part is None:
             yield _no_cidr(here, cidr)
-        elif whole is not None and not _within(part, whole):
+        elif whole and (part.prefixlen <= whole.prefixlen or part.network_address not in whole):
             yield FieldError(
                 here,
                 cidr,
@@ -78,10 +78,6 @@ def _network(text: str) -> _Network | None:
         return ipaddress.ip_network(text)
     except ValueError:
         return None
-
-
-def _within(part: _Network, whole: _Network) -> bool:
-    return part.prefixlen > whole.prefixlen and part.network_address in whole
 
 
 def _no_cidr(path: str, value: str) -> FieldError:

@@ -3,7 +3,8 @@
 One Secret of the operator's holds the certificates of all engines of a cluster, and a pod mounts
 those of its own engine alone. Another one holds the ticket keys. The API key is in a Secret of the
 user's. :mod:`..renewals` says when the operator's Secrets are written. The keys are made then
-(``runtime/cluster_secrets.py``, ``adapters/tls``): no manifest, plan, status or log ever holds one.
+(``runtime/cluster_secrets.py``, ``adapters/engine_authority.py``): no manifest, plan, status or log
+ever holds one.
 
 Engines ask clients for the API key by ``vllm/api_guard.py`` of the connector. Routers ask by its
 ``launcher/router_gate.py``, which :mod:`.router` has started in front of the router.
