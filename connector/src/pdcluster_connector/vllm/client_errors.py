@@ -7,15 +7,12 @@ reason.
 
 import contextlib
 import functools
-import re
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any
 
 from pdcluster_connector.protocol.kv_path import FAILURE_HEADER
 
 App = Callable[..., Awaitable[None]]
-
-_MOST_FAILURES: Final = 8192  # of requests that are not answered yet, or whose clients have left
 
 
 class KVFailures:
@@ -28,40 +25,56 @@ class KVFailures:
         return app
 
 
+class _Explained(str):
+    """The name of a finish reason, with the reason why KV did not come."""
+
+    __slots__ = ("why",)
+    why: str
+
+
+class _Error(int):
+    """A finish reason that vLLM takes for its own ERROR. It names itself by what explains it."""
+
+    explained: _Explained
+
+    def __str__(self) -> str:
+        return self.explained
+
+
 @functools.cache
 def explain_failures() -> None:
     """Make vLLM raise an error that can be tried again, with the reason, if KV did not come.
 
     The connector writes the reason into the headers of the request's output. vLLM's API server gets
-    them, but reads them for OpenTelemetry only. It would answer with a bare 500.
+    them, but reads them for OpenTelemetry only. It would answer with a bare 500. The name of an
+    output's finish reason gets to where vLLM raises, so the reason goes with that name.
     """
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.exceptions import GenerationError, RetryableRequestError
+    from vllm.v1.engine import FinishReason
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    failures: dict[str, str] = {}  # the newest, by vLLM's id in the engine core
     processor: Any = OutputProcessor
     serving: Any = GenerateBaseServing
     process, check = processor.process_outputs, serving._raise_if_error  # noqa: SLF001
 
     def process_outputs(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         for output in outputs:
-            if output.trace_headers and (why := output.trace_headers.get(FAILURE_HEADER)):
-                failures[output.request_id] = why
-                if len(failures) > _MOST_FAILURES:
-                    del failures[next(iter(failures))]
+            why = output.trace_headers and output.trace_headers.get(FAILURE_HEADER)
+            if why and output.finish_reason == FinishReason.ERROR:
+                error = _Error(FinishReason.ERROR)
+                error.explained = _Explained(FinishReason.ERROR)
+                error.explained.why = why
+                output.finish_reason = error
         return process(self, outputs, *args, **kwargs)
 
     def raise_if_error(self: Any, finish_reason: str | None, request_id: str) -> None:
         try:
             check(self, finish_reason, request_id)
         except GenerationError:
-            # The engine core's id also has the choice, the prompt's number and a random end.
-            its = re.compile(rf"(\d+_)?{re.escape(request_id)}([-_]\d+)?(-[0-9a-f]{{8}})?")
-            known = next((one for one in failures if its.fullmatch(one)), None)
-            if known is None:
+            if not isinstance(finish_reason, _Explained):
                 raise
-            raise RetryableRequestError(failures.pop(known)) from None
+            raise RetryableRequestError(finish_reason.why) from None
 
     processor.process_outputs = process_outputs
     serving._raise_if_error = raise_if_error  # noqa: SLF001
