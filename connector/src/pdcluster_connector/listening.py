@@ -218,7 +218,7 @@ class ConnectionGuard:
         waiting = self._waiting = {each: of for each, of in self._waiting.items() if of}
         few = max(1, self._speaking.limit // 64)
         for each in nsmallest(
-            few, waiting, key=lambda each: len(self._room(self._speaking, each)[0])
+            few, reversed(waiting), key=lambda each: len(self._room(self._speaking, each)[0])
         ):
             if waiting[each]:
                 self._greet(waiting[each].popitem()[0])

@@ -226,6 +226,15 @@ async def test_the_newest_of_the_address_with_the_fewest_is_greeted_next(tls_cro
     assert len(greeted[0]) <= 2, "one in each turn of the loop"
 
 
+async def test_of_addresses_with_equally_few_the_newest_is_greeted_next(tls_crowd: Crowd) -> None:
+    """A crowd may have thousands of addresses."""
+    for number in range(6):
+        tls_crowd.guard._speaks(tls_crowd.accept(f"{number}", f"10.0.0.{number}"))
+    for _ in range(12):
+        await asyncio.sleep(0)
+    assert tls_crowd.greeted == ["5", "4", "3", "2", "1", "0"]
+
+
 async def test_a_handshake_that_is_cut_off_leaves_no_garbage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -113,6 +113,19 @@ def test_probes_run_one_at_a_time_and_in_their_order(bench: Bench) -> None:
     assert [future.result(0).nbytes for future in probes] == [PROBE_BYTES] * 3
 
 
+def test_a_probe_that_nobody_waits_for_any_more_holds_up_no_other(bench: Bench) -> None:
+    """The link's keeper gives it up when its peer is lost."""
+    lost, other = bench.prefill("p/1"), bench.prefill("q/1")
+    for engine in (lost, other):
+        assert bench.send(engine) in bench.take().received
+    bench.hanging = {"p/1"}
+    first, second = bench.probe(lost), bench.probe(other)
+    assert not second.done()
+    first.cancel()
+    bench.turns()
+    assert second.result(0).nbytes == PROBE_BYTES
+
+
 @pytest.mark.parametrize(("idle", "pages"), [(1.75, 0), (2.0, 1)])
 def test_a_check_reads_nothing_where_kv_has_landed_within_two_seconds(
     bench: Bench, idle: float, pages: int

@@ -127,6 +127,13 @@ def test_kv_that_lands_shows_that_a_connection_lives_although_its_check_is_lost(
     assert waits in bench.take().received
     assert bench.send(prefill) in bench.take().received
 
+    bench.fabric.behave = lambda _: Behaviour(hang=True)
+    bench.pass_time(RECENT_SECONDS)
+    check(bench, prefill)  # the lost one must not hide what this one finds
+    bench.pass_time(CHECK)
+    bench.pass_time(1.0)
+    assert bench.send(prefill) in bench.take().failed
+
 
 def test_who_waits_for_a_warm_up_that_is_late_goes_on_with_it(bench: Bench) -> None:
     prefill, waits, failure = warming_up(bench)

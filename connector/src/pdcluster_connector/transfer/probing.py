@@ -62,6 +62,7 @@ class ProbeRun:
         self.check = check
         self.reported = False  # that it has ended or is late
         self.over = False
+        self._late: Failure | None = None
         self._seconds = probing.options.check_seconds if check else probing.options.probe_seconds
         self._clock = probing.clock
         self.deadline = self._clock() + self._seconds
@@ -95,7 +96,11 @@ class ProbeRun:
             return True
         if not self.reported:
             self._watch_the_time()
-        elif self._reading is not None and self._reading.moved_at > self.deadline:
+        elif (
+            self._reading is not None
+            and self._reading.moved_at > self.deadline
+            and self.connection.stalled is self._late  # not what a later run has found
+        ):
             self.connection.stalled = None
         return True
 
@@ -119,7 +124,7 @@ class ProbeRun:
         """Pass on that it is late, or how it has ended. After that, calls do nothing."""
         if not self.over:
             self.reported, self.over = True, not is_late
-            self.connection.stalled = failure if is_late else None
+            self.connection.stalled = self._late = failure if is_late else None
             read = self._read_bytes, self._read_seconds
             self._done(self.connection, ProbeResult(failure, *read, self.connection.notice))
 
@@ -213,6 +218,7 @@ class Probing:
         self.runs: list[ProbeRun] = []
         self.waiting: dict[Future[ProbeResult], EngineMetadata] = {}
         self._probe: ProbeRun | None = None  # the one under way
+        self._asked: Future[ProbeResult] = Future()  # for it
         self.over: Failure | None = None
 
     @property
@@ -308,7 +314,7 @@ class Probing:
         That is one probe, or the warm-up of a connection. Warm-ups run side by side: of a peer
         that is cut off, each lasts until it fails, and peers behind it would wait for all of them.
         """
-        if self._probe is not None and not self._probe.reported:
+        if self._probe is not None and not (self._probe.reported or self._asked.done()):
             return False
         for future, metadata in list(self.waiting.items()):
             if future.cancelled():
@@ -326,6 +332,7 @@ class Probing:
                 if failure is not None:
                     answer(future, ProbeResult(failure))
                 else:
+                    self._asked = future
                     self._probe = self._start(
                         connection, serving_agent.PROBE_BYTES, self._answering(future)
                     )
