@@ -22,9 +22,13 @@ from pdcluster_connector.protocol.launcher_documents import (
     LinksReport,
     LinkState,
 )
+from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
 from pdcluster_operator.api.conditions import no, timestamp
 from pdcluster_operator.api.findings import Rule
 from pdcluster_operator.api.schema.status_schema import status_schema
+from pdcluster_operator.api.spec.parse import parse_cluster
+from pdcluster_operator.plan.objects.drift import rewrite_of
+from pdcluster_operator.plan.observed.routers import served_key, why_unreachable
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.renewals import DAY
 from pdcluster_operator.plan.status.progress import with_failure
@@ -106,6 +110,41 @@ def test_while_the_secrets_cannot_be_read_clients_are_served_and_no_engine_comes
     new.unread = world.unread
     assert new.step().steps == ()
     is_(new, "Progressing", "False", "Forbidden")
+
+
+@pytest.mark.parametrize("way", ["Recreate", "Surge"])
+def test_while_the_secrets_cannot_be_read_no_rollout_begins(way):
+    """The spec goes back to a revision that was tried out already."""
+    world = SimulatedCluster(manifest(rollout={"type": way}))
+    world.bring_up()
+    first = copy.deepcopy(world.cluster["spec"])
+    world.edit(engine={"blockSize": 32})
+    for _ in range(12):
+        world.step()
+        world.others_act()
+    is_(world, "Ready", "True", "Ready")
+    world.unread = no("Forbidden", "secrets is forbidden")
+    world.cluster["spec"] = first
+    world.cluster["metadata"]["generation"] += 1
+    for _ in range(6):
+        world.step()
+        world.others_act()
+        is_(world, "Available", "True", "Serving")
+    assert world.condition("Ready")["status"] == "False"
+
+
+def test_a_label_that_a_webhook_adds_to_selector_and_pods_changes_nothing(world):
+    """The operator has noted that its Service is always changed, and leaves it."""
+    world.bring_up()
+    name = "Service", "llama-router"
+    desired = copy.deepcopy(world.children[name])
+    world.children[name]["spec"]["selector"]["tenant"] = "blue"
+    seen, cluster = world.observed(), parse_cluster(manifest()).cluster
+    assert why_unreachable(seen, cluster)
+    note = rewrite_of(slim(copy.deepcopy(world.children[name]), BY_NAME["Service"]), desired)
+    noted = replace(seen, rewrites={name: note})
+    assert why_unreachable(noted, cluster) == ""
+    assert served_key(noted, cluster)
 
 
 def container(world, role, state, last=None):

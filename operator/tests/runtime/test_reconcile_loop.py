@@ -685,6 +685,9 @@ async def test_a_failed_step_stops_the_rest_and_stands_in_the_status() -> None:
     assert world.condition("Progressing")["status"] == "True"
 
 
+WELL = [(kind, yes("Fine")) for kind in ConditionType]
+
+
 async def test_a_cluster_whose_step_fails_is_not_ready_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -693,8 +696,7 @@ async def test_a_cluster_whose_step_fails_is_not_ready_and_says_so_once(
 
     def all_is_well(observed: Observed, now: float, memo: Memo) -> Plan:
         plan, before = make_plan(observed, now, memo), observed.cluster.get("status")
-        verdicts = [(kind, yes("Fine")) for kind in ConditionType]
-        status = {**plan.status, "conditions": set_conditions(before, verdicts, 1, now)}
+        status = {**plan.status, "conditions": set_conditions(before, WELL, 1, now)}
         return replace(plan, status=status, events=transitions(before, status, secured=True))
 
     monkeypatch.setattr(planner, "make_plan", all_is_well)
@@ -730,6 +732,43 @@ async def test_a_cluster_whose_step_fails_is_not_ready_and_says_so_once(
     world.port.fail.clear()
     await world.reconcile()
     assert not world.reconciler._failing
+
+    world.events.events.clear()
+    world.api.delete("NetworkPolicy", "ns", policy["metadata"]["name"])
+    world.port.fail["apply NetworkPolicy"] = ApiError("Forbidden", "exceeded quota")
+    for number in range(4):
+        world.api.delete("ServiceAccount", "ns", "tiny-engine")
+        if number % 2:
+            world.port.fail["apply ServiceAccount"] = Conflict("the object has been modified")
+        else:
+            world.port.fail.pop("apply ServiceAccount", None)
+        with pytest.raises(ApiError):
+            await world.reconcile()
+        assert world.condition("Ready")["status"] == "False"
+    assert [one.message.partition(":")[0] for one in world.events.events] == ["Ready is False"]
+
+
+async def test_ready_is_not_true_for_long_while_the_secrets_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, make_plan = World(), planner.make_plan
+
+    def all_is_well(observed: Observed, now: float, memo: Memo) -> Plan:
+        plan, before = make_plan(observed, now, memo), observed.cluster.get("status")
+        status = {**plan.status, "conditions": set_conditions(before, WELL, 1, now)}
+        return replace(plan, status=status, events=transitions(before, status, secured=True))
+
+    monkeypatch.setattr(planner, "make_plan", all_is_well)
+    await world.reconcile()
+    world.start(world.events)
+    world.port.fail["read Secret"] = ApiError("InternalError", "the key store is down")
+    for failing, ready in ((0.0, "True"), (progress.FAILING_SECONDS, "False")):
+        if failing:
+            world.reconciler._failing[KEY] -= failing
+        with pytest.raises(ApiError):
+            await world.reconcile()
+        assert world.condition("Progressing")["reason"] == "InternalError"
+        assert world.condition("Ready")["status"] == ready
 
 
 async def test_a_conflict_is_tried_again_and_is_no_news() -> None:

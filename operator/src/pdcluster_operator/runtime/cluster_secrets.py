@@ -29,7 +29,7 @@ It is shorter than the resync period, so each resync reads the Secrets of each c
 TICKET_KEY, CERTIFICATES = "ticket key", "certificates"
 # As the connector's ``sidechannel/ticket_key_file.py`` asks for.
 KEY_BYTES, MOST_KEYS = 32, 2
-_KEY = re.compile("[0-9a-fA-F]{64,256}")
+_KEY = re.compile("(?:[0-9a-fA-F]{2}){32,128}")
 
 
 class _Remembered(NamedTuple):

@@ -83,7 +83,8 @@ class Executor:
             if any(isinstance(one, _LeaseLostError) for one in ended):
                 log.warning("%s: the Lease of its namespace is lost; nothing more is done", key)
                 return False
-            for step, error in zip(stage, ended, strict=True):
+            failed = [pair for pair in zip(stage, ended, strict=True) if pair[1] is not None]
+            for step, error in sorted(failed, key=lambda pair: getattr(pair[1], "passing", False)):
                 if error is not None and types.is_needed(step):
                     raise error
                 failure = failure or error

@@ -166,10 +166,7 @@ class Reconciler:
             status = progress.without_plan(cluster, bug.reason, str(bug), now)
             await self._write_status(key, cluster, status)
             raise bug from error
-        again = await self._carry_out(key, cluster, plan, now, new=new)
-        if failure is not None:
-            raise failure
-        return again
+        return await self._carry_out(key, cluster, plan, now, failure, new=new)
 
     def leave(self, key: Key) -> None:
         """Forget a cluster that is gone, or that another operator may change from now on."""
@@ -190,9 +187,15 @@ class Reconciler:
         return memo
 
     async def _carry_out(
-        self, key: Key, cluster: Manifest, plan: Plan, now: float, *, new: bool
+        self,
+        key: Key,
+        cluster: Manifest,
+        plan: Plan,
+        now: float,
+        failure: ApiError | None,
+        *,
+        new: bool,
     ) -> float | None:
-        failure: ApiError | None = None
         events: list[types.Event] = []
         try:
             if not await self._is_still_there(key, cluster, plan, new=new):
@@ -203,9 +206,10 @@ class Reconciler:
         except NamespaceTerminating:
             raise
         except ApiError as error:
-            failure = error
+            failure = failure or error
         status, flips = plan.status, plan.events
-        if failure is not None and not failure.passing:
+        # A Conflict says nothing of a step that was not tried because of it.
+        if failure is not None and (not failure.passing or key in self._failing):
             failing = time.monotonic() - self._failing.setdefault(key, time.monotonic())
             status = progress.with_failure(
                 status, cluster, failure.reason, str(failure), now, failing

@@ -237,7 +237,8 @@ class KubeClient:
         try:
             answer = await self._send(request, CALL)
             status = answer.status
-            self._set_clock(answer.headers.get("Date", ""))
+            if answer.ok:  # else it may be of a proxy
+                self._set_clock(answer.headers.get("Date", ""))
             return status, await answer.read(), answer.headers.get("Retry-After", "")
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             said = str(error) or type(error).__name__

@@ -112,7 +112,9 @@ def served_key(observed: Observed, cluster: Cluster) -> str:
         if identity(child) == service:
             selector = child["spec"].get("selector") or {}
             key = str(selector.get(PAIRING_LABEL, ""))
-            return key if selector == router_selector(cluster, key) else ""
+            wanted = router_selector(cluster, key)
+            noted = service in observed.rewrites and wanted.items() <= selector.items()
+            return key if noted or selector == wanted else ""
     return ""
 
 

@@ -202,7 +202,7 @@ def _choose(observed: Observed, cluster: Cluster, live: Live, memo: Memo) -> _Ch
     targets = find_targets(observed, cluster, live, memo)
     paused = cluster.spec.rollout.paused
     untried = [] if paused else _untried(targets, live)
-    hold = paused or bool(untried)
+    hold = paused or bool(untried) or observed.unread is not None
     serving = dict(targets.wanted)
     if hold:
         served = listed_engines(observed, chain(*live.values()), served_key(observed, cluster))

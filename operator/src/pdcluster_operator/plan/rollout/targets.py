@@ -227,8 +227,8 @@ def of_engines(
 def _is_settled(cluster: Mapping[str, Any]) -> bool:
     """Whether the engines that run were made of the present spec, as the last status says.
 
-    Complete says so, and so does a change of another kind that is under way. While a change is held
-    or fails, the reason may be any other one.
+    Ready and Complete say so, and so does a change of another kind that is under way. While a
+    change is held or fails, the reason may be any other one.
     """
     status = cluster.get("status") or {}
     seen = status.get("observedGeneration") == cluster["metadata"].get("generation")
@@ -236,4 +236,5 @@ def _is_settled(cluster: Mapping[str, Any]) -> bool:
     going = (
         progress.get("status") == Status.TRUE and progress.get("reason") != StatusReason.REPLACING
     )
-    return seen and (going or progress.get("reason") == StatusReason.COMPLETE)
+    ready = find_condition(status, ConditionType.READY).get("status") == Status.TRUE
+    return seen and (ready or going or progress.get("reason") == StatusReason.COMPLETE)

@@ -37,7 +37,7 @@ SERVER_FAULTS = frozenset(
         "TooManyRequests",
     }
 )
-"""Reasons of steps that fail although nobody refuses them."""
+"""Reasons of steps that fail although nobody refuses them; also a bare 429 or 5xx."""
 FAILING_SECONDS = 30.0
 """How long they may fail. An API server that restarts, or is overloaded, is back by then."""
 
@@ -152,7 +152,9 @@ def with_failure(
         failing: for how many seconds steps have failed.
     """
     ready = conditions.find_condition(status, ConditionType.READY).get("status") == Status.TRUE
-    lacks = ready and (reason not in SERVER_FAULTS or failing >= FAILING_SECONDS)
+    passing = reason in SERVER_FAULTS or reason.startswith(("Http429", "Http5"))
+    was = conditions.find_condition(cluster.get("status"), ConditionType.READY).get("status")
+    lacks = ready and not (passing and failing < FAILING_SECONDS and was == Status.TRUE)
     kinds = (ConditionType.PROGRESSING, *([ConditionType.READY] if lacks else []))
     verdicts = [(kind, conditions.no(reason, message)) for kind in kinds]
     generation = cluster["metadata"].get("generation", 0)
