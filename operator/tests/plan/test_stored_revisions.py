@@ -286,18 +286,19 @@ def test_a_revision_from_engines_says_what_they_were_made_from() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "reason", "again"),
+    ("status", "reason", "ready", "again"),
     [
-        ("False", "Complete", True),
-        ("True", "EngineFailed", True),
-        ("False", "Paused", False),
-        ("True", "Replacing", False),
-        ("False", "TemplateRefused", False),
-        ("False", "ProgressDeadlineExceeded", False),
+        ("False", "Complete", "True", True),
+        ("False", "InternalError", "True", True),
+        ("True", "EngineFailed", "False", True),
+        ("False", "Paused", "False", False),
+        ("True", "Replacing", "False", False),
+        ("False", "TemplateRefused", "False", False),
+        ("False", "ProgressDeadlineExceeded", "False", False),
     ],
 )
 def test_engines_that_were_to_be_replaced_were_made_of_another_spec(
-    status: str, reason: str, again: bool
+    status: str, reason: str, ready: str, again: bool
 ) -> None:
     """Nothing then says what the engines that run were made from."""
     world = up()
@@ -305,6 +306,7 @@ def test_engines_that_were_to_be_replaced_were_made_of_another_spec(
         del world.children["ControllerRevision", name]
     world.connector = NEWER
     world.condition("Progressing").update(status=status, reason=reason)
+    world.condition("Ready").update(status=ready)
     tried_out = [step for step in world.plan().steps if isinstance(step, TryOut)]
     assert bool(tried_out) is not again
 
