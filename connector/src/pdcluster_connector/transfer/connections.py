@@ -113,7 +113,7 @@ class Connections:
         if connection.notice:
             logger.warning("%s: %s", metadata.engine_id, connection.notice)
         self.by_engine[metadata.engine_id] = connection
-        self.probing.warm_up(connection, self._warm_up_done)
+        self.probing.start(connection, self._warm_up_done)
         return connection
 
     def break_off(self, connection: Connection, failure: Failure) -> None:

@@ -43,19 +43,14 @@ class ReceiveResults:
             if receive.abandoned:
                 self.abandoned.add(receive.request_id)
             return
-        phases = _phases(receive)
+        entered, posted = receive.entered, receive.entered[State.POSTED]
+        phases = {
+            "handshake": posted - entered[State.HANDSHAKE],
+            "post": (receive.posted_at or posted) - posted,
+            "transfer": entered[State.FENCE] - posted,
+            "fence": entered[State.DONE] - entered[State.FENCE],
+            "total": entered[State.DONE] - entered[State.HANDSHAKE],
+        }
         for phase, seconds in phases.items():
             self.phase_seconds.setdefault(phase, []).append(seconds)
         self.received[receive.request_id] = Receipt(nbytes, phases["total"])
-
-
-def _phases(receive: Receive) -> dict[str, float]:
-    entered = receive.entered
-    posted = entered[State.POSTED]
-    return {
-        "handshake": posted - entered[State.HANDSHAKE],
-        "post": (receive.posted_at or posted) - posted,
-        "transfer": entered[State.FENCE] - posted,
-        "fence": entered[State.DONE] - entered[State.FENCE],
-        "total": entered[State.DONE] - entered[State.HANDSHAKE],
-    }

@@ -99,10 +99,7 @@ class Transfers:
             if not job.machine.posting or job.connection is None:
                 self.drop_reads(job)  # it failed meanwhile: none of its other reads follows
                 continue
-            if (
-                job.connection.broken is not None
-                and job.machine.state is receive_machine.State.POSTED
-            ):
+            if job.connection.broken and job.machine.state is receive_machine.State.POSTED:
                 self._executor.dispatch(job, receive_machine.Failed(job.connection.broken))
                 continue
             self._post(job, job.connection)
@@ -223,11 +220,8 @@ class Transfers:
 
     def _lost(self, job: Job, message: str) -> None:
         self.unseen += 1
-        logger.error(
-            "request %s: %s; its blocks stay until the agent is rebuilt",
-            job.request.request_id,
-            message,
-        )
+        what_follows = "request %s: %s; its blocks stay until the agent is rebuilt"
+        logger.error(what_follows, job.request.request_id, message)
         self._executor.dispatch(job, receive_machine.Failed(Failure(Reason.BACKEND_ERROR, message)))
 
     def _ended(self, connection: Connection) -> None:

@@ -226,12 +226,6 @@ class Probing:
         """Return the earliest deadline of the runs that failed or are late and still run."""
         return min((run.deadline for run in self.runs if run.reported), default=None)
 
-    def warm_up(
-        self, connection: Connection, done: Callable[[Connection, ProbeResult], None]
-    ) -> None:
-        """Read a little over a new connection."""
-        self._start(connection, serving_agent.WARM_UP_BYTES, done)
-
     def probe(self, metadata: EngineMetadata, future: Future[ProbeResult]) -> None:
         """Probe a peer when its turn comes. Probes run one at a time, or they would be slower."""
         if self.over is not None:
@@ -266,9 +260,7 @@ class Probing:
             if failure is not None or connection.waiting is not None:
                 answer(future, ProbeResult(failure))
             else:
-                self._start(
-                    connection, serving_agent.WARM_UP_BYTES, self._answering(future), check=True
-                )
+                self.start(connection, self._answering(future), check=True)
         except Exception as error:  # noqa: BLE001 - one check fails, whatever the cause
             failure = Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
             answer(future, ProbeResult(failure))
@@ -333,8 +325,8 @@ class Probing:
                     answer(future, ProbeResult(failure))
                 else:
                     self._asked = future
-                    self._probe = self._start(
-                        connection, serving_agent.PROBE_BYTES, self._answering(future)
+                    self._probe = self.start(
+                        connection, self._answering(future), serving_agent.PROBE_BYTES
                     )
             except Exception as error:  # noqa: BLE001 - one probe fails, whatever the cause
                 self.waiting.pop(future, None)
@@ -354,14 +346,15 @@ class Probing:
 
         return done
 
-    def _start(
+    def start(
         self,
         connection: Connection,
-        size: int,
         done: Callable[[Connection, ProbeResult], None],
+        size: int = serving_agent.WARM_UP_BYTES,
         *,
         check: bool = False,
     ) -> ProbeRun:
+        """Begin to read: by default a little, which warms a new connection up."""
         run = ProbeRun(self, self._connections.agent, connection, size, done, check=check)
         self.runs.append(run)
         return run

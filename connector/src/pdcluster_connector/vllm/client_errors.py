@@ -50,7 +50,7 @@ def explain_failures() -> None:
     output's finish reason gets to where vLLM raises, so the reason goes with that name.
     """
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
-    from vllm.exceptions import GenerationError, RetryableRequestError
+    from vllm.exceptions import RetryableRequestError
     from vllm.v1.engine import FinishReason
     from vllm.v1.engine.output_processor import OutputProcessor
 
@@ -62,19 +62,15 @@ def explain_failures() -> None:
         for output in outputs:
             why = output.trace_headers and output.trace_headers.get(FAILURE_HEADER)
             if why and output.finish_reason == FinishReason.ERROR:
-                error = _Error(FinishReason.ERROR)
+                output.finish_reason = error = _Error(FinishReason.ERROR)
                 error.explained = _Explained(FinishReason.ERROR)
                 error.explained.why = why
-                output.finish_reason = error
         return process(self, outputs, *args, **kwargs)
 
     def raise_if_error(self: Any, finish_reason: str | None, request_id: str) -> None:
-        try:
-            check(self, finish_reason, request_id)
-        except GenerationError:
-            if not isinstance(finish_reason, _Explained):
-                raise
-            raise RetryableRequestError(finish_reason.why) from None
+        if isinstance(finish_reason, _Explained):
+            raise RetryableRequestError(finish_reason.why)
+        check(self, finish_reason, request_id)
 
     processor.process_outputs = process_outputs
     serving._raise_if_error = raise_if_error  # noqa: SLF001

@@ -166,7 +166,7 @@ class Reconciler:
             status = progress.without_plan(cluster, bug.reason, str(bug), now)
             await self._write_status(key, cluster, status)
             raise bug from error
-        return await self._carry_out(key, cluster, plan, now, failure, new=new)
+        return await self._carry_out(key, cluster, plan, now, failure, new)
 
     def leave(self, key: Key) -> None:
         """Forget a cluster that is gone, or that another operator may change from now on."""
@@ -187,14 +187,7 @@ class Reconciler:
         return memo
 
     async def _carry_out(
-        self,
-        key: Key,
-        cluster: Manifest,
-        plan: Plan,
-        now: float,
-        failure: ApiError | None,
-        *,
-        new: bool,
+        self, key: Key, cluster: Manifest, plan: Plan, now: float, fault: ApiError | None, new: bool
     ) -> float | None:
         events: list[types.Event] = []
         try:
@@ -206,14 +199,12 @@ class Reconciler:
         except NamespaceTerminating:
             raise
         except ApiError as error:
-            failure = failure or error
+            fault = fault or error
         status, flips = plan.status, plan.events
         # A Conflict says nothing of a step that was not tried because of it.
-        if failure is not None and (not failure.passing or key in self._failing):
+        if fault is not None and (not fault.passing or key in self._failing):
             failing = time.monotonic() - self._failing.setdefault(key, time.monotonic())
-            status = progress.with_failure(
-                status, cluster, failure.reason, str(failure), now, failing
-            )
+            status = progress.with_failure(status, cluster, fault.reason, str(fault), now, failing)
             found = transitions(cluster.get("status"), status, secured=True)
             flips = (*(one for one in flips if one.type == "Warning" and one not in found), *found)
         self._monitor.assign(key, plan.peers)
@@ -224,8 +215,8 @@ class Reconciler:
         await self._events.publish(cluster, events)
         if plan.scaler is not None and self._may_write(key):
             await self._api_server.write_scaler_status(key, plan.scaler)
-        if failure is not None:
-            raise failure
+        if fault is not None:
+            raise fault
         self._failing.pop(key, None)
         again = AGAIN_SECONDS if plan.steps else None
         return min((one for one in (wait, plan.requeue_after, again) if one), default=None)

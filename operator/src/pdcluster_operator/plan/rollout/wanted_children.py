@@ -24,7 +24,7 @@ from pdcluster_operator.plan.rollout import moves, revisions
 from pdcluster_operator.plan.rollout.gangs import Gangs
 from pdcluster_operator.plan.rollout.revisions import Revision
 from pdcluster_operator.plan.rollout.routing import Members, Routing, router_template
-from pdcluster_operator.plan.types import Apply, ConnectorBundle, Manifest, TryOut
+from pdcluster_operator.plan.types import Apply, ConnectorBundle, TryOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +176,11 @@ def wanted_children(
     """
     memo = memo or Memo()
     return tuple(
-        Apply(memo.get(("child", *identity(one.manifest)), (one.manifest,), _stamped), one.why)
+        one  # Others share it: operators of two releases would stamp it in turns.
+        if connectors.is_shared_connector(one.manifest)
+        else Apply(memo.get(("child", *identity(one.manifest)), (one.manifest,), stamped), one.why)
         for one in build.children(names, skipped)
     )
-
-
-def _stamped(manifest: Manifest) -> Manifest:
-    # What other PDClusters share is not stamped: operators of two releases would stamp it in turns.
-    return manifest if connectors.is_shared_connector(manifest) else stamped(manifest)
 
 
 REFUSALS = frozenset({"Invalid", "Forbidden", "BadRequest"})
