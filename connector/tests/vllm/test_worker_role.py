@@ -334,7 +334,7 @@ def test_a_request_is_reported_as_sent_only_after_its_word_was_cleared(
 
     assert connector._worker is not None
     words = Words()
-    connector._worker._serving = SimpleNamespace(lease_words=words, close=lambda: None)
+    connector._worker._serving = SimpleNamespace(write_lease_words=words.write, close=lambda: None)
     results, _ = step(connector, StepOrders(sent=["p1"], lease_words={3: 0}))
     assert not results.finished_sending
     words.broken = False

@@ -53,7 +53,7 @@ class V2Rank:
         self._active = ActiveKVConnector(engine.config, {})
         role = connector._worker
         if role._produces:
-            role._serving = SimpleNamespace(lease_words=self, close=lambda: None)
+            role._serving = SimpleNamespace(write_lease_words=self.write, close=lambda: None)
         if role._consumes:
             role._receiver = Receiver(self)
         self._scheduled: Any = None
