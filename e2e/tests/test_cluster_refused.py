@@ -146,6 +146,10 @@ def test_the_handshake_refuses_what_admission_could_not_see(
         reply = run.complete(prompt, role="decode", **params)
         assert reply.status == 503
         assert HANDSHAKE_RULE in reply.document["error"]["message"]
-        router = run.pods("router")[0]["status"]["conditions"]
-        assert ("Ready", "True") not in [(one["type"], one["status"]) for one in router]
+
+        def left_out() -> bool:
+            router = run.pods("router")[0]["status"]["conditions"]
+            return ("Ready", "True") not in [(one["type"], one["status"]) for one in router]
+
+        run.wait("router without decode engines", left_out, 120)
         assert run.complete("x", role="decode").status == 200, "the engine lives"
