@@ -251,7 +251,7 @@ class ConnectionGuard:
             return
         connection.end = transport.abort  # closing would wait for a client that does not read
         if connection.handler not in self._held:  # it was closed at this very moment
-            transport.abort()
+            self._close(connection)
         elif transport.get_extra_info("peercert"):
             self._place(connection, self._known)
 
@@ -276,7 +276,7 @@ class ConnectionGuard:
             self._loop.remove_reader(connection.socket)
             connection.socket.close()
         else:
-            with suppress(OSError):  # its client is gone
+            with suppress(Exception):  # its client is gone, or asyncio's transport has ended
                 connection.end()
 
     async def _sweep(self) -> None:

@@ -226,6 +226,22 @@ async def test_the_newest_of_the_address_with_the_fewest_is_greeted_next(tls_cro
     assert len(greeted[0]) <= 2, "one in each turn of the loop"
 
 
+async def test_a_transport_that_has_ended_holds_up_nobody(tls_crowd: Crowd) -> None:
+    """Python 3.11.2 raises when such a transport is aborted, and others may still wait."""
+
+    def abort() -> None:
+        raise AttributeError("'NoneType' object has no attribute '_abort'")
+
+    for number in range(LIMIT // 2):
+        (await tls_crowd.connect(f"{number}")).end = abort
+    waiting = [tls_crowd.accept(f"late {number}") for number in range(3)]
+    for connection in waiting:
+        tls_crowd.guard._speaks(connection)
+    for _ in range(12):
+        await asyncio.sleep(0)
+    assert sorted(tls_crowd.greeted[-3:]) == ["late 0", "late 1", "late 2"]
+
+
 async def test_of_addresses_with_equally_few_the_newest_is_greeted_next(tls_crowd: Crowd) -> None:
     """A crowd may have thousands of addresses."""
     for number in range(6):
