@@ -685,21 +685,23 @@ async def test_a_failed_step_stops_the_rest_and_stands_in_the_status() -> None:
     assert world.condition("Progressing")["status"] == "True"
 
 
-WELL = [(kind, yes("Fine")) for kind in ConditionType]
+@pytest.fixture
+def all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a plan sees is well."""
+    make_plan, well = planner.make_plan, [(kind, yes("Fine")) for kind in ConditionType]
 
-
-async def test_a_cluster_whose_step_fails_is_not_ready_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All that a plan sees is well but for one object, which somebody deleted."""
-    world, make_plan = World(), planner.make_plan
-
-    def all_is_well(observed: Observed, now: float, memo: Memo) -> Plan:
+    def plan_well(observed: Observed, now: float, memo: Memo) -> Plan:
         plan, before = make_plan(observed, now, memo), observed.cluster.get("status")
-        status = {**plan.status, "conditions": set_conditions(before, WELL, 1, now)}
+        status = {**plan.status, "conditions": set_conditions(before, well, 1, now)}
         return replace(plan, status=status, events=transitions(before, status, secured=True))
 
-    monkeypatch.setattr(planner, "make_plan", all_is_well)
+    monkeypatch.setattr(planner, "make_plan", plan_well)
+
+
+@pytest.mark.usefixtures("all_is_well")
+async def test_a_cluster_whose_step_fails_is_not_ready_and_says_so_once() -> None:
+    """All that a plan sees is well but for one object, which somebody deleted."""
+    world = World()
     await world.reconcile()
     assert world.condition("Ready")["status"] == "True"
     world.events.events.clear()
@@ -748,17 +750,9 @@ async def test_a_cluster_whose_step_fails_is_not_ready_and_says_so_once(
     assert [one.message.partition(":")[0] for one in world.events.events] == ["Ready is False"]
 
 
-async def test_ready_is_not_true_for_long_while_the_secrets_cannot_be_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world, make_plan = World(), planner.make_plan
-
-    def all_is_well(observed: Observed, now: float, memo: Memo) -> Plan:
-        plan, before = make_plan(observed, now, memo), observed.cluster.get("status")
-        status = {**plan.status, "conditions": set_conditions(before, WELL, 1, now)}
-        return replace(plan, status=status, events=transitions(before, status, secured=True))
-
-    monkeypatch.setattr(planner, "make_plan", all_is_well)
+@pytest.mark.usefixtures("all_is_well")
+async def test_ready_is_not_true_for_long_while_the_secrets_cannot_be_read() -> None:
+    world = World()
     await world.reconcile()
     world.start(world.events)
     world.port.fail["read Secret"] = ApiError("InternalError", "the key store is down")
