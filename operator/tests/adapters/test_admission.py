@@ -26,8 +26,12 @@ from conftest import may
 from loopback import free_ports
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
-from pdcluster_operator.adapters.own_secrets import WebhookPlace, renew_certificate
-from pdcluster_operator.adapters.webhook_certificate import LIFETIME, read_certificates
+from pdcluster_operator.adapters.own_secrets import (
+    LIFETIME,
+    WebhookPlace,
+    read_certificates,
+    renew_certificate,
+)
 
 pytestmark = pytest.mark.cluster
 

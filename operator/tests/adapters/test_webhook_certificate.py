@@ -14,9 +14,8 @@ from loopback import free_ports
 from pdcluster_connector import certificate_files
 from pdcluster_connector.certificate_files import TlsError, TlsFiles
 from pdcluster_operator.adapters import webhook_process
-from pdcluster_operator.adapters.webhook_certificate import (
+from pdcluster_operator.adapters.own_secrets import (
     Certificate,
-    expiry,
     make_certificate,
     read_certificates,
     why_renew,
@@ -41,7 +40,8 @@ def made() -> Certificate:
 def test_a_new_certificate_needs_no_renewal(made):
     assert why_renew(made, NAMES, NOW) is None
     assert why_renew(made, NAMES, NOW + GOOD_FOR) is None
-    assert expiry(made.certificate) == NOW + 365 * DAY
+    [serving] = read_certificates(made.certificate)
+    assert serving.not_valid_after_utc.timestamp() == NOW + 365 * DAY
     assert why_renew(made, NAMES, NOW - 3600) is None, "clocks differ"
 
 
@@ -78,9 +78,9 @@ def test_all_names_that_a_certificate_lacks_are_named(made):
     assert why == "it lacks a.svc, 10.0.0.1"
 
 
-def test_what_is_no_certificate_expires_at_no_time():
-    assert expiry(b"") is None
-    assert expiry(b"-----BEGIN nonsense") is None
+def test_what_is_no_certificate_holds_none():
+    assert read_certificates(b"") == []
+    assert read_certificates(b"-----BEGIN nonsense") == []
 
 
 def test_a_renewal_trusts_the_former_authority_until_it_expires(made):

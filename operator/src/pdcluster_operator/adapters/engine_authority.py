@@ -20,8 +20,11 @@ from typing import Any, Self
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.ec import (
+    EllipticCurvePrivateKey,
+    EllipticCurvePublicKey,
+)
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
@@ -83,17 +86,10 @@ class EngineAuthority:
         key = Ed25519PrivateKey.generate()
         moment = datetime.fromtimestamp(now, UTC)
         title = common_name(f"pdcluster engine CA {moment:%Y-%m-%d %H:%M:%S}")
+        period = moment - CLOCKS_DIFFER, moment + LIFETIME
         certificate = (
-            x509.CertificateBuilder()
-            .subject_name(title)
-            .issuer_name(title)
-            .public_key(key.public_key())
+            unsigned(title, title, key.public_key(), period, ca=True)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(moment - CLOCKS_DIFFER)
-            .not_valid_after(moment + LIFETIME)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(key_usage(signs_certificates=True), critical=True)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
             .sign(key, None)
         )
         stored = Signed(certificate.public_bytes(serialization.Encoding.PEM), private_pem(key))
@@ -110,17 +106,11 @@ class EngineAuthority:
         derive = HKDF(algorithm=hashes.SHA256(), length=KEY_BYTES, salt=None, info=about)
         key = Ed25519PrivateKey.from_private_bytes(derive.derive(self._private.private_bytes_raw()))
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        public = self._private.public_key()
+        public, issuer = self._private.public_key(), self._authority.subject
+        period = datetime.fromtimestamp(int(start), UTC), datetime.fromtimestamp(int(end), UTC)
         certificate = (
-            x509.CertificateBuilder()
-            .subject_name(common_name(name[:64]))
-            .issuer_name(self._authority.subject)
-            .public_key(key.public_key())
+            unsigned(common_name(name[:64]), issuer, key.public_key(), period, ca=False)
             .serial_number(int.from_bytes(hashlib.sha256(about).digest()[:16], "big") | 1)
-            .not_valid_before(datetime.fromtimestamp(int(start), UTC))
-            .not_valid_after(datetime.fromtimestamp(int(end), UTC))
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(key_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
             .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(public), False)
@@ -153,11 +143,18 @@ def private_pem(key: Ed25519PrivateKey | EllipticCurvePrivateKey) -> bytes:
     )
 
 
-def key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    """Return what a key may do: sign certificates, or be shown in a handshake."""
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        key_cert_sign=signs_certificates,
+def unsigned(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: Ed25519PublicKey | EllipticCurvePublicKey,
+    period: tuple[datetime, datetime],
+    *,
+    ca: bool,
+) -> x509.CertificateBuilder:
+    """Return a certificate without serial number, whose key signs others or is shown by a peer."""
+    usage = x509.KeyUsage(
+        digital_signature=not ca,
+        key_cert_sign=ca,
         crl_sign=False,
         content_commitment=False,
         key_encipherment=False,
@@ -166,6 +163,15 @@ def key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+    builder = (
+        x509.CertificateBuilder(issuer, subject, key)
+        .not_valid_before(period[0])
+        .not_valid_after(period[1])
+        .add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True)
+        .add_extension(usage, critical=True)
+    )
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key)
+    return builder.add_extension(identifier, critical=False) if ca else builder
 
 
 def held_certificates(secret: Manifest | None, authority: EngineAuthority) -> HeldCertificates:

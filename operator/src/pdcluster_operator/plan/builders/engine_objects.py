@@ -3,6 +3,7 @@
 The launcher is PID 1, and the connector is mounted beside vLLM.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +11,8 @@ from pdcluster_operator.api import object_names
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec import engine_types, resolve, resources, types
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, merge
-from pdcluster_operator.api.spec.resolve import Engine
 from pdcluster_operator.plan import connectors
-from pdcluster_operator.plan.builders import secrets, vllm_arguments
+from pdcluster_operator.plan.builders import secrets
 from pdcluster_operator.plan.objects.ownership import child_object
 
 PORTS = {
@@ -108,7 +108,7 @@ CONV_STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 
 
 def build_engine_pod(
-    cluster: types.Cluster, engine: Engine, name: EngineName, pairing_key: str, digest: str
+    cluster: types.Cluster, engine: resolve.Engine, name: EngineName, pairing_key: str, digest: str
 ) -> dict[str, Any]:
     """Return the pod template, with the user's own merged over it by container name."""
     labels = object_names.engine_labels(name, pairing_key) | secrets.tls_labels(cluster)
@@ -152,7 +152,7 @@ def build_engine_pod(
 
 
 def _container(
-    cluster: types.Cluster, engine: Engine, name: EngineName, pairing_key: str
+    cluster: types.Cluster, engine: resolve.Engine, name: EngineName, pairing_key: str
 ) -> dict[str, Any]:
     bundled = engine.connector is engine_types.ConnectorSource.BUNDLED
     command = ["python3", connectors.CONNECTOR_PATH]
@@ -173,7 +173,7 @@ def _container(
             "--stop-seconds", str(resolve.STOP_SECONDS),
             "--termination-log", TERMINATION_LOG,
             "--",
-            *vllm_arguments.vllm_args(cluster, engine, name, pairing_key),
+            *vllm_args(cluster, engine, name, pairing_key),
         ],
         "env": _env(cluster, engine),
         "ports": _ports(engine),
@@ -200,7 +200,7 @@ def _probe(cluster: types.Cluster, failures: int) -> dict[str, Any]:
     }
 
 
-def _env(cluster: types.Cluster, engine: Engine) -> list[dict[str, Any]]:
+def _env(cluster: types.Cluster, engine: resolve.Engine) -> list[dict[str, Any]]:
     env: list[dict[str, Any]] = [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "VLLM_HOST_IP", "value": "$(POD_IP)"},
@@ -209,7 +209,7 @@ def _env(cluster: types.Cluster, engine: Engine) -> list[dict[str, Any]]:
         env.append({"name": CONV_STATE_LAYOUT, "value": "DS"})
     if engine.parallelism.nodes > 1:
         label = {"fieldRef": {"fieldPath": f"metadata.labels['{object_names.POD_INDEX_LABEL}']"}}
-        env.append({"name": vllm_arguments.NODE_RANK_VARIABLE, "valueFrom": label})
+        env.append({"name": NODE_RANK_VARIABLE, "valueFrom": label})
     env += model_env(cluster)
     env += secrets.api_key_env(cluster)
     for var in engine.env:
@@ -220,7 +220,7 @@ def _env(cluster: types.Cluster, engine: Engine) -> list[dict[str, Any]]:
     return env
 
 
-def _ports(engine: Engine) -> list[dict[str, Any]]:
+def _ports(engine: resolve.Engine) -> list[dict[str, Any]]:
     # A data-parallel rank listens on the side channel's port plus its rank. Kubernetes takes
     # names of 15 characters.
     side_channels = {
@@ -231,7 +231,7 @@ def _ports(engine: Engine) -> list[dict[str, Any]]:
     return [{"name": name, "containerPort": number, "protocol": "TCP"} for name, number in ports]
 
 
-def _resources(cluster: types.Cluster, engine: Engine) -> dict[str, Any]:
+def _resources(cluster: types.Cluster, engine: resolve.Engine) -> dict[str, Any]:
     given = cluster.spec.role(engine.role).resources
     limits = {**given.limits, **resources.added_limits(cluster, engine)}
     parts = {"requests": dict(given.requests), "limits": limits}
@@ -282,3 +282,97 @@ def model_env(cluster: types.Cluster) -> list[dict[str, Any]]:
         ref = {"name": source.token_secret_ref.name, "key": source.token_secret_ref.key}
         env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": ref}})
     return env
+
+
+KV_ROLES = {types.Role.PREFILL: "kv_producer", types.Role.DECODE: "kv_consumer"}
+NODE_RANK_VARIABLE = "PDCLUSTER_NODE_RANK"
+
+
+def vllm_args(
+    cluster: types.Cluster, engine: resolve.Engine, name: object_names.EngineName, pairing_key: str
+) -> list[str]:
+    """Return the words after ``vllm serve``; the model comes first."""
+    words = [
+        engine.model,
+        "--served-model-name", cluster.served_name,
+        "--host", "0.0.0.0",  # noqa: S104 (a pod's own network)
+        "--port", str(object_names.HTTP_PORT),
+        *_parallel(engine, name),
+        *_cache(engine),
+    ]  # fmt: skip
+    if engine.model_revision:
+        words += ["--revision", engine.model_revision]
+    if engine.max_model_len is not None:
+        words += ["--max-model-len", str(engine.max_model_len)]
+    if engine.attention_backend is not None:
+        words += ["--attention-backend", engine.attention_backend]
+    if cluster.spec.router.api_key_secret_ref is not None:
+        words += ["--middleware", secrets.ENGINE_MIDDLEWARE]
+    words += ["--kv-transfer-config", kv_transfer_config(cluster, engine.role, pairing_key)]
+    return [*words, *engine.extra_args]
+
+
+def _parallel(engine: resolve.Engine, name: object_names.EngineName) -> list[str]:
+    parallel = engine.parallelism
+    words = ["--tensor-parallel-size", str(parallel.tensor)]
+    if parallel.pipeline > 1:
+        words += ["--pipeline-parallel-size", str(parallel.pipeline)]
+    if parallel.data > 1:
+        # One API server for all ranks: the gauges of several servers cannot be added up.
+        words += ["--data-parallel-size", str(parallel.data), "--api-server-count", "1"]
+    if parallel.nodes > 1:
+        # The launcher adds --headless where the node's rank is not 0.
+        words += [
+            "--distributed-executor-backend", "mp",
+            "--nnodes", str(parallel.nodes),
+            "--node-rank", f"$({NODE_RANK_VARIABLE})",
+            "--master-addr", name.host(),
+            "--master-port", str(object_names.MASTER_PORT),
+        ]  # fmt: skip
+    return words
+
+
+def _cache(engine: resolve.Engine) -> list[str]:
+    words = []
+    if engine.block_size is not None:
+        words += ["--block-size", str(engine.block_size)]
+    on = engine.prefix_caching is engine_types.Switch.ENABLED
+    words.append("--enable-prefix-caching" if on else "--no-enable-prefix-caching")
+    if engine.kv_cache_dtype is not None:
+        words += ["--kv-cache-dtype", engine.kv_cache_dtype]
+    return words
+
+
+def kv_transfer_config(cluster: types.Cluster, role: types.Role, pairing_key: str) -> str:
+    """Return the JSON of ``--kv-transfer-config``; the launcher adds ``engine_id``."""
+    transfer = cluster.spec.transfer
+    policy = "fail" if transfer.load_failure_policy is types.LoadFailurePolicy.FAIL else "recompute"
+    threads = {} if transfer.nixl_threads is None else {"num_threads": transfer.nixl_threads}
+    tokens = transfer.local_tokens_per_step if role is types.Role.DECODE else None
+    pace = {} if tokens is None else {"local_tokens_per_step": tokens}
+    document = {
+        "kv_connector": "PDClusterConnector",
+        "kv_connector_module_path": "pdcluster_connector.vllm.connector",
+        "kv_role": KV_ROLES[role],
+        "kv_buffer_device": transfer.device.value.lower(),
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {
+            "side_channel_host": "$(POD_IP)",
+            "side_channel_port": object_names.SIDE_CHANNEL_PORT,
+            "lease_seconds": transfer.lease_seconds,
+            "drain_deadline_seconds": resolve.DRAIN_DEADLINE_SECONDS,
+            "backends": list(transfer.backends),
+            "show_internal_names": transfer.internal_names is types.Visibility.SHOWN,
+            "ticket_key_file": f"{secrets.TICKET_KEY_FOLDER}/{secrets.TICKET_KEY_FILE}",
+            "ticket_audience": secrets.ticket_audience(cluster, pairing_key),
+            **threads,
+            **pace,
+            # A pod's address is not loopback, so the connector starts only with one of these two.
+            **(
+                {"tls": secrets.tls_option(cluster)}
+                if secrets.has_certificates(cluster)
+                else {"allow_insecure": True}
+            ),
+        },
+    }
+    return json.dumps(document, separators=(",", ":"))

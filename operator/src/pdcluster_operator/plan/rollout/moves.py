@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec.types import Role, RolloutType
+from pdcluster_operator.api.spec.types import RolloutType
 from pdcluster_operator.plan.rollout.fleet import Fleet, RoleFleet
 
 MAKE_ROOM = (
@@ -175,7 +175,11 @@ def _make_room(fleet: Fleet, leaving: set[EngineName]) -> str:
             continue
         first = (name for name in reversed(old) if _may_leave(name, fleet, leaving | found))
         if (name := next(first, None)) is None:
-            return _no_room(role)
+            return (
+                f"no {role} engine can make room, because no verified pair would be left. Replace "
+                "needs two verified engines of each role that changes. Use Surge if there are "
+                "spare GPUs, or Recreate, which serves nothing for a while"
+            )
         found.add(name)
     leaving |= found
     return ""
@@ -187,11 +191,3 @@ def _needs_room(side: RoleFleet, fleet: Fleet) -> bool:
     if len(made) == len(side.wanted) or len(_affordable(side, 0)) > len(made):
         return False
     return fleet.fresh(side) >= set(made)
-
-
-def _no_room(role: Role) -> str:
-    return (
-        f"no {role} engine can make room, because no verified pair would be left. Replace needs "
-        "two verified engines of each role that changes. Use Surge if there are spare GPUs, or "
-        "Recreate, which serves nothing for a while"
-    )
