@@ -93,8 +93,8 @@ REASONS: Mapping[R, tuple[str, str]] = {
         "`spec.rollout.type`, and the replicas of both roles.",
     ),
     R.TEMPLATE_REFUSED: (
-        "The API server refuses the pods of a new revision. The old engines serve on.",
-        "The message has the API server's words: a field, a quota, or Pod Security.",
+        "The API server refuses what engines are made from. Old ones serve on, no new one is made.",
+        "The message has the API server's words: a field, a policy, a quota, or Pod Security.",
     ),
     R.PROGRESS_DEADLINE_EXCEEDED: (
         "The cluster was not Ready in time.",

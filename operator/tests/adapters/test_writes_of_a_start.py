@@ -25,6 +25,8 @@ CHILDREN = {
     "statefulsets": 2,
 }
 """Of one prefill engine, one decode engine and a router. One Secret holds certificates."""
+TRIED = {"statefulsets": 2, "pods": 2}
+"""Dry runs before the first engines, which write nothing."""
 
 
 def flags(write):
@@ -56,7 +58,10 @@ def is_ready(real, namespace, generation):
 
 
 def written(real, namespace, since):
-    """What the operator wrote into the namespace: its children by resource, and the statuses."""
+    """What the operator wrote into the namespace: its children by resource, and the statuses.
+
+    Also what it tried out.
+    """
     ours = [
         one
         for one in real.writes(since)
@@ -65,12 +70,13 @@ def written(real, namespace, since):
     ]
     of_us = [one for one in ours if one["objectRef"]["resource"] not in ("pdclusters", "events")]
     names = [one["objectRef"].get("name") for one in of_us]
-    counts = {}
+    counts, tried = {}, {}
     for one, name in zip(of_us, names, strict=True):
         if name != "authority":  # the CA, which the operator makes at its first start
             resource = one["objectRef"]["resource"]
-            counts[resource] = counts.get(resource, 0) + 1
-    return counts, [one for one in ours if one["objectRef"]["resource"] == "pdclusters"]
+            found = tried if "dryRun=" in one["requestURI"] else counts
+            found[resource] = found.get(resource, 0) + 1
+    return counts, [one for one in ours if one["objectRef"]["resource"] == "pdclusters"], tried
 
 
 def heard_all(operator):
@@ -95,10 +101,11 @@ def test_a_start_and_one_more_engine_write_what_they_need(real, operator, namesp
         until(lambda: is_ready(real, namespace, 1), 120, operator.said)
         at_rest(real, operator)
         heard_all(operator)
-        children, statuses = written(real, namespace, before)
+        children, statuses, tried = written(real, namespace, before)
         notes = [one["note"] for one in events(real, namespace)]
         assert [note.partition(":")[0] for note in notes] == ["Ready is True"]
         assert children == CHILDREN
+        assert tried == TRIED
         few_statuses(statuses)
 
         before = real.written
@@ -106,7 +113,8 @@ def test_a_start_and_one_more_engine_write_what_they_need(real, operator, namesp
         until(lambda: is_ready(real, namespace, 2), 120, operator.said)
         at_rest(real, operator)
         heard_all(operator)
-        children, statuses = written(real, namespace, before)
+        children, statuses, tried = written(real, namespace, before)
+        assert tried == {}
         told = [(one["type"], one["note"].partition(":")[0]) for one in events(real, namespace)]
         assert sorted(told) == [("Normal", "Ready is False"), ("Normal", "Ready is True")]
         changed = ("secrets", "services", "statefulsets", "deployments", "poddisruptionbudgets")

@@ -174,7 +174,9 @@ class SimulatedCluster:
         plan = self.plan()
         for step in plan.steps:
             if isinstance(step, TryOut) and self.refused:
-                break  # the executor stops, and says so in the status
+                if step.first:
+                    break  # the executor stops, and says so in the status
+                continue
             self.perform(step)
         self.cluster["status"] = copied(dict(plan.status))
         for condition in plan.status["conditions"]:
@@ -205,11 +207,8 @@ class SimulatedCluster:
             assert held != self.certificates, "nothing to write"
             self.certificates = held
             return
-        if isinstance(step, Apply):
+        if isinstance(step, Apply | TryOut):
             self._apply(copied(dict(step.manifest)))
-            return
-        if isinstance(step, TryOut):
-            self._apply(copied(dict(step.stored)))
             return
         if step.kind == "Pod":
             del self.pods[step.name]

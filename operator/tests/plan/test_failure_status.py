@@ -47,6 +47,23 @@ def test_progressing_says_it_and_ready_is_not_true(ready: str) -> None:
     assert others == [one for one in planned["conditions"] if one in others]
 
 
+@pytest.mark.parametrize(
+    ("why", "reason", "said"),
+    [
+        ("PodsMissing", "TemplateRefused", "TemplateRefused"),
+        ("PodsMissing", "Invalid", "Invalid"),
+        ("PodsMissing", "ServiceUnavailable", "PodsMissing"),
+        ("EngineFailed", "TemplateRefused", "EngineFailed"),
+    ],
+)
+def test_a_refusal_is_why_engines_have_no_pods(why: str, reason: str, said: str) -> None:
+    """A fault that passes is not, and an engine that has pods has its own reason."""
+    ready = {**condition("Ready", "False"), "reason": why}
+    planned = {"conditions": [condition("Progressing", "True"), ready]}
+    status = with_failure(planned, {"metadata": {}}, reason, "Duplicate value", NOW)
+    assert [one["reason"] for one in status["conditions"]] == [reason, said]
+
+
 def test_the_time_moves_only_when_the_status_flips() -> None:
     old = condition(ConditionType.PROGRESSING, "False")
     cluster = {"metadata": {}, "status": {"conditions": [old]}}

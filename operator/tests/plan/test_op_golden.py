@@ -15,7 +15,13 @@ import yaml
 from simulated_cluster import CONNECTOR, START
 
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.types import Apply, Observed, WriteCertificates, WriteTicketKey
+from pdcluster_operator.plan.types import (
+    Apply,
+    Observed,
+    TryOut,
+    WriteCertificates,
+    WriteTicketKey,
+)
 
 HERE = Path(__file__).parent
 SCENARIOS = sorted(path.stem for path in (HERE / "scenarios").glob("*.yaml"))
@@ -32,8 +38,8 @@ def rendered(scenario: str) -> str:
     plan = make_plan(Observed(cluster, (), (), {}, {}, CONNECTOR), START)
     documents = []
     for step in plan.steps:
-        assert isinstance(step, Apply | WriteTicketKey | WriteCertificates)
-        verb = "apply" if isinstance(step, Apply) else "write"
+        assert isinstance(step, Apply | TryOut | WriteTicketKey | WriteCertificates)
+        verb = "apply" if isinstance(step, Apply | TryOut) else "write"
         documents.append({"why": step.why, verb: step.manifest})
     documents.append({"status": plan.status})
     return yaml.dump_all(

@@ -14,6 +14,7 @@ from pdcluster_operator.plan.renewals import DAY
 from pdcluster_operator.plan.types import (
     Apply,
     Delete,
+    TryOut,
     WriteCertificates,
     WriteTicketKey,
 )
@@ -23,7 +24,7 @@ def kinds(plan):
     return [
         (type(step).__name__, step.kind if isinstance(step, Delete) else step.manifest["kind"])
         for step in plan.steps
-        if isinstance(step, Apply | WriteTicketKey | WriteCertificates | Delete)
+        if isinstance(step, Apply | TryOut | WriteTicketKey | WriteCertificates | Delete)
     ]
 
 
@@ -37,7 +38,7 @@ def test_a_new_cluster_gets_its_fences_first_and_the_router_last():
     ]  # fmt: skip
     assert isinstance(plan.steps[0], WriteTicketKey)
     assert isinstance(plan.steps[1], WriteCertificates)
-    assert all(isinstance(step, Apply) for step in plan.steps[2:])
+    assert all(isinstance(step, Apply | TryOut) for step in plan.steps[2:])
     assert all(step.why for step in plan.steps)
 
 

@@ -19,7 +19,7 @@ from pdcluster_operator.plan.objects import drift
 from pdcluster_operator.plan.observed import links
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.rollout import revisions, targets, wanted_children
-from pdcluster_operator.plan.types import Apply
+from pdcluster_operator.plan.types import Apply, TryOut
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_a_new_cluster_is_hashed_once(work: Counter[str]) -> None:
     world = SimulatedCluster(manifest())
     memo = Memo()
     steps = make_plan(world.observed(), world.now, memo).steps
-    children = [step for step in steps if isinstance(step, Apply)]
+    children = [step for step in steps if isinstance(step, Apply | TryOut)]
     assert work["stamped"] == len(children) - 1, "all but the connector, which is shared"
     for step in steps:
         world.perform(step)

@@ -45,14 +45,13 @@ def test_what_makes_pods_comes_after_all_that_pods_need() -> None:
     kinds = [{what(step) for step in stage} for stage in staged]
     assert kinds[0] == {
         "ConfigMap",
-        "ControllerRevision",
         "NetworkPolicy",
         "PodDisruptionBudget",
         "Secret",
         "Service",
         "ServiceAccount",
     }
-    assert kinds[1:] == [{"StatefulSet", "Deployment"}, {"TryOut"}, {"Delete"}, {"Delete"}]
+    assert kinds[1:] == [{"TryOut"}, {"StatefulSet", "Deployment"}, {"Delete"}, {"Delete"}]
     assert staged[-1] == (restart,)
     assert sorted(map(id, (step for stage in staged for step in stage))) == sorted(
         map(id, [restart, gone, trial, *steps])

@@ -557,7 +557,7 @@ def test_a_controller_revision_without_our_labels_is_none_of_ours(
 def tried(world: SimulatedCluster) -> dict[str, Any]:
     """Return the revision that the plan tries out, as it would be stored."""
     [step] = [step for step in world.plan().steps if isinstance(step, TryOut)]
-    return copy.deepcopy(dict(step.stored))
+    return copy.deepcopy(dict(step.manifest))
 
 
 @pytest.mark.parametrize("other", ["template", "renew"])

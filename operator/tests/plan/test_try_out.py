@@ -1,12 +1,27 @@
-"""A new revision is tried out before anything is deleted."""
+"""A new revision is tried out before anything is made of it."""
 
 from __future__ import annotations
 
-import pytest
-from simulated_cluster import SimulatedCluster, brought_up, manifest
+from typing import Any
 
+import pytest
+from simulated_cluster import SimulatedCluster, brought_up, copied, manifest
+
+from pdcluster_operator.api.object_names import ROLE_LABEL
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.rollout.wanted_children import refusal
-from pdcluster_operator.plan.types import Delete, TryOut
+from pdcluster_operator.plan.types import (
+    Apply,
+    Delete,
+    HeldCertificates,
+    TryOut,
+    WriteCertificates,
+    WriteTicketKey,
+    stages,
+)
+from pdcluster_operator.runtime.cluster_secrets import ClusterSecrets
+from pdcluster_operator.runtime.executor import Executor
+from pdcluster_operator.runtime.interfaces import ApiError, Key
 
 LONGER = {"maxModelLen": 512}
 
@@ -19,12 +34,99 @@ def trials(world: SimulatedCluster) -> list[TryOut]:
     return [step for step in world.plan().steps if isinstance(step, TryOut)]
 
 
-def test_a_new_cluster_has_nothing_to_lose_and_tries_nothing_out() -> None:
+def test_both_roles_of_a_new_cluster_are_tried_out_before_anything_makes_pods() -> None:
+    """One role alone would hold its GPUs, and nothing would be served."""
     world = SimulatedCluster(manifest())
-    assert trials(world) == []
+    staged = stages(world.plan().steps)
+    [tried] = [stage for stage in staged if any(isinstance(step, TryOut) for step in stage)]
+    assert [(step.first, step.beside) for step in trials(world)] == [(True, False)] * 2
+    assert len(tried) == 2
+    made = [
+        {step.manifest["kind"] for step in stage if isinstance(step, Apply)} for stage in staged
+    ]
+    number = staged.index(tried)
+    assert "ServiceAccount" in set().union(*made[:number]), "the API server asks for it"
+    assert not {"StatefulSet", "Deployment"} & set().union(*made[:number])
+    assert {"StatefulSet", "Deployment"} <= set().union(*made[number:])
     world.bring_up()
     world.edit(decode={"replicas": 3})
     assert trials(world) == []
+
+
+class Server:
+    """Carries out steps in a simulated cluster, and refuses to make pods of some roles."""
+
+    def __init__(self, world: SimulatedCluster, *refused: Role) -> None:
+        self.world, self.refused = world, refused
+
+    async def round(self, times: int) -> list[str]:
+        """Reconcile and let the others act; return the reasons of what was refused."""
+        found = []
+        executor = Executor(self, ClusterSecrets(self), lambda _: True)  # type: ignore[arg-type]
+        for _ in range(times):
+            plan = self.world.plan()
+            try:
+                await executor.perform(Key("default", "llama"), plan.steps, [])
+            except ApiError as error:
+                found.append(error.reason)
+            self.world.cluster["status"] = copied(dict(plan.status))
+            self.world.now += 1
+            self.world.others_act()
+        return found
+
+    async def try_out(self, step: TryOut) -> None:
+        if step.manifest["metadata"]["labels"][ROLE_LABEL] in self.refused:
+            raise ApiError("TemplateRefused", "Duplicate value")
+
+    async def apply(self, manifest: Any, uid: str = "") -> Any:
+        self.world.perform(Apply(manifest, "", uid))
+        return manifest
+
+    async def delete(self, step: Delete) -> None:
+        self.world.perform(step)
+
+    async def write_ticket_key(self, step: WriteTicketKey) -> None:
+        self.world.perform(step)
+
+    async def write_certificates(self, step: WriteCertificates) -> HeldCertificates:
+        self.world.perform(step)
+        return self.world.certificates
+
+
+@pytest.mark.parametrize("paused", [False, True])
+@pytest.mark.parametrize("role", Role)
+async def test_a_role_that_is_refused_keeps_both_from_being_created(
+    role: Role, paused: bool
+) -> None:
+    world = SimulatedCluster(manifest(rollout={"paused": paused}))
+    server = Server(world, role)
+    assert await server.round(3) == ["TemplateRefused"] * 3
+    kinds = {kind for kind, _ in world.children}
+    assert not kinds & {"StatefulSet", "Deployment"}
+    assert world.pods == {}
+    # The role that is taken is stored, and is not asked about again.
+    assert [step.manifest["metadata"]["labels"][ROLE_LABEL] for step in trials(world)] == [role]
+    server.refused = ()
+    assert await server.round(12) == []
+    assert world.condition("Ready")["status"] == "True"
+
+
+async def test_engines_come_and_go_while_a_change_is_refused() -> None:
+    """The number of engines is no part of the change that the API server refuses."""
+    world = brought_up(decode={"replicas": 3})
+    server = Server(world, Role.DECODE)
+    changed = {"engine": {"env": [{"name": "A", "value": "b"}]}}
+    world.edit(decode={"replicas": 3, **changed})
+    assert await server.round(3) == ["TemplateRefused"] * 3
+    old = engines(world)
+    world.edit(decode={"replicas": 1, **changed})
+    assert set(await server.round(8)) == {"TemplateRefused"}
+    fewer = engines(world)
+    assert len(fewer) == 2
+    assert fewer < old
+    world.edit(decode={"replicas": 3, **changed})
+    assert set(await server.round(8)) == {"TemplateRefused"}
+    assert engines(world) == old
 
 
 def test_each_role_is_tried_out_and_stored_before_an_engine_is_deleted() -> None:
@@ -33,9 +135,10 @@ def test_each_role_is_tried_out_and_stored_before_an_engine_is_deleted() -> None
     world.edit(engine=LONGER)
     plan = world.step()
     assert [type(step) for step in plan.steps] == [TryOut, TryOut]
+    assert not any(step.first for step in plan.steps if isinstance(step, TryOut))
     for step in plan.steps:
         if isinstance(step, TryOut):
-            engine, pod = step.manifests
+            engine, pod = step.tried
             assert (engine["kind"], pod["kind"]) == ("StatefulSet", "Pod")
             assert "name" not in pod["metadata"]
             assert engine["metadata"]["name"] not in old
@@ -119,15 +222,24 @@ def test_an_answer_refuses_only_if_the_objects_themselves_are_at_fault(
                           "x: unknown field")  # fmt: skip
 
 
+def test_the_refusal_of_a_new_cluster_says_that_nothing_was_created() -> None:
+    step = TryOut((), {}, beside=False, why="", first=True)
+    found = refusal(step, "StatefulSet", "Invalid", "Duplicate value")
+    assert found == (
+        "the API server refuses the new StatefulSet, so no engine of either role is created: "
+        "Duplicate value"
+    )
+
+
 def test_the_pod_that_is_tried_out_is_as_its_statefulset_would_make_it() -> None:
     world = brought_up()
     world.edit(engine=LONGER)
     for step, role in zip(trials(world), ("prefill", "decode"), strict=True):
-        engine, pod = step.manifests
+        engine, pod = step.tried
         template = engine["spec"]["template"]["metadata"]
         labels = {**template["labels"], "apps.kubernetes.io/pod-index": "0"}
         assert pod["metadata"]["labels"] == labels
         assert pod["metadata"]["namespace"] == "default"
         assert pod["metadata"]["generateName"] == f"{engine['metadata']['name']}-"
-        revision = step.stored["metadata"]["labels"]["pdcluster.dev/revision"]
+        revision = step.manifest["metadata"]["labels"]["pdcluster.dev/revision"]
         assert f"{role} engines of revision {revision}?" in step.why

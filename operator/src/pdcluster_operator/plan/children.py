@@ -56,15 +56,20 @@ def steps_to(observed: Observed, desired: Desired, children: tuple[Apply, ...]) 
         ownership.identity(child): child for child in (*observed.connectors, *observed.children)
     }
     settled = set()
+    trials = {ownership.identity(trial.manifest): trial for trial in desired.trials}
     for wanted in children:
         name = ownership.identity(wanted.manifest)
+        if (trial := trials.pop(name, None)) is not None:
+            yield replace(trial, manifest=wanted.manifest, why=wanted.why)
+            continue
         seen = live.get(name)
         if drift.is_settled(seen, wanted.manifest, observed.rewrites.get(name)):
             settled.add(name)
             continue
         there = {} if seen is None or ownership.is_being_deleted(seen) else seen["metadata"]
         yield replace(wanted, uid=str(there.get("uid") or ""))
-    yield from desired.trials
+    for trial in trials.values():
+        yield replace(trial, manifest=drift.stamped(trial.manifest))
     yield from deletions(observed, desired)
     yield from restarts(observed, desired, settled)
 

@@ -171,17 +171,20 @@ class TryOut:
     """Dry runs of what a new revision needs. If they pass, the revision is stored.
 
     Attributes:
-        manifests: an engine's StatefulSet, and a pod of it. Quotas and Pod Security refuse
+        tried: an engine's StatefulSet, and a pod of it. Quotas and Pod Security refuse
             pods and never StatefulSets.
-        stored: the ControllerRevision to apply.
+        manifest: the ControllerRevision to apply.
         beside: the pod is to run beside the old ones. Otherwise it gets the place of an old
             pod, and a quota that is used up refuses nothing.
+        first: no engine of the role exists. Then none of either role is created before the trial
+            of both has passed: one role alone would hold GPUs and serve nothing.
     """
 
-    manifests: tuple[Manifest, ...]
-    stored: Manifest
+    tried: tuple[Manifest, ...]
+    manifest: Manifest
     beside: bool
     why: str
+    first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,16 +261,11 @@ class Plan:
     scaler: ScalerStatus | None = None
 
 
-WORKLOADS = frozenset({"StatefulSet", "Deployment"})
-"""The kinds that make pods. Pods mount, or go by, what the other kinds hold."""
-
-
 def stages(steps: Iterable[Step]) -> list[tuple[Step, ...]]:
     """Return the steps in stages; within a stage they keep their order.
 
-    First come the objects that pods mount or go by, then the workloads that make pods. A revision
-    that is refused when it is tried out ends the plan before anything is deleted. Pods are
-    restarted at the end.
+    First come the objects that pods mount or go by. Then new revisions are tried out, and then come
+    the workloads that make pods. Pods are restarted at the end.
     """
     staged: dict[int, list[Step]] = {}
     for step in steps:
@@ -286,7 +284,9 @@ def creates(steps: Iterable[Step]) -> bool:
 
 
 def is_needed(step: Step) -> bool:
-    """Whether later stages need a step. While the present ticket key stays, pods start with it."""
+    """Whether later stages need a step: no new ticket key, and no change that is held anyway."""
+    if isinstance(step, TryOut):
+        return step.first
     return not (isinstance(step, WriteTicketKey) and step.rotate)
 
 
@@ -294,7 +294,7 @@ def _stage(step: Step) -> int:
     if isinstance(step, WriteTicketKey | WriteCertificates):
         return 0
     if isinstance(step, Apply):
-        return 1 if step.manifest["kind"] in WORKLOADS else 0
+        return 2 if step.manifest["kind"] in ("StatefulSet", "Deployment") else 0
     if isinstance(step, TryOut):
-        return 2
+        return 1
     return 4 if step.kind == "Pod" else 3

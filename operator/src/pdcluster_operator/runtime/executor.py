@@ -132,7 +132,7 @@ class Executor:
                 events += self._note(key, step.manifest, answer)
             elif isinstance(step, types.TryOut):
                 await self._api_server.try_out(step)
-                await self._api_server.apply(step.stored)
+                await self._api_server.apply(step.manifest)
             else:
                 await self._api_server.delete(step)
         done.append(f"{type(step).__name__}: {step.why}")

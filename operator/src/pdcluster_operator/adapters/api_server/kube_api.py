@@ -127,7 +127,7 @@ class KubeApi:
 
     async def try_out(self, step: types.TryOut) -> None:
         """Ask the API server whether it would take the objects; it writes nothing."""
-        for manifest in step.manifests:
+        for manifest in step.tried:
             kind, metadata = kinds.BY_NAME[manifest["kind"]], manifest["metadata"]
             try:
                 if kind is kinds.POD:  # no right to patch pods is needed, and the name is generated

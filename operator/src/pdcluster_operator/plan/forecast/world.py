@@ -103,10 +103,8 @@ class World:
             issue = str(step.manifest["metadata"]["annotations"][CERTIFICATES_ANNOTATION])
             engines = frozenset(step.engines)
             self._certificates = replace(self._certificates, issue=issue, engines=engines)
-        elif isinstance(step, types.Apply):
+        elif isinstance(step, types.Apply | types.TryOut):
             self._apply(step.manifest, now)
-        elif isinstance(step, types.TryOut):
-            self._apply(step.stored, now)
         elif step.kind == "Pod":
             self._end(step.name, now)
         else:

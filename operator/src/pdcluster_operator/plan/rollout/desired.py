@@ -41,7 +41,7 @@ class Desired:
         held: those of ``blocked`` that wait until the first pair has its nodes.
         kept: engines of another revision that stay for now.
         stale: whether an engine or a pod of another revision exists.
-        trials: what must succeed before a new revision is stored and replaces anything.
+        trials: what must succeed before a new revision is stored and anything is made of it.
         forgotten: names of the ControllerRevisions that the history has no place for.
         changed: the fields of the spec that made engines be replaced, in words.
         keys: pairing key of each engine.
@@ -182,7 +182,10 @@ def desire(
         held=gangs.held,
         kept=kept,
         stale=stale,
-        trials=tuple(try_out(cluster, choice.targets.newest(role)) for role in choice.untried),
+        trials=tuple(
+            try_out(cluster, choice.targets.newest(role), first=not existing.live[role])
+            for role in choice.untried
+        ),
         forgotten=choice.targets.forgotten(cluster, existing.engines),
         changed=in_words(_changed(choice.targets, existing.engines, observed)) if stale else "",
         stuck=moves.stuck,
@@ -201,8 +204,13 @@ def _existing(observed: Observed, lost_pods: AbstractSet[str]) -> Existing:
 def _choose(observed: Observed, cluster: Cluster, live: Live, memo: Memo) -> _Choice:
     targets = find_targets(observed, cluster, live, memo)
     paused = cluster.spec.rollout.paused
-    untried = [] if paused else _untried(targets, live)
-    hold = paused or bool(untried) or observed.unread is not None
+    untried = [
+        role
+        for role, wanted in targets.wanted.items()
+        if wanted.number == 0 and {name.revision for name in live[role]} != {wanted.name}
+        if not (paused and live[role])
+    ]
+    hold = paused or any(live[role] for role in untried) or observed.unread is not None
     serving = dict(targets.wanted)
     if hold:
         served = listed_engines(observed, chain(*live.values()), served_key(observed, cluster))
@@ -246,16 +254,6 @@ def _serving(
     running = {name.revision for name in engines}
     found = (one for one in known if one.name in running)
     return next(found, None) or of_engines(observed, engines, {})
-
-
-def _untried(targets: Targets, live: Live) -> list[Role]:
-    """Return the roles whose engines would be replaced by a revision that is not stored yet."""
-    return [
-        role
-        for role in Role
-        if targets.wanted[role].number == 0
-        and any(name.revision != targets.wanted[role].name for name in live[role])
-    ]
 
 
 def _queues(live: Live) -> dict[EngineName, str]:

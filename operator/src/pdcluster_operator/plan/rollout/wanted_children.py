@@ -2,9 +2,9 @@
 
 Which engines and which routers these are, :mod:`.desired` decides.
 
-A new revision is tried out on the API server before it replaces anything. The revision is stored
+A new revision is tried out on the API server before anything is made of it. The revision is stored
 once the server would take its objects. So a stored revision has passed, and one that was refused
-leaves the engines as they are.
+leaves the engines as they are, or is why a new cluster has none.
 """
 
 import json
@@ -188,8 +188,8 @@ REFUSALS = frozenset({"Invalid", "Forbidden", "BadRequest"})
 USED_UP = "exceeded quota"
 
 
-def try_out(cluster: Cluster, revision: Revision) -> TryOut:
-    """Return the step that tries a revision out."""
+def try_out(cluster: Cluster, revision: Revision, *, first: bool) -> TryOut:
+    """Return the step that tries a revision out; see :class:`TryOut` for ``first``."""
     name = EngineName(cluster.namespace, cluster.name, revision.role, revision.name, 0)
     engine = engine_objects.build_engine_statefulset(
         cluster,
@@ -199,9 +199,10 @@ def try_out(cluster: Cluster, revision: Revision) -> TryOut:
         nodes=revision.nodes,
     )
     why = f"would the API server take {revision.role} engines of revision {revision.name}?"
-    beside = cluster.spec.rollout.type is RolloutType.SURGE
-    stored = stamped(revisions.build_revision(cluster, revision))
-    return TryOut((engine, _pod_of(engine)), stored, beside, why)
+    # The quota of a new cluster may be free later, and its pods wait for that by themselves.
+    beside = cluster.spec.rollout.type is RolloutType.SURGE and not first
+    stored = revisions.build_revision(cluster, revision)
+    return TryOut((engine, _pod_of(engine)), stored, beside, why, first)
 
 
 def refusal(step: TryOut, kind: str, reason: str, message: str) -> str | None:
@@ -215,7 +216,8 @@ def refusal(step: TryOut, kind: str, reason: str, message: str) -> str | None:
     if USED_UP in message and not step.beside:
         return None
     remedy = f"; {moves.MAKE_ROOM}" if USED_UP in message else ""
-    return f"the API server refuses the new {kind}, so the old engines serve on: {message}{remedy}"
+    result = "no engine of either role is created" if step.first else "the old engines serve on"
+    return f"the API server refuses the new {kind}, so {result}: {message}{remedy}"
 
 
 def _pod_of(engine: dict[str, Any]) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def with_failure(
     """Return ``status`` with the failure in its Progressing condition.
 
     If the step is refused, or fails for long, what the spec wants is not there, so Ready is not
-    True either.
+    True either. A refusal also explains why engines have no pods.
 
     Args:
         status: the planned status.
@@ -151,10 +151,13 @@ def with_failure(
         now: seconds since the epoch.
         failing: for how many seconds steps have failed.
     """
-    ready = conditions.find_condition(status, ConditionType.READY).get("status") == Status.TRUE
+    ready = conditions.find_condition(status, ConditionType.READY)
     passing = reason in SERVER_FAULTS or reason.startswith(("Http429", "Http5"))
-    was = conditions.find_condition(cluster.get("status"), ConditionType.READY).get("status")
-    lacks = ready and not (passing and failing < FAILING_SECONDS and was == Status.TRUE)
+    if ready.get("status") == Status.TRUE:
+        was = conditions.find_condition(cluster.get("status"), ConditionType.READY).get("status")
+        lacks = not (passing and failing < FAILING_SECONDS and was == Status.TRUE)
+    else:
+        lacks = ready.get("reason") == StatusReason.PODS_MISSING and not passing
     kinds = (ConditionType.PROGRESSING, *([ConditionType.READY] if lacks else []))
     verdicts = [(kind, conditions.no(reason, message)) for kind in kinds]
     generation = cluster["metadata"].get("generation", 0)
