@@ -30,6 +30,7 @@ from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api.object_names import CERTIFICATES_HASH_ANNOTATION
 from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.launchers import Target
+from pdcluster_operator.plan.renewals import MOST_CERTIFICATES
 from pdcluster_operator.plan.types import HeldCertificates, WriteCertificates
 from pdcluster_operator.runtime.interfaces import LauncherError
 
@@ -299,3 +300,16 @@ def shaken(client: Tls, server: Tls) -> bytes:
     certificate = ends[1].getpeercert(binary_form=True)
     assert certificate
     return certificate
+
+
+def test_a_secret_holds_the_certificates_of_so_many_engines_with_the_longest_names(
+    authority: EngineAuthority,
+) -> None:
+    """Its data may have 1 MiB, and all annotations 256 KiB."""
+    of_all = (f"{'n' * 63}.{'c' * 34}.prefill.{'r' * 5}.{number}" for number in range(1024))
+    engines = {f"prefill-{'r' * 5}-{number}": one for number, one in enumerate(of_all)}
+    assert len(engines) == MOST_CERTIFICATES
+    secret = with_certificates(replace(step_of(), engines=engines), authority)
+    assert sum(len(base64.b64decode(one)) for one in secret["data"].values()) <= 1 << 20
+    noted = secret["metadata"]["annotations"].items()
+    assert sum(len(name) + len(value) for name, value in noted) < 256 << 10

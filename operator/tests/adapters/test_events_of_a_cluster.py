@@ -65,6 +65,15 @@ def test_an_event_names_its_cluster() -> None:
     assert body["reportingController"] == "pdcluster.dev/operator"
 
 
+def test_an_event_in_any_script_is_one_that_the_api_server_takes() -> None:
+    """It counts bytes of the note, and refuses a reason that is longer than 128 characters."""
+    sink = Sink()
+    sink.publish(Event("Warning", "F" * 256, "x" + "…" * 1024))
+    [body] = sink.server.posted()
+    assert body["note"] == "x" + "…" * 341
+    assert body["reason"] == "F" * 128
+
+
 def test_a_repeat_within_half_an_hour_is_counted() -> None:
     sink = Sink()
     sink.publish(READY)

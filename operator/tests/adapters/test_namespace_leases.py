@@ -182,6 +182,16 @@ async def test_a_holder_that_is_killed_keeps_others_away_for_the_duration_only()
     await two.leases.stop()
 
 
+def test_the_count_of_transitions_fits_into_its_field() -> None:
+    """Another client may have written the largest number. The API server refuses a larger one."""
+    lease = lease_manifest(None, "ns", "pdcluster-operator", "dead", 0.0)
+    lease["metadata"]["resourceVersion"] = "7"
+    for before in (2**31 - 1, 2**31 - 2):
+        lease["spec"]["leaseTransitions"] = before
+        taken = lease_manifest(lease, "ns", "pdcluster-operator", "two", 0.0)
+        assert taken["spec"]["leaseTransitions"] == 2**31 - 1
+
+
 async def test_a_lease_that_was_deleted_keeps_others_away_for_the_duration() -> None:
     """Its holder does not know yet, and acts. Its namespace may have been made again."""
     server, two = await one_that_finds_a_lease_of("one")

@@ -125,12 +125,3 @@ def test_only_a_flip_that_says_something_new_is_an_event(
     """An engine that starts takes its conditions through Unknown and False to True."""
     found = transitions(status(kind, before, "A"), status(kind, after, "B"), secured=True)
     assert [event.reason for event in found] == ["B"] * told
-
-
-@pytest.mark.parametrize("length", [0, 900, 1100, 5000])
-def test_an_event_is_as_long_as_the_api_server_takes(length: int) -> None:
-    """Kubernetes refuses an event whose message is longer than 1024 characters."""
-    after = status(ConditionType.READY, Status.FALSE, "Waiting")
-    after["conditions"][0]["message"] = "x" * length
-    (event,) = transitions(status(ConditionType.READY, "True", "Ready"), after, secured=True)
-    assert event.message == f"Ready is False: {'x' * length}"[:1024]

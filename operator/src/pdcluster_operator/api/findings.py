@@ -14,6 +14,7 @@ class Rule(StrEnum):
 
     REQUIRED = "Required"
     UNKNOWN_FIELD = "UnknownField"
+    TOO_LARGE = "TooLarge"
     WRONG_TYPE = "WrongType"
     OUT_OF_RANGE = "OutOfRange"
     NOT_ALLOWED = "NotAllowed"

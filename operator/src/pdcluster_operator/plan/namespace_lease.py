@@ -68,7 +68,7 @@ def holding_of(lease: Manifest | None) -> Holding:
     return Holding(
         str(spec.get("holderIdentity") or ""),
         float(spec.get("leaseDurationSeconds") or 0),
-        int(spec.get("leaseTransitions") or 0),
+        min(int(spec.get("leaseTransitions") or 0), 2**31 - 2),  # the field holds one more
     )
 
 

@@ -8,17 +8,24 @@ rotation. The connector's ``sidechannel/ticket_key_file.py`` says when a new key
 
 from collections.abc import Iterable
 
-from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION, EngineName
+from pdcluster_operator.api.object_names import (
+    CERTIFICATES_ANNOTATION,
+    ROTATE_TICKET_KEY_ANNOTATION,
+    EngineName,
+)
 from pdcluster_operator.api.spec.types import Certificates, Cluster
 from pdcluster_operator.plan import types
 from pdcluster_operator.plan.builders import secrets
 from pdcluster_operator.plan.objects.ownership import engine_sets, engines_of
-from pdcluster_operator.plan.rollout.revisions import revisions_in
+from pdcluster_operator.plan.rollout.revisions import revisions_in, short_hash
 
 DAY = 86_400.0
 PERIOD_SECONDS = 30 * DAY
 PERIODS = 3
 """How many periods a certificate is valid: so an operator may be away for two."""
+MOST_CERTIFICATES = 1024
+"""What 1 MiB, the most of a Secret, holds for the longest names. A spec may want 1,004 engines, but
+while they are replaced, there may be more."""
 CLOCKS_DIFFER = DAY
 
 
@@ -28,23 +35,28 @@ def certificates_step(
     """Return the step that the Secret needs; None if it is as it should be.
 
     An engine that leaves keeps its certificate until its last pod is gone. So do engines whose
-    spec is not accepted any more, or has TLS no longer.
+    spec is not accepted any more, or has TLS no longer. If there are too many, the last engines
+    wait: the kubelet starts no container without its certificate.
 
     It is for clusters of which some ``are_needed``.
 
     Args:
         begin: when the period began.
     """
-    names = {*wanted, *engine_sets(observed.children), *engines_of(observed.pods)}
-    engines = {secrets.entry_of(name): name.logical for name in sorted(names)}
+    held = observed.certificates
+    there = {*engine_sets(observed.children), *engines_of(observed.pods)}
+    names = sorted(
+        {*wanted, *there},
+        key=lambda name: (name not in there, secrets.entry_of(name) not in held.engines, name),
+    )
+    engines = {secrets.entry_of(name): name.logical for name in names[:MOST_CERTIFICATES]}
     if not engines:
         return None
-    issue = f"{observed.certificates.authority}.{int(begin)}"
-    held = observed.certificates
+    issue = f"{held.authority}.{int(begin)}"
     if held.issue == issue and held.engines == engines.keys():
         return None
     return types.WriteCertificates(
-        secrets.build_certificates_secret(cluster, issue),
+        secrets.build_secret(cluster, "certificates", {CERTIFICATES_ANNOTATION: issue}),
         engines,
         begin - CLOCKS_DIFFER,
         begin + PERIODS * PERIOD_SECONDS,
@@ -111,9 +123,13 @@ def certificates_by_engine(
 
 
 def rotation_of(manifest: types.Manifest) -> str:
-    """Return the annotation that asks for a new ticket key, of a PDCluster or of its Secret."""
+    """Return the annotation that asks for a new ticket key, of a PDCluster or of its Secret.
+
+    A long one is hashed: the Secret has other annotations, and all have 256 KiB.
+    """
     annotations = manifest["metadata"].get("annotations") or {}
-    return str(annotations.get(ROTATE_TICKET_KEY_ANNOTATION, ""))
+    value = str(annotations.get(ROTATE_TICKET_KEY_ANNOTATION, ""))
+    return value if len(value) <= 1024 else short_hash(value, 64)
 
 
 def ticket_key_step(observed: types.Observed, cluster: Cluster) -> types.WriteTicketKey | None:
@@ -126,7 +142,7 @@ def ticket_key_step(observed: types.Observed, cluster: Cluster) -> types.WriteTi
     if held is not None and wanted in ("", held):
         return None
     return types.WriteTicketKey(
-        secrets.build_ticket_key_secret(cluster, wanted),
+        secrets.build_secret(cluster, "ticket-key", {ROTATE_TICKET_KEY_ANNOTATION: wanted}),
         rotate=held is not None,
         why="a new key that signs tickets; the old one stays valid"
         if held is not None

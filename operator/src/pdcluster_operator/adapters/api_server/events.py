@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 SERIES_SECONDS = 1800.0
 """How long a repeat is counted in the first event. API servers keep an event for an hour."""
 REMEMBERED = 4096
-LONGEST_NOTE = 1024
+LONGEST_NOTE = 1024  # bytes
+LONGEST_REASON = 128
 CONTROLLER = f"{GROUP}/operator"
 
 
@@ -86,9 +87,9 @@ class KubeEvents:
             "metadata": {"name": name, "namespace": metadata["namespace"]},
             "eventTime": _micro(now),
             "type": event.type,
-            "reason": event.reason,
+            "reason": event.reason[:LONGEST_REASON],
             "action": "Reconcile",
-            "note": event.message[:LONGEST_NOTE],
+            "note": event.message.encode()[:LONGEST_NOTE].decode(errors="ignore"),
             "reportingController": CONTROLLER,
             "reportingInstance": self._instance,
             "regarding": {

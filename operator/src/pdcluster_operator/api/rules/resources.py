@@ -1,10 +1,11 @@
-"""Rules of what the scheduler judges: requests and limits, and pods that get nodes together.
+"""Rules of what the scheduler judges, and of how much the API server stores of a PDCluster.
 
 Requests and limits are those of the spec, with those that the operator and a pod template add.
 With ``spec.scheduling.gang``, the API server has to serve PodGroups, and the pods of a PodGroup
 have one priority.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -13,6 +14,7 @@ from pdcluster_connector.compat.findings import counted
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.spec import engine_types, pod_templates, resources
 from pdcluster_operator.api.spec.engine_types import Switch
+from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.resolve import Engine, resolve_engine, workers_per_pod
 from pdcluster_operator.api.spec.router_types import RouterResources
 from pdcluster_operator.api.spec.types import Cluster, Device, Role
@@ -171,6 +173,37 @@ def _gpus(engine: Engine, limits: dict[str, Amount]) -> Iterator[FieldError]:
         f"Write {wanted}, or leave it out.",
         (f"spec.{engine.role}.parallelism", "spec.transfer.device"),
     )
+
+
+MOST_BYTES = {
+    "spec.router.": (112 << 10, "an annotation holds it twice, and the most is 256 KiB"),
+    "spec.": (240 << 10, "an object holds it twice, and the most is 1.5 MiB"),
+}
+"""Bytes of JSON of a part of the spec, and why there may not be more.
+
+A ControllerRevision holds the spec and a pod template that comes from it. API servers add the names
+of all its fields, which take up to 1.5 times as much; 3.5 times in a StatefulSet, which holds the
+template alone. A Deployment of routers has ``spec.router`` and a template in one annotation.
+"""
+
+
+def stored_errors(manifest: object) -> Iterator[FieldError]:
+    """Yield the largest field of a spec that makes objects which API servers do not store."""
+    sizes = {
+        f"spec.{part}.{name}": len(json.dumps(value, default=str))
+        for part, fields in as_mapping(as_mapping(manifest).get("spec")).items()
+        for name, value in as_mapping(fields).items()
+    }
+    for prefix, (most, why) in MOST_BYTES.items():
+        found = {path: size for path, size in sizes.items() if path.startswith(prefix)}
+        if (size := sum(found.values())) > most:
+            yield FieldError(
+                max(found, key=lambda path: found[path]),
+                "",
+                Rule.TOO_LARGE,
+                f"{prefix[:-1]} has {size:,} bytes of JSON; {most:,} are allowed, because {why}",
+                "Keep long texts in a ConfigMap or a Secret, and mount it.",
+            )
 
 
 GANG = "spec.scheduling.gang"

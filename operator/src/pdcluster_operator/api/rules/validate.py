@@ -75,6 +75,7 @@ def check_manifest(
         (True if one_node else pod_groups, resources.pod_group_errors(cluster)),
     )
     refused = [error for one, errors in supported if one is False for error in errors]
+    refused += resources.stored_errors(manifest)
     by_default = [error for one, errors in supported if one is None for error in errors]
     warned = [] if one_node else list(pod_template.node_local_warnings(cluster))
     warned += [replace(error, message=BY_DEFAULT[error.rule]) for error in by_default]

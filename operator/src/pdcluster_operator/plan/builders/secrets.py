@@ -46,17 +46,10 @@ def tls_labels(cluster: Cluster) -> dict[str, str]:
     return {object_names.TLS_LABEL: tls.value} if tls is TlsMode.MOUNTED else {}
 
 
-def build_certificates_secret(cluster: Cluster, issue: str) -> dict[str, Any]:
-    """Return the Secret without its data; ``issue`` is noted in an annotation."""
-    noted = {object_names.CERTIFICATES_ANNOTATION: issue}
-    return _secret(cluster, object_names.certificates_name(cluster.name), "certificates", noted)
-
-
-def _secret(
-    cluster: Cluster, name: str, component: str, annotations: dict[str, str]
-) -> dict[str, Any]:
+def build_secret(cluster: Cluster, component: str, annotations: dict[str, str]) -> dict[str, Any]:
+    """Return the Secret ``certificates`` or ``ticket-key`` without its data."""
     labels = object_names.cluster_labels(cluster.name, component)
-    made = child_object(cluster, "v1", "Secret", name, labels)
+    made = child_object(cluster, "v1", "Secret", f"{cluster.name}-{component}", labels)
     metadata = {**made["metadata"], "annotations": annotations}
     return {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata}
 
@@ -133,12 +126,6 @@ def _mounts_own_volume(spec: Manifest, secret: str) -> bool:
 TICKET_KEY_VOLUME = "ticket-key"
 TICKET_KEY_FOLDER = "/pdcluster-keys"
 TICKET_KEY_FILE = "ticket"
-
-
-def build_ticket_key_secret(cluster: Cluster, rotation: str) -> dict[str, Any]:
-    """Return the Secret without its data; ``rotation`` is noted in an annotation."""
-    noted = {object_names.ROTATE_TICKET_KEY_ANNOTATION: rotation}
-    return _secret(cluster, object_names.ticket_key_name(cluster.name), "ticket-key", noted)
 
 
 def ticket_key_volume(cluster: Cluster) -> dict[str, Any]:

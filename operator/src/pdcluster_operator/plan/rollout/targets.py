@@ -60,7 +60,8 @@ class Targets:
         """Return the wanted revision of a role, with a number that makes it the newest one."""
         wanted = self.wanted[role]
         others = (one.number for one in self.stored if one.role is role and one.name != wanted.name)
-        return replace(wanted, number=max(wanted.number, max(others, default=0) + 1))
+        number = min(max(others, default=0) + 1, 2**63 - 1)  # more does not fit into the field
+        return replace(wanted, number=max(wanted.number, number))
 
     def forgotten(self, cluster: Cluster, seen: AbstractSet[EngineName]) -> frozenset[str]:
         """Return the names of the ControllerRevisions to delete.

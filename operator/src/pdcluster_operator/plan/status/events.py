@@ -9,7 +9,6 @@ from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
 from pdcluster_operator.plan.status import build, conditions
 from pdcluster_operator.plan.types import Event
 
-LONGEST_EVENT = 1024
 GAVE_UP = (
     StatusReason.PROGRESS_DEADLINE_EXCEEDED,
     StatusReason.INSUFFICIENT_CAPACITY,
@@ -39,14 +38,14 @@ def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> t
         asked = kind == ConditionType.READY and _is_of_another_spec(before, after)
         bad = _is_bad(kind, status, condition["reason"])
         bad = bad and (not asked or condition["reason"] in conditions.NEED_HELP)
-        text = f"{kind} is {status}: {condition['message']}"[:LONGEST_EVENT]
+        text = f"{kind} is {status}: {condition['message']}"
         events.append(Event("Warning" if bad else "Normal", condition["reason"], text))
     conflict = find_condition(after, ConditionType.PROGRESSING)
     if (
         conflict.get("reason") == NAME_CONFLICT
         and find_condition(before, ConditionType.PROGRESSING).get("reason") != NAME_CONFLICT
     ):
-        message = f"Progressing is False: {conflict['message']}"[:LONGEST_EVENT]
+        message = f"Progressing is False: {conflict['message']}"
         events = [one for one in events if one.reason != NAME_CONFLICT]
         events.append(Event("Warning", NAME_CONFLICT, message))
     if not secured and _is_newly_accepted(before, after):

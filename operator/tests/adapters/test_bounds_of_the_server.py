@@ -1,0 +1,128 @@
+"""What a real API server refuses or bounds: no role is created alone, and large specs fit."""
+
+from __future__ import annotations
+
+import pytest
+from operator_runs import CHILDREN, cluster, condition, create, edit, events, until
+
+from pdcluster_operator.api.rules.resources import MOST_BYTES
+
+pytestmark = pytest.mark.cluster
+
+POLICIES = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
+BINDINGS = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings"
+
+
+def names(real, namespace, kind):
+    query = "?labelSelector=pdcluster.dev/cluster"
+    found = real.call("GET", CHILDREN[kind].format(namespace) + query)[1]["items"]
+    return [one["metadata"]["name"] for one in found]
+
+
+def ports(*found):
+    """A pod template whose port has a name that one of the operator's has, too."""
+    return {"spec": {"containers": [{"name": "engine", "ports": list(found)}]}}
+
+
+def refused(real, namespace, words):
+    said = condition(real, namespace, "Ready")
+    return said.get("reason") == "TemplateRefused" and words in said["message"]
+
+
+def nothing_runs(real, namespace):
+    return not any(names(real, namespace, kind) for kind in ("StatefulSet", "Deployment", "Pod"))
+
+
+def warned(real, namespace):
+    return [one["note"] for one in events(real, namespace) if one["reason"] == "TemplateRefused"]
+
+
+def test_a_role_that_the_server_refuses_keeps_the_other_one_from_holding_gpus(
+    real, operator, namespace
+):
+    operator.start()
+    twice = ports({"name": "http", "containerPort": 9999})
+    create(real, namespace, cluster(decode={"podTemplate": twice}))
+    until(lambda: refused(real, namespace, "Duplicate value"), 60, operator.said)
+    progress = condition(real, namespace, "Progressing")
+    assert (progress["status"], progress["reason"]) == ("False", "TemplateRefused")
+    assert nothing_runs(real, namespace)
+    [note] = warned(real, namespace)
+    assert "no engine of either role is created" in note
+    # It goes on as soon as the user has put it right.
+    edit(real, namespace, {"decode": {"podTemplate": None}})
+    until(lambda: len(names(real, namespace, "StatefulSet")) == 2, 60, operator.said)
+
+
+def test_what_a_policy_of_the_cluster_refuses_is_said_before_anything_runs(
+    real, operator, namespace
+):
+    """It judges StatefulSets alone, so that a dry run of a pod would not show it."""
+    where = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
+    rule = {
+        "apiGroups": ["apps"],
+        "apiVersions": ["v1"],
+        "operations": ["CREATE", "UPDATE"],
+        "resources": ["statefulsets"],
+    }
+    constraints = {"namespaceSelector": where, "resourceRules": [rule]}
+    only = "!object.metadata.name.contains('-decode-') || has(object.metadata.labels.team)"
+    spec = {
+        "failurePolicy": "Fail",
+        "matchConstraints": constraints,
+        "validations": [{"expression": only, "message": "a team is missing"}],
+    }
+    named = {"apiVersion": "admissionregistration.k8s.io/v1", "metadata": {"name": namespace}}
+    policy = {**named, "kind": "ValidatingAdmissionPolicy", "spec": spec}
+    binding = {
+        **named,
+        "kind": "ValidatingAdmissionPolicyBinding",
+        "spec": {"policyName": namespace, "validationActions": ["Deny"]},
+    }
+    real.apply(policy, POLICIES)
+    real.apply(binding, BINDINGS)
+    probe = {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {"name": "a-decode-b"},
+        "spec": {
+            "serviceName": "a",
+            "selector": {"matchLabels": {"a": "b"}},
+            "template": {
+                "metadata": {"labels": {"a": "b"}},
+                "spec": {"containers": [{"name": "a", "image": "a"}]},
+            },
+        },
+    }
+    dry = CHILDREN["StatefulSet"].format(namespace) + "?dryRun=All"
+    try:
+        # The API server obeys a policy a moment after it was written.
+        until(lambda: real.call("POST", dry, probe)[0] == 422, 60, lambda: None)
+        operator.start()
+        create(real, namespace, cluster())
+        until(lambda: refused(real, namespace, "a team is missing"), 60, operator.said)
+        assert nothing_runs(real, namespace)
+        assert len(warned(real, namespace)) == 1
+    finally:
+        assert real.call("DELETE", f"{BINDINGS}/{namespace}")[0] == 200
+        assert real.call("DELETE", f"{POLICIES}/{namespace}")[0] == 200
+    until(lambda: len(names(real, namespace, "StatefulSet")) == 2, 120, operator.said)
+
+
+def test_the_largest_specs_that_the_rules_accept_fit_into_the_server(real, operator, namespace):
+    """Many small fields are the worst case: the server notes the name of each."""
+    operator.start()
+    (router, _), (whole, _) = MOST_BYTES.values()
+    variables = [{"name": f"A{number}", "value": ""} for number in range((whole - router) // 32)]
+    large = {"spec": {"containers": [{"name": "engine", "env": variables}]}}
+    notes = {"metadata": {"annotations": {"a": "x" * (router - 1024)}}}
+    spec = cluster(prefill={"podTemplate": large}, router={"podTemplate": notes})
+    create(real, namespace, spec)
+    until(
+        lambda: (
+            len(names(real, namespace, "StatefulSet")) == 2
+            and len(names(real, namespace, "Deployment")) == 1
+        ),
+        120,
+        lambda: (condition(real, namespace, "Progressing"), operator.said()),
+    )
