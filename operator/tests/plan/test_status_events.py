@@ -46,6 +46,22 @@ def test_only_what_is_bad_is_a_warning(
     )
 
 
+@pytest.mark.parametrize("reason", ["TemplateRefused", "Complete", "PodsMissing"])
+def test_the_first_status_warns_only_of_what_somebody_has_to_mend(reason: str) -> None:
+    """A new cluster is not Ready yet, and one without engines has nothing to do."""
+    after = {
+        "conditions": [
+            status(kind, Status.FALSE, reason)["conditions"][0]
+            for kind in (ConditionType.PROGRESSING, ConditionType.READY)
+        ]
+    }
+    found = transitions(None, after, secured=True)
+    warned = [("Warning", "TemplateRefused", "Progressing is False: so it is")]
+    assert [(one.type, one.reason, one.message) for one in found] == (
+        warned if reason == "TemplateRefused" else []
+    )
+
+
 def both(ready: Status, available: Status) -> dict[str, Any]:
     kinds = {ConditionType.READY: ready, ConditionType.AVAILABLE: available}
     found = [status(kind, value, "Because")["conditions"][0] for kind, value in kinds.items()]

@@ -268,6 +268,27 @@ async def test_children_come_first_then_the_status() -> None:
     assert len(world.store.connectors("ns")) == 1
 
 
+async def test_a_new_cluster_that_is_refused_says_why_once_and_holds_nothing() -> None:
+    world = World()
+    world.port.fail["try out"] = ApiError("TemplateRefused", "ports[5].name: Duplicate value")
+    for _ in range(3):
+        with pytest.raises(ApiError, match="Duplicate value"):
+            await world.reconcile()
+        for kind in ("Ready", "Progressing"):
+            said = world.condition(kind)
+            assert (said["status"], said["reason"]) == ("False", "TemplateRefused")
+            assert said["message"] == "ports[5].name: Duplicate value"
+    kinds = {child["kind"] for child in world.store.children(KEY)}
+    assert not kinds & {"StatefulSet", "Deployment"}
+    assert [(one.type, one.reason) for one in world.events.events] == [
+        ("Warning", "TemplateRefused")
+    ]
+    del world.port.fail["try out"]
+    await world.reconcile()
+    assert world.port.writes.count("apply StatefulSet") == 2
+    assert world.condition("Ready")["reason"] == "PodsMissing"
+
+
 async def test_in_a_crowd_children_are_written_and_the_first_status_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

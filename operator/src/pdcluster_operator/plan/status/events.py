@@ -33,10 +33,11 @@ def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> t
     for condition in _reporting(before, after):
         kind, status = condition["type"], condition["status"]
         old = find_condition(before, kind).get("status")
-        if old == status or not _is_reported(kind, old, status):
+        gave_up = kind == ConditionType.PROGRESSING and condition["reason"] in GAVE_UP
+        if old == status or not (gave_up or _is_reported(kind, old, status)):
             continue
         asked = kind == ConditionType.READY and _is_of_another_spec(before, after)
-        bad = _is_bad(kind, status, condition["reason"])
+        bad = _is_bad(status, condition["reason"]) if kind != ConditionType.PROGRESSING else gave_up
         bad = bad and (not asked or condition["reason"] in conditions.NEED_HELP)
         text = f"{kind} is {status}: {condition['message']}"
         events.append(Event("Warning" if bad else "Normal", condition["reason"], text))
@@ -55,9 +56,7 @@ def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> t
     return tuple(events)
 
 
-def _is_bad(kind: str, status: str, reason: str) -> bool:
-    if kind == ConditionType.PROGRESSING:
-        return reason in GAVE_UP
+def _is_bad(status: str, reason: str) -> bool:
     unreachable = reason == StatusReason.LAUNCHER_UNREACHABLE
     return (status == Status.FALSE and reason != StatusReason.SCALED_TO_ZERO) or unreachable
 
