@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pdcluster_operator.cli import (
+    against,
     main as command,
     plan as plan_command,
     rollout,
@@ -46,7 +47,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
         noting(rollout, name)
     monkeypatch.setattr(rollout, "connected", connected)
     monkeypatch.setattr(rollout, "namespace_of_context", lambda context: "mine")
-    noting(plan_command, "show_plan_against")
+    noting(against, "show_plan_against")
     noting(plan_command, "show_plan")
     noting(up_command, "up")
     untouched = SimpleNamespace(SIGINT=0, SIG_DFL=0, default_int_handler=0, signal=lambda *_: None)

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.types import Role
+from pdcluster_operator.cli.against import _ask, _show_course
 from pdcluster_operator.cli.exits import Exit
-from pdcluster_operator.cli.plan import _ask, _show_course, in_words
+from pdcluster_operator.cli.plan import in_words
 from pdcluster_operator.plan.forecast.course import Course, Replaced, Round
 from pdcluster_operator.plan.types import (
     Apply,

@@ -202,10 +202,14 @@ def _command(options: argparse.Namespace) -> Callable[[argparse.Namespace], Exit
         from pdcluster_operator.cli.rollout import rollout
 
         return rollout
-    if options.command == "plan":
-        from pdcluster_operator.cli import plan
+    if options.command == "plan" and options.against is not None:
+        from pdcluster_operator.cli.against import show_plan_against
 
-        return plan.show_plan if options.against is None else plan.show_plan_against
+        return show_plan_against
+    if options.command == "plan":
+        from pdcluster_operator.cli.plan import show_plan
+
+        return show_plan
     if importlib.util.find_spec("pdcluster_operator.local") is None:
         raise UserError(NO_LOCAL_MODE, Exit.MACHINE)
     from pdcluster_operator.cli.up import up

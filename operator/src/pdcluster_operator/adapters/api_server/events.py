@@ -20,8 +20,7 @@ log = logging.getLogger(__name__)
 SERIES_SECONDS = 1800.0
 """How long a repeat is counted in the first event. API servers keep an event for an hour."""
 REMEMBERED = 4096
-LONGEST_NOTE = 1024  # bytes
-LONGEST_REASON = 128
+LONGEST_NOTE, LONGEST_REASON = 1024, 128  # bytes that API servers take
 CONTROLLER = f"{GROUP}/operator"
 
 

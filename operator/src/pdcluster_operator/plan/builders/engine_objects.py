@@ -115,6 +115,7 @@ def build_engine_pod(
     signed = secrets.certificates_of(cluster) is types.Certificates.OPERATOR
     bundled = engine.connector is engine_types.ConnectorSource.BUNDLED
     config_map = object_names.connector_name(digest)
+    ticket_key = {"secretName": object_names.ticket_key_name(cluster.name)}
     template: dict[str, Any] = {
         "metadata": {"labels": labels},
         "spec": {
@@ -129,7 +130,7 @@ def build_engine_pod(
             "volumes": [
                 *([connectors.connector_volume(config_map)] if bundled else []),
                 *model_volumes(cluster),
-                secrets.ticket_key_volume(cluster),
+                {"name": secrets.TICKET_KEY_VOLUME, "secret": ticket_key},
                 *([secrets.certificate_volume(cluster, name)] if signed else []),
                 {
                     "name": "shm",

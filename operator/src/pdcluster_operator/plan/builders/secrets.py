@@ -128,12 +128,6 @@ TICKET_KEY_FOLDER = "/pdcluster-keys"
 TICKET_KEY_FILE = "ticket"
 
 
-def ticket_key_volume(cluster: Cluster) -> dict[str, Any]:
-    """Return the volume of a pod that mounts the keys."""
-    secret = {"secretName": object_names.ticket_key_name(cluster.name)}
-    return {"name": TICKET_KEY_VOLUME, "secret": secret}
-
-
 def mounts(*, signed: bool) -> list[dict[str, Any]]:
     """Return where a container sees them. Without a subPath, so that the kubelet updates them."""
     places = {TICKET_KEY_VOLUME: TICKET_KEY_FOLDER}

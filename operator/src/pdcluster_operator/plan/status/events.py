@@ -49,7 +49,8 @@ def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> t
         message = f"Progressing is False: {conflict['message']}"
         events = [one for one in events if one.reason != NAME_CONFLICT]
         events.append(Event("Warning", NAME_CONFLICT, message))
-    if not secured and _is_newly_accepted(before, after):
+    of_spec = [find_condition(one, ConditionType.ACCEPTED) for one in (before, after)]
+    if not (secured or of_spec[0]) and of_spec[1].get("status") == Status.TRUE:
         events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, INSECURE))
     if (message := build.tls_warning(after)) and not build.tls_warning(before):
         events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, message))
@@ -75,12 +76,6 @@ def _is_reported(kind: str, old: str | None, new: str) -> bool:
     if kind in (ConditionType.AVAILABLE, ConditionType.READY):
         return Status.TRUE in (old, new)  # in between, another condition says what is wrong
     return new == Status.FALSE  # of what is Unknown, Ready says why
-
-
-def _is_newly_accepted(before: object, after: Mapping[str, Any]) -> bool:
-    """Whether this is the first status of a cluster, and its spec is accepted."""
-    old, new = (find_condition(one, ConditionType.ACCEPTED) for one in (before, after))
-    return not old and new.get("status") == Status.TRUE
 
 
 def _is_of_another_spec(before: object, after: Mapping[str, Any]) -> bool:
