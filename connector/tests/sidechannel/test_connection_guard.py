@@ -8,9 +8,11 @@ import gc
 import os
 import socket
 import ssl
+import sys
 import tracemalloc
 from asyncio import sslproto
-from types import SimpleNamespace
+from collections.abc import AsyncIterator, Iterator
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,8 +63,13 @@ class Socket:
 class Crowd:
     """Connections under a guard that takes eight of a kind, and TLS with four strangers."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tls: ssl.SSLContext | None = None) -> None:
-        monkeypatch.setattr(listening, "connection_limit", lambda: LIMIT)
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        tls: ssl.SSLContext | None = None,
+        limit: int = LIMIT,
+    ) -> None:
+        monkeypatch.setattr(listening, "connection_limit", lambda: limit)
         monkeypatch.setattr(listening, "MAX_TLS_STRANGERS", LIMIT // 2)
         self.now = 1000.0
         self._loop = asyncio.get_running_loop()
@@ -224,6 +231,19 @@ async def test_the_newest_of_the_address_with_the_fewest_is_greeted_next(tls_cro
         greeted.append(list(tls_crowd.greeted))
     assert greeted[-1] == ["other", "2", "0"]
     assert len(greeted[0]) <= 2, "one in each turn of the loop"
+
+
+async def test_who_is_closed_in_the_moment_of_its_greeting_takes_no_room(tls_crowd: Crowd) -> None:
+    """The end of its TLS handshake is known then, and taken in a turn of the loop later."""
+    connection = tls_crowd.accept("late", known=True)
+    tls_crowd.guard._speaks(connection)
+    while not tls_crowd.greeted:  # noqa: ASYNC110 - nobody reports it
+        await asyncio.sleep(0)
+    tls_crowd.guard._close(connection)
+    assert connection.socket.open
+    await tls_crowd.turn()
+    assert not connection.socket.open
+    assert not len(tls_crowd.guard._known)
 
 
 async def test_a_transport_that_has_ended_holds_up_nobody(tls_crowd: Crowd) -> None:
@@ -439,6 +459,73 @@ async def test_a_request_that_came_while_the_loop_was_busy_is_answered(crowd: Cr
     await crowd.ask(late, wait=True)
     await crowd.pass_time(3)
     assert crowd.there == names("late")
+
+
+# What a crowd costs, in calls: a busy machine's seconds would say little.
+
+SIZES = 64, 128, 512
+
+
+@contextlib.asynccontextmanager
+async def crowd_of(size: int, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Crowd]:
+    """A guard that takes so many."""
+    with monkeypatch.context() as patch:
+        made = Crowd(patch, limit=size)
+        await made.turn()  # it has looked for late ones
+        yield made
+        await ended(made)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[str]]:
+    """The guard's functions, in the order in which they are called."""
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename == listening.__file__:
+            called.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield called
+    finally:
+        sys.setprofile(before)
+
+
+@pytest.mark.parametrize("said", [False, True])
+async def test_beside_a_large_crowd_a_client_takes_as_many_calls_as_beside_a_small_one(
+    monkeypatch: pytest.MonkeyPatch, said: bool
+) -> None:
+    taken = []
+    for size in SIZES:
+        async with crowd_of(size, monkeypatch) as crowd:
+            for number in range(size):
+                (await crowd.connect(f"{number}")) if said else crowd.accept(f"{number}")
+            with counted() as called:
+                await crowd.ask(await crowd.connect("new"))
+            assert "new" in crowd.there
+            taken.append(called)
+            with counted() as called:
+                for _ in range(100):
+                    await asyncio.sleep(0)
+            assert not called, "nobody has come, said a byte or gone"
+    assert taken[0] == taken[1] == taken[2]
+    assert len(taken[0]) < 60
+
+
+async def test_each_client_of_a_crowd_that_comes_at_once_takes_few_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if each has an address of its own."""
+    for size in SIZES:
+        async with crowd_of(size, monkeypatch) as crowd:
+            with counted() as called:
+                for number in range(size):
+                    crowd.guard._speaks(crowd.accept(f"{number}"))
+                while len(crowd.greeted) < size:  # noqa: ASYNC110 - nobody reports it
+                    await asyncio.sleep(0)
+            assert len(called) < 200 * size
 
 
 async def test_no_host_is_both_families() -> None:
