@@ -30,7 +30,7 @@ class Network:
     def __init__(self, book: PeerBook) -> None:
         self.book = book
         self.refuses = False
-        self.asked = 0
+        self.asked = self.refusals = 0
         self.answers = asyncio.Event()
         self.silences: list[tuple[float, str, Failure]] = []
         self.gone: list[tuple[float, str, Failure]] = []
@@ -45,6 +45,7 @@ class Network:
 
     async def _answer(self, seconds: float, answer: object) -> object:
         if self.refuses:
+            self.refusals += 1
             return REFUSED
         try:
             await asyncio.wait_for(self.answers.wait(), seconds)
@@ -268,6 +269,41 @@ def test_a_refused_connection_is_the_end_at_once(play: Play) -> None:
         await asyncio.sleep(2.0)
         gone = [(engine_id, failure.dead) for _, engine_id, failure in network.gone]
         assert gone == [(PREFILL, True)]
+
+    play(story)
+
+
+def test_refusals_with_silence_between_them_are_not_one(play: Play) -> None:
+    """A process that starts refuses for a moment, and so may another one in its place later."""
+
+    async def story(network: Network) -> None:
+        network.refuses = True
+        told = network.connect()
+        await asyncio.sleep(0.5)
+        network.refuses = False
+        await asyncio.sleep(14.0)  # a question is under way that is not answered
+        network.refuses, before = True, network.refusals
+        while network.refusals == before:  # noqa: ASYNC110 - in virtual time
+            await asyncio.sleep(0.01)
+        network.refuses = False
+        network.answers.set()
+        await asyncio.sleep(2.0)
+        assert [outcome for _, outcome in told] == [METADATA]
+
+    play(story)
+
+
+def test_a_peer_for_which_somebody_waits_is_not_forgotten(play: Play) -> None:
+    """However long its silence: the lease of who waits stands."""
+
+    async def story(network: Network) -> None:
+        await network.met_and_silent(1.5, 20.0)
+        waits = network.connect(peers.FORGET_SECONDS * 2, since=0.0)
+        await asyncio.sleep(peers.FORGET_SECONDS + 30.0)
+        assert (waits, network.gone) == ([], [])
+        network.answers.set()
+        await asyncio.sleep(5.0)
+        assert [outcome for _, outcome in waits] == [METADATA]
 
     play(story)
 

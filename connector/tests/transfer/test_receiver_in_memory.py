@@ -182,6 +182,13 @@ def test_nothing_wanted_is_done_without_a_handshake(rig: Rig) -> None:
     assert rig.peers.asked == []
 
 
+def test_the_seconds_of_an_order_count_from_when_its_step_began(rig: Rig) -> None:
+    """The order may have waited for a forward pass, or for the transfer thread."""
+    order = rig.decode.request("r", rig.prefill.ticket(1, [3, 4, 5], 10), rig.blocks(1), lease=20)
+    rig.decode.receiver.receive([order], time.monotonic() - 21)
+    assert rig.decode.wait("r").failed["r"].reason is Reason.LEASE_EXPIRED
+
+
 def test_an_id_under_way_is_not_taken_twice(rig: Rig) -> None:
     rig.of_kv(Behaviour(hang=True))
     ticket = rig.prefill.ticket(1, [3, 4, 5], 10)

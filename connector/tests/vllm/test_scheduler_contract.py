@@ -138,6 +138,8 @@ def test_abort_in_every_state(pair: Any, moment: str) -> None:
             decode.land("d0", ranks=[0], reason="TransferStalled")
             decode.step()
             assert decode.free_blocks() < before, "one rank is not through yet"
+            held = decode.connector._scheduler.decode._tickets.held
+            assert len(held) == 1, "prefill must not reuse the blocks that it reads"
             decode.land("d0", ranks=[1], reason="TransferStalled")
             decode.step()
         else:

@@ -149,6 +149,7 @@ def test_tickets_from_before_a_reset_are_not_used(engines: Any) -> None:
     decode.run(lambda: "warm" in decode.finished)
     params = prefill.prefill("p0", prompt(40))
     assert not prefill.scheduler.reset_prefix_cache(reset_connector=True), "a lease is held"
+    assert not prefill.connector.reset_cache(), "also if vLLM's own blocks were free"
     decode.add("d0", prompt(40), params, max_tokens=2)
     assert decode.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     decode.run(lambda: "d0" in decode.finished)
@@ -156,6 +157,7 @@ def test_tickets_from_before_a_reset_are_not_used(engines: Any) -> None:
     path = decode.params["d0"]["kv_path"]
     assert (path["outcome"], path["reason"]) == ("local", "CacheReset")
     nothing_left(prefill, decode)
+    assert prefill.connector.reset_cache()
     assert prefill.scheduler.reset_prefix_cache(reset_connector=True)
     params = prefill.prefill("p1", prompt(40, first=9))
     decode.add("d1", prompt(40, first=9), params)

@@ -29,6 +29,7 @@ from pdcluster_connector.transfer.receive_machine import Acknowledged, Failed, S
 from pdcluster_connector.vllm.config import ConfigError, parse_options, refuse_unsupported
 from pdcluster_connector.vllm.connector import PDClusterConnector
 from pdcluster_connector.vllm.step_messages import StepOrders, StepReport
+from pdcluster_connector.vllm.worker_side import worker
 from pdcluster_connector.vllm.worker_side.worker import GONE_SECONDS, receiver_options
 from ticket_key import KEY_FILE
 
@@ -407,6 +408,24 @@ def test_news_of_leases_reach_the_receiver_before_the_forward_pass(
     assert isinstance(renewed[1], Acknowledged)
     assert now + 5 <= renewed[1].until <= time.monotonic() + 5
     assert refused == ("d2", Failed(lost["d2"]))
+
+
+def test_the_seconds_in_orders_count_from_before_the_forward_pass(
+    connector: PDClusterConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's V2 runner starts loads after it: the lease has not become longer meanwhile."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    begun: list[Any] = []
+    connector._worker._receiver = SimpleNamespace(  # type: ignore[assignment]
+        pass_on=lambda _: None, receive=lambda *given: begun.append(given)
+    )
+    orders = [order("d1")]
+    connector.bind_connector_metadata(StepOrders(receive=orders, renewed={"d1": 5.0}))
+    clock.now += 7.0
+    connector.start_load_kv(None)
+    connector._worker._receiver = None
+    assert begun == [(orders, 1000.0, [("d1", Acknowledged(1005.0))])]
 
 
 class Book:
