@@ -315,6 +315,11 @@ async def test_the_page_of_readiness_says_what_is_wrong():
             assert (page.status, await page.text()) == (200, "ok\n")
 
 
+def test_the_connector_fits_into_a_configmap_with_much_room():
+    """API servers take 1 MiB of data."""
+    assert len(connector_bundle.build_connector().data) < 512 << 10
+
+
 def test_a_connector_that_cannot_be_packed_is_said_in_its_last_words(monkeypatch):
     monkeypatch.setattr(connector_bundle, "MODULE", "no_such_module")
     with pytest.raises(connector_bundle.BundleError, match=r"packed: .*No module named"):
