@@ -271,6 +271,26 @@ def test_a_revision_that_somebody_deleted_is_made_again_from_its_engines() -> No
     assert world.condition("Ready")["status"] == "True"
 
 
+@pytest.mark.parametrize("both", [True, False])
+def test_only_the_wanted_revision_is_deleted_after_an_upgrade(
+    both: bool, request: pytest.FixtureRequest
+) -> None:
+    """An older one is still stored. What today's operator renders would replace the engines."""
+    world = up()
+    world.edit(engine={"env": [{"name": "A", "value": "1"}]})
+    roll(world)
+    request.getfixturevalue("other_builder")
+    engines = named(world, "StatefulSet")
+    for role in ("prefill", "decode") if both else ("decode",):
+        (engine,) = of_role(world, "StatefulSet", role)
+        assert len(of_role(world, "ControllerRevision", role)) == 2
+        del world.children["ControllerRevision", engine.rpartition("-")[0]]
+    roll(world)
+    assert named(world, "StatefulSet") == engines
+    assert {name.rpartition("-")[0] for name in engines} <= named(world, "ControllerRevision")
+    assert world.plan().steps == ()
+
+
 def test_a_revision_from_engines_says_what_they_were_made_from() -> None:
     """Further engines of it have as many pods, the same connector and the same partners."""
     world = up(prefill={"parallelism": {"tensor": 2, "nodes": 2}})

@@ -18,7 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set as AbstractSet
-from typing import Any, NamedTuple
+from typing import Any
 
 from pdcluster_operator.api.object_names import CLUSTER_LABEL, SCALER_KIND
 from pdcluster_operator.plan.connectors import is_shared_connector, shared_connectors_of
@@ -42,11 +42,6 @@ GONE_SECONDS = 60.0
 """How long a deletion is remembered: longer than the answer to a call may take."""
 
 
-class _Deletion(NamedTuple):
-    last: Manifest  # its UID and last version
-    moment: float
-
-
 class Store:
     """Objects by (kind, namespace, name). Not thread-safe."""
 
@@ -56,7 +51,7 @@ class Store:
         self._objects: dict[str, dict[Identity, Manifest]] = {}
         self._index: dict[Place, dict[Identity, Manifest]] = {}
         self._absent: set[str] = set()
-        self._gone: dict[str, _Deletion] = {}  # by UID, the oldest first
+        self._gone: dict[str, tuple[str, float]] = {}  # version and moment by UID, oldest first
         self._listed: dict[tuple[str, str | None], str] = {}  # version of the last LIST of a watch
 
     def put(self, manifest: Manifest) -> Key | None:
@@ -70,8 +65,8 @@ class Store:
         """
         identity = identity_of(manifest)
         held = self._held(identity)
-        gone = self._gone.get(uid_of(manifest))
-        if is_older(manifest, held) or (gone is not None and is_older(manifest, gone.last)):
+        last, _ = self._gone.get(uid_of(manifest), ("", 0.0))
+        if is_older(manifest, held) or is_earlier(version_of(manifest) or "", last):
             return key_of(manifest)
         if identity[0] == CLUSTER_KIND:
             self._reported[identity] = self._clock()
@@ -104,11 +99,10 @@ class Store:
         if held is not None and uid_of(held) in (uid_of(manifest), ""):
             self._remove(identity)
         now, uid = self._clock(), uid_of(manifest)
-        while self._gone and next(iter(self._gone.values())).moment < now - GONE_SECONDS:
-            del self._gone[next(iter(self._gone))]
         self._gone.pop(uid, None)
-        last = {"uid": uid, VERSION: version_of(manifest)}
-        self._gone[uid] = _Deletion({"metadata": last}, now)
+        self._gone[uid] = version_of(manifest) or "", now
+        while next(iter(self._gone.values()))[1] < now - GONE_SECONDS:
+            del self._gone[next(iter(self._gone))]
         return key_of(manifest)
 
     def listed(
@@ -318,11 +312,6 @@ def is_from_before(manifest: Manifest, version: str) -> bool:
 
 def says_the_same(manifest: Manifest, held: Manifest | None) -> bool:
     """Whether nothing changed but the version."""
-    if held is None or not version_of(manifest):
+    if held is None or not (version := version_of(manifest)):
         return False
-    return _without_version(manifest) == _without_version(held)
-
-
-def _without_version(manifest: Manifest) -> dict[str, Any]:
-    metadata = {key: value for key, value in manifest["metadata"].items() if key != VERSION}
-    return {**manifest, "metadata": metadata}
+    return manifest == {**held, "metadata": {**held["metadata"], VERSION: version}}

@@ -98,7 +98,8 @@ def find_targets(
 def _find(observed: Observed, cluster: Cluster, live: Live) -> Targets:
     spec = revisions.spec_of_engines(observed.cluster)
     stored = revisions.stored_revisions(observed)
-    known = (*stored, *_of_engines_alone(observed, spec, live, {one.role for one in stored}))
+    names = {(one.role, one.name) for one in stored}
+    known = (*_of_engines_alone(observed, spec, live, names), *stored)
     usable = [one for one in known if _is_usable(one, observed, live)]
     fits = {role: list(_fitting(usable, observed, cluster, spec, role)) for role in Role}
     chosen = _of_one_key(fits)
@@ -190,15 +191,15 @@ def _is_usable(one: Revision, observed: Observed, live: Live) -> bool:
 
 
 def _of_engines_alone(
-    observed: Observed, spec: Mapping[str, Any], live: Live, stored: AbstractSet[Role]
+    observed: Observed, spec: Mapping[str, Any], live: Live, stored: AbstractSet[tuple[Role, str]]
 ) -> Iterator[Revision]:
-    """Yield the revision of each role that has engines and no stored revision."""
+    """Yield the revision of each role whose engines have one that is not stored."""
     if not _is_settled(observed.cluster):
         return
     for role in Role:
-        if role in stored or len({name.revision for name in live[role]}) != 1:
-            continue
-        yield of_engines(observed, live[role], spec)
+        names = {(role, name.revision) for name in live[role]}
+        if len(names) == 1 and not names & stored:
+            yield of_engines(observed, live[role], spec)
 
 
 def of_engines(
