@@ -715,6 +715,26 @@ def test_a_router_whose_new_pods_do_not_start_while_the_old_serve():
     is_(world, "Ready", "True", "Ready")
 
 
+def test_without_decode_engines_a_silent_prefill_engine_is_not_complete():
+    """Its launcher answers nobody, so nobody knows whether the spec's engine is there."""
+    world = brought_up(decode={"replicas": 0})
+    is_(world, "Progressing", "False", "Complete")
+    world.edit(prefill={"engine": {"env": [{"name": "A", "value": "1"}]}})
+    for _ in range(8):
+        world.engines.clear()
+        world.step()
+        world.others_act()
+    world.engines.clear()
+    world.step()
+    is_(world, "PrefillReady", "Unknown", "LauncherUnreachable")
+    is_(world, "Ready", "Unknown", "LauncherUnreachable")
+    is_(world, "Progressing", "True", "LauncherUnreachable")
+    world.others_act()
+    world.settle()
+    is_(world, "Ready", "False", "ScaledToZero")
+    is_(world, "Progressing", "False", "Complete")
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_zero_replicas_are_a_state_and_no_failure(role):
     world = brought_up()

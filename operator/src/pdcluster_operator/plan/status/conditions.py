@@ -246,7 +246,9 @@ def summary(verdicts: Mapping[ConditionType, Verdict], change: ChangeView) -> Ve
     if (wrong := _first(verdicts, Status.FALSE)) is not None:
         return wrong
     if change.scaled_to_zero:
-        return _replaced(change) or _nothing_serves(change)
+        roles = (verdicts[ConditionType.PREFILL_READY], verdicts[ConditionType.DECODE_READY])
+        silent = next((one for one in roles if one.status is Status.UNKNOWN), None)
+        return silent or _replaced(change) or _nothing_serves(change)
     if (unclear := _first(verdicts, Status.UNKNOWN)) is not None:
         return unclear
     if (serves := verdicts[ConditionType.AVAILABLE]).status is not Status.TRUE:
