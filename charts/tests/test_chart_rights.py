@@ -30,7 +30,8 @@ WATCHED = {
     "scheduling.k8s.io/podgroups": APPLY,
     "/secrets": {"get", "create", "patch"},
     "/pods": READ | {"create", "delete"},
-    "coordination.k8s.io/leases": {"get", "create", "update"},
+    "coordination.k8s.io/leases": {"create"},
+    "coordination.k8s.io/leases pdcluster-operator": {"get", "update"},
     "events.k8s.io/events": {"create", "patch"},
 }
 DISCOVERY = {"/namespaces": READ, "apiextensions.k8s.io/customresourcedefinitions": READ}
@@ -109,3 +110,13 @@ def test_users_get_pdclusters_through_the_built_in_roles(helm):
     assert {verb for rule in view["rules"] for verb in rule["verbs"]} == READ
     # The status is the operator's alone.
     assert not any("pdclusters/status" in rule["resources"] for rule in edit["rules"])
+
+
+def test_only_the_leases_of_its_own_class_may_be_read_and_renewed(helm):
+    """Not those of kube-system, by which the scheduler and the controllers elect a leader."""
+    account = rights(helm.objects("--set", "operator.class=blue"), "pdcluster-operator")
+    leases = {name: verbs for name, verbs in account.items() if "leases" in name}
+    assert leases == {
+        "coordination.k8s.io/leases": {"create"},
+        "coordination.k8s.io/leases pdcluster-operator-blue": {"get", "update"},
+    }

@@ -7,6 +7,18 @@
 {{- if and .Values.webhook.enabled (ne $namespace .Release.Namespace) (or (not $watched) (has $namespace $watched)) }}true{{ end }}
 {{- end }}
 
+{{- /* "pdcluster.sample" (list . "good"): a PDCluster of the class that this release judges. */}}
+{{- define "pdcluster.sample" -}}
+{{- $root := index . 0 }}
+{{- $text := $root.Files.Get (printf "files/samples/%s.json" (index . 1)) }}
+{{- with $root.Values.operator.class }}
+{{- $sample := fromJson $text }}
+{{- $_ := set $sample.spec "operatorClass" . }}
+{{- $text = toPrettyJson $sample }}
+{{- end }}
+{{- $text }}
+{{- end }}
+
 {{- /* "pdcluster.hook" (list "test" "0"): annotations of a hook. The weight orders hooks of one event. */}}
 {{- define "pdcluster.hook" -}}
 helm.sh/hook: {{ index . 0 }}
@@ -78,10 +90,10 @@ data:
   admission_check.py: |
     {{- $root.Files.Get "files/admission_check.py" | nindent 4 }}
   good.json: |
-    {{- $root.Files.Get "files/samples/good.json" | nindent 4 }}
+    {{- include "pdcluster.sample" (list $root "good") | nindent 4 }}
   # If the webhook reviews nothing here, only the CRD's own schema and rules refuse a PDCluster.
   bad.json: |
-    {{- $root.Files.Get (ternary "files/samples/bad.json" "files/samples/malformed.json" (eq "true" (include "pdcluster.reviewed" $root))) | nindent 4 }}
+    {{- include "pdcluster.sample" (list $root (ternary "bad" "malformed" (eq "true" (include "pdcluster.reviewed" $root)))) | nindent 4 }}
 {{- end }}
 
 {{- /* "pdcluster.admissionPod" (list . "startup-check" "wait" 120): component, mode of the program,

@@ -37,10 +37,15 @@
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch, create, delete]
-# In each namespace with PDClusters, the operator that holds a Lease works on them.
+# In each namespace with PDClusters, the operator that holds a Lease works on them. RBAC cannot limit
+# by name what is created.
 - apiGroups: [coordination.k8s.io]
   resources: [leases]
-  verbs: [get, create, update]
+  verbs: [create]
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  resourceNames: [pdcluster-operator{{ with .Values.operator.class }}-{{ . }}{{ end }}]
+  verbs: [get, update]
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create, patch]

@@ -28,10 +28,12 @@ WATCHED_RULES = [
     {"apiGroups": ["scheduling.k8s.io"], "resources": ["podgroups"], "verbs": APPLY},
     {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "create", "patch"]},
     {"apiGroups": [""], "resources": ["pods"], "verbs": [*READ, "create", "delete"]},
+    {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create"]},
     {
         "apiGroups": ["coordination.k8s.io"],
         "resources": ["leases"],
-        "verbs": ["get", "create", "update"],
+        "resourceNames": ["pdcluster-operator", "pdcluster-operator-blue"],
+        "verbs": ["get", "update"],
     },
     {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create", "patch"]},
 ]

@@ -6,8 +6,10 @@ import asyncio
 import http.client
 import ssl
 import time
+from pathlib import Path
 
 import pytest
+import yaml
 from operator_runs import (
     GROUP,
     Operator,
@@ -375,3 +377,78 @@ async def test_the_same_rule_stands_in_the_status_when_no_webhook_is_there(
     await asyncio.sleep(2)
     assert not owned(real, namespace)
     assert get(real, namespace)["status"]["observedGeneration"] == 1
+
+
+def conditions_of_the_chart(case: str) -> list[dict[str, str]]:
+    """Return the match conditions that the chart renders; see ``charts/tests``."""
+    golden = Path(__file__).parents[3] / "charts" / "tests" / "golden" / f"{case}.yaml"
+    (found,) = (
+        one
+        for one in yaml.safe_load_all(golden.read_text())
+        if one["kind"] == "ValidatingWebhookConfiguration"
+    )
+    return found["webhooks"][0]["matchConditions"]
+
+
+@pytest.fixture
+def two_releases(real, namespace):
+    """The webhooks of a release without a class and of one with the class blue.
+
+    Nobody listens at their address, so the API server's refusal names the one that it asked.
+    """
+    names = []
+    for release, case in (("plain", "default"), ("blue", "everything")):
+        hook = {
+            "name": f"{release}.pdcluster.dev",
+            "admissionReviewVersions": ["v1"],
+            "sideEffects": "None",
+            "failurePolicy": "Fail",
+            "clientConfig": {"url": f"https://127.0.0.1:{free_ports(1)[0]}/validate"},
+            "rules": [
+                {
+                    "apiGroups": ["pdcluster.dev"],
+                    "apiVersions": ["v1alpha1"],
+                    "resources": ["pdclusters"],
+                    "operations": ["CREATE", "UPDATE"],
+                }
+            ],
+            "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
+            "matchConditions": conditions_of_the_chart(case),
+        }
+        names.append(f"{release}-{namespace}")
+        body = {
+            "apiVersion": "admissionregistration.k8s.io/v1",
+            "kind": "ValidatingWebhookConfiguration",
+            "metadata": {"name": names[-1]},
+            "webhooks": [hook],
+        }
+        assert real.call("POST", CONFIGURATIONS, body)[0] == 201
+    yield names
+    for name in names:
+        real.call("DELETE", f"{CONFIGURATIONS}/{name}")
+
+
+def test_each_release_judges_the_pdclusters_of_its_own_class(real, namespace, two_releases):
+    def asked(status, answer) -> list[str]:
+        found = [one for one in ("plain", "blue") if f'"{one}.pdcluster.dev"' in str(answer)]
+        assert bool(found) == (status == 500), answer
+        return found
+
+    def judges(spec) -> list[str]:
+        return asked(*tried(real, namespace, cluster(**spec)))
+
+    blue, plain, green = {"operatorClass": "blue"}, {}, {"operatorClass": "green"}
+    until(lambda: (judges(plain), judges(blue)) == (["plain"], ["blue"]), 60, lambda: "not asked")
+    assert judges(green) == [], "there is no such release"
+    create(real, namespace, cluster(**green))
+    path = f"{GROUP}/namespaces/{namespace}/pdclusters/tiny?dryRun=All"
+    merge = "application/merge-patch+json"
+
+    def judges_change(**spec) -> list[str]:
+        return asked(*real.call("PATCH", path, {"spec": spec}, merge))
+
+    # The new class judges a change of the class: its operator is going to work on the spec.
+    assert judges_change(operatorClass="blue") == ["blue"]
+    assert judges_change(operatorClass=None) == ["plain"]
+    assert judges_change(decode={"replicas": 2}) == []
+    delete(real, namespace)

@@ -6,7 +6,17 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from operator_runs import CHILDREN, Operator, at_rest, cluster, condition, create, owned, until
+from operator_runs import (
+    CHILDREN,
+    Operator,
+    at_rest,
+    cluster,
+    condition,
+    create,
+    edit,
+    owned,
+    until,
+)
 from real_api import RealApi
 
 pytestmark = pytest.mark.cluster
@@ -82,6 +92,28 @@ def test_each_class_has_its_operators(real, namespace):
         assert name not in owned(real, namespace, "Service"), "it is not plain's"
         blue.start()
         until(lambda: name in owned(real, namespace, "Service"), 60, blue.said)
+    finally:
+        plain.stop()
+        blue.stop()
+
+
+def test_a_cluster_that_changes_its_class_is_handed_over_without_a_restart(real, namespace):
+    folders = "--allow-host-path-models"
+    plain = Operator(real, "run", f"--namespace={namespace}", folders)
+    blue = Operator(real, "run", f"--namespace={namespace}", folders, "--operator-class=blue")
+    try:
+        plain.start()
+        blue.start()
+        create(real, namespace, cluster())
+        until(lambda: len(uids(real, namespace)) == 2, 60, plain.said)
+        made = uids(real, namespace)
+        assert edit(real, namespace, {"operatorClass": "blue"})[0] == 200
+        assert edit(real, namespace, {"decode": {"replicas": 2}})[0] == 200
+        until(lambda: len(uids(real, namespace)) == 3, 60, blue.said)
+        at_rest(real, blue)
+        assert len(uids(real, namespace)) == 3
+        assert made.items() <= uids(real, namespace).items()
+        assert holders(real, namespace)["pdcluster-operator-blue"] == f"operator-{blue.health}"
     finally:
         plain.stop()
         blue.stop()
