@@ -215,3 +215,52 @@ def test_a_new_agent_lets_new_requests_in_when_its_warm_up_has_landed(bench: Ben
     bench.turns()
     assert waits in bench.take().received
     assert bench.send(prefill) in bench.take().received
+
+
+@pytest.mark.parametrize("rebuilds", [1, 2, 3])
+def test_a_stall_outlasts_every_rebuild_that_another_peer_causes(
+    bench: Bench, rebuilds: int
+) -> None:
+    """Nobody asks for the stalled peer in between: neither a request, nor a check."""
+    prefill, failure = stalled(bench)
+    other = bench.prefill("q/1")
+    bench.fabric.behave = lambda _: Behaviour()
+    for _ in range(rebuilds):
+        agents = set(bench.fabric.agents)
+        assert bench.send(other) in bench.take().received
+        bench.fabric.behave = lambda _: Behaviour(hang=True)
+        hangs = bench.send(other)
+        bench.abandon(hangs)
+        bench.pass_time(DRAIN)
+        bench.pass_time(HEALTHY_SECONDS)
+        assert hangs in bench.take().finished
+        assert agents != set(bench.fabric.agents), "rebuilt"
+        bench.fabric.behave = lambda transfer: Behaviour(hang=transfer.peer.startswith("p/1"))
+        bench.turns()
+    new = bench.send(prefill)
+    assert bench.take().failed == {new: failure}
+    assert bench.send(other) in bench.take().received, "no other peer pays for it"
+    bench.fabric.behave = lambda _: Behaviour()
+    bench.fabric.land()
+    bench.turns()
+    assert bench.send(prefill) in bench.take().received
+    assert open_handles(bench.fabric) == 0
+
+
+def test_a_rebuild_opens_no_connection_to_a_peer_that_is_gone(bench: Bench) -> None:
+    stalled(bench)
+    bench.executor.gone("p/1", Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "refused", dead=True))
+    bench.executor.rebuild(Failure(Reason.BACKEND_ERROR, "the thread failed"))
+    assert bench.connections.by_engine == {}
+
+
+def test_a_peer_that_cannot_be_opened_again_costs_a_rebuild_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, _ = stalled(bench)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.connections, "open", lambda _: {}["not there"])
+        bench.executor.rebuild(Failure(Reason.BACKEND_ERROR, "the thread failed"))
+    assert bench.connections.by_engine == {}
+    bench.fabric.behave = lambda _: Behaviour()
+    assert bench.send(prefill) in bench.take().received

@@ -192,7 +192,7 @@ def test_each_pause_between_renewals_is_twice_as_long_as_the_one_before(bench: B
     _ = bench.connections.agent
     for _ in range(2):
         pauses = renewals(bench, cut, 1200)
-        assert pauses[:2] == [41.0, 41.0], "a probe of ten seconds that hangs for half a minute"
+        assert pauses[:2] == [41.0, 40.0], "a read of ten seconds that hangs for half a minute"
         assert pauses[2:7] == [60.0, 120.0, 240.0, 300.0, 300.0]
         bench.fabric.land()
         bench.pass_time(3 * STALL)  # then a later fault is as soon over as the first

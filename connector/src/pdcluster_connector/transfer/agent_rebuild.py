@@ -129,8 +129,7 @@ class AgentRebuild:
         for job in jobs.values():  # what waited in a queue that moved has not waited in vain
             job.machine.queue_moved(self._executor.transfers.queue_moved_at(job))
         self._executor.transfers.clear()
-        again = [*(go_on for connection in cut for go_on in connection.waiting or ()), *self.held]
-        self.held = []
+        again, self.held = [*cut, *self.held], []
         for job in list(jobs.values()):
             if final:
                 self._executor.dispatch(job, receive_machine.Failed(failure))

@@ -8,6 +8,7 @@ Everything here runs on the transfer thread.
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from msgspec.structs import replace
 
@@ -66,7 +67,6 @@ class Connections:
         self.peers = peers
         self._agent: ReadingAgent | None = None
         self.by_engine: dict[str, Connection] = {}
-        self._stalled: dict[str, Failure | None] = {}  # over the last agent
         self.probing = probing.Probing(self, options, clock, probe_memory)
         self._synchronize = probe_memory.synchronize
         self.fence_words = planned_reads.FenceWords()
@@ -102,14 +102,12 @@ class Connections:
             PlanError: the shards do not fit together.
             NixlError: NIXL refused the peer.
         """
-        connection = self.by_engine.get(metadata.engine_id)
-        if connection is not None:
+        if (connection := self.by_engine.get(metadata.engine_id)) is not None:
             return connection
         self._retire_predecessors(metadata.engine_id)
         plan = peer_plan.plan_peer(self._shard, [shard.shard for shard in metadata.shards])
         connection = self.agent.open(metadata, plan)
         connection.notice = peer_plan.cost_notice(plan, metadata.shape.layout)
-        connection.stalled = self._stalled.pop(metadata.engine_id, None)
         if connection.notice:
             logger.warning("%s: %s", metadata.engine_id, connection.notice)
         self.by_engine[metadata.engine_id] = connection
@@ -160,8 +158,10 @@ class Connections:
 
     def destroy_agent(
         self, failure: Failure, *, writing: bool, final: bool = False
-    ) -> list[Connection]:
-        """Destroy the agent and every connection; return those that were still warming up.
+    ) -> list[Callable[[Failure | None], None]]:
+        """Destroy the agent and every connection; return the calls of all that waited for one.
+
+        What was stalled is opened again at once: until its read lands, new receives fail.
 
         Args:
             failure: the answer to its probes.
@@ -181,16 +181,18 @@ class Connections:
                 raise
             logger.exception("a reading agent could not be destroyed; it writes no KV")
         self._agent = None
-        cut = [
-            connection for connection in self.by_engine.values() if connection.waiting is not None
-        ]
-        connections, self.by_engine = self.by_engine, {}
-        self._stalled = {name: connection.stalled for name, connection in connections.items()}
-        for connection in connections.values():
+        connections, self.by_engine = list(self.by_engine.values()), {}
+        cut = [go_on for connection in connections for go_on in connection.waiting or ()]
+        stalled = [(one.metadata, one.stalled) for one in connections if not one.broken]
+        for connection in connections:
             connection.broken = connection.broken or failure
             connection.sources.clear()
         self.probing.cut(failure, final=final)
         self.fence_words.reset()
+        for metadata, why in stalled:
+            if why and not final:
+                with suppress(Exception):  # of one peer; the next request tries again
+                    self.open(metadata).stalled = why
         return cut
 
     def answered(self, metadata: EngineMetadata) -> Connection:
