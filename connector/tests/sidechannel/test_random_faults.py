@@ -499,6 +499,7 @@ def play(seed: int, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Course:
 SEEDS = [int(seed) for seed in os.environ.get("PDCLUSTER_FAULTS_SEED", "1 2 3").split()]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_faults_cost_only_what_they_hit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     course = play(seed, SECONDS, monkeypatch)
