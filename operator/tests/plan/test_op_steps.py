@@ -9,6 +9,7 @@ from msgspec import structs
 from simulated_cluster import SimulatedCluster, brought_up, manifest
 
 from pdcluster_connector.protocol.launcher_documents import PeersDocument, decode_peers, encode_json
+from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.plan.renewals import DAY
 from pdcluster_operator.plan.types import (
     Apply,
@@ -206,11 +207,11 @@ def test_paused_keeps_the_old_engines():
 
 def test_a_refused_spec_touches_nothing_and_says_why():
     world = brought_up()
-    children = copy.deepcopy(world.children)
+    children, peers = copy.deepcopy(world.children), world.plan().peers
     world.edit(decode={"engine": {"blockSize": 64}}, prefill={"engine": {"blockSize": 16}})
     plan = world.step()
     assert plan.steps == ()
-    assert plan.peers == {}
+    assert plan.peers == peers
     assert world.children == children
     accepted = world.condition("Accepted")
     assert (accepted["status"], accepted["reason"]) == ("False", "PrefixCachingHeterogeneousBlocks")
@@ -240,6 +241,30 @@ def test_what_is_being_deleted_is_not_deleted_again():
     world.children["Service", "extra"] = {"kind": "Service", "metadata": metadata}
     assert kinds(world.plan()) == [("Delete", "Service")]
     metadata["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+    assert world.plan().steps == ()
+
+
+def test_a_pod_of_an_older_template_is_restarted_once_its_set_is_reconciled():
+    world = brought_up()
+    name = next(name for kind, name in world.children if kind == "StatefulSet")
+    engine = world.children["StatefulSet", name]
+    engine["metadata"]["generation"] = 2
+    engine["status"] = {"observedGeneration": 2, "updateRevision": "new"}
+    pod = world.pods[f"{name}-0"]
+    pod["metadata"]["labels"]["controller-revision-hash"] = "old"
+    (step,) = world.plan().steps
+    assert isinstance(step, Delete)
+    assert step.kind == "Pod"
+    assert (step.name, step.uid) == (f"{name}-0", pod["metadata"]["uid"])
+    engine["status"]["observedGeneration"] = 1
+    assert world.plan().steps == ()
+    engine["status"] = {"observedGeneration": 2, "updateRevision": "old"}
+    assert world.plan().steps == ()
+    engine["status"]["updateRevision"] = "new"
+    pod["metadata"]["deletionTimestamp"] = timestamp(world.now)
+    assert world.plan().steps == ()
+    del pod["metadata"]["deletionTimestamp"]
+    del pod["metadata"]["labels"]["controller-revision-hash"]  # not said yet
     assert world.plan().steps == ()
 
 
@@ -323,3 +348,15 @@ def test_an_engine_that_somebody_scaled_to_nothing_is_missing_its_pods():
     condition = world.condition("DecodeReady")
     assert (condition["status"], condition["reason"]) == ("False", "PodsMissing")
     assert "0 of 1 pod so far" in condition["message"]
+
+
+def test_no_pod_is_restarted_before_its_statefulset_is_as_wanted():
+    """It would start from a template that changes in the same moment, and start once more."""
+    world = brought_up()
+    [name] = world.leaders("decode")
+    engine = world.children["StatefulSet", name.stateful_set]
+    engine["status"] = {"updateRevision": "new"}
+    world.pods[name.pod()]["metadata"]["labels"]["controller-revision-hash"] = "old"
+    assert [step.kind for step in world.plan().steps if isinstance(step, Delete)] == ["Pod"]
+    engine["spec"]["template"]["spec"]["containers"][0]["image"] = "somebody/elses"
+    assert [type(step) for step in world.plan().steps] == [Apply]

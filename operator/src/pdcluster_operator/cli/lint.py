@@ -40,7 +40,9 @@ def lint(options: argparse.Namespace) -> Exit:
             )
             if number:
                 console.print()
-            print_findings(console, f"{file}{_named(document)}", findings)
+            name = as_mapping(as_mapping(document).get("metadata")).get("name")
+            named = f"{file} ({name})" if isinstance(name, str) else file
+            print_findings(console, named, findings)
             wrong = wrong or not findings.ok
     return Exit.MANIFEST if wrong else Exit.DONE
 
@@ -73,11 +75,6 @@ def _print(console: Console, kind: str, style: str, finding: FieldError) -> None
 def _clusters(documents: Iterable[Any]) -> list[Any]:
     """Return the PDClusters among the documents of a file."""
     return [one for one in documents if isinstance(one, dict) and one.get("kind") == KIND]
-
-
-def _named(document: Any) -> str:
-    name = as_mapping(as_mapping(document).get("metadata")).get("name")
-    return f" ({name})" if isinstance(name, str) else ""
 
 
 def read_documents(file: str) -> list[Any]:

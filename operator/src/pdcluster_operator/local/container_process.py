@@ -251,12 +251,6 @@ def kubernetes_environment(pod: Manifest, container: Manifest, address: str) -> 
     return values
 
 
-def kubernetes_command(container: Manifest, environment: Mapping[str, str]) -> list[str]:
-    """``command`` and ``args`` as a kubelet expands them."""
-    words = [*(container.get("command") or ()), *(container.get("args") or ())]
-    return [expand(word, environment) for word in words]
-
-
 def expand(text: str, values: Mapping[str, str]) -> str:
     """Replace ``$(NAME)``. An unknown name stays as it is, and ``$$`` is a dollar."""
     return _REFERENCE.sub(lambda m: "$" if m[1] == "$" else values.get(m[2], m[0]), text)

@@ -130,7 +130,8 @@ class PodRun:
             return container_process.substitute(text, self._address, folders, self._kubelet.resolve)
 
         environment = container_process.kubernetes_environment(self.pod, spec, self._address)
-        command = [local(word) for word in container_process.kubernetes_command(spec, environment)]
+        words = (*(spec.get("command") or ()), *(spec.get("args") or ()))
+        command = [local(container_process.expand(word, environment)) for word in words]
         asked = {entry["name"] for entry in spec.get("env") or ()}
         inherited = {
             name: value

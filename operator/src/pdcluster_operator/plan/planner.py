@@ -1,8 +1,8 @@
 """``make_plan``: the whole operator as one pure function, in four steps.
 
 The plan applies first what other objects need: the connector, the engines' addresses, the engines,
-the router and its address. Then it deletes what is not wanted. An object that already is
-as wanted is not applied.
+the router and its address. Then it deletes what is not wanted, and then it restarts pods. An
+object that already is as wanted is not applied.
 """
 
 from collections import Counter
@@ -20,10 +20,10 @@ from pdcluster_operator.plan.children import children_now, steps_to
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.ownership import engine_sets, is_being_deleted
 from pdcluster_operator.plan.observed import pods, routers
-from pdcluster_operator.plan.rollout.desired import Desired, as_it_is, desire
+from pdcluster_operator.plan.rollout.desired import Desired, desire, in_force
 from pdcluster_operator.plan.status import build, events
 from pdcluster_operator.plan.status.progress import ChangeView, with_failure
-from pdcluster_operator.plan.types import Apply, Manifest, Observed, Plan, Step
+from pdcluster_operator.plan.types import Apply, Delete, Manifest, Observed, Plan, Step
 
 BUSY_SECONDS = 10.0
 """How often a cluster on its way to Ready is looked at without an event, to be sure."""
@@ -59,19 +59,21 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     memo = memo or Memo()
     seen = replace(observed, cluster=prefill_scaler.as_scaled(observed.cluster, observed.scaler))
     # If nothing has changed, this is the object of the plan before, so that comparing it is quick.
-    observed = memo.get("observed", (seen,), lambda one: one)
+    observed = known = memo.get("observed", (seen,), lambda one: one)
     before = observed.cluster.get("status") or {}
     if is_being_deleted(observed.cluster):
         # The cluster owns its children, so Kubernetes' garbage collector deletes them.
         return Plan(steps=(), status=before)
-    # Step 1: check the spec. One that is not accepted changes nothing.
+    # Step 1: check the spec. With one that is not accepted, changes wait, and care goes on.
     cluster, findings = _checked(observed, memo)
+    if not findings.ok:
+        observed, cluster = memo.get("in force", (observed,), in_force)
     # Step 2: compute what should exist.
     lost = pods.lost_pods(observed.pods, now)
     desired = memo.get(
         "desired",
         (observed, cluster, lost, findings.ok),
-        lambda *_: desire(observed, cluster, lost, memo) if findings.ok else as_it_is(observed),
+        lambda *_: desire(observed, cluster, lost, memo, accepted=findings.ok),
     )
     # Step 3: compare it with what exists. The time decides only which engines get no pods for a
     # while, and the period of the certificates.
@@ -84,7 +86,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     if outcome.refused:
         refused = outcome.refused
         status = with_failure(status, observed.cluster, refused.reason, refused.message, now)
-    if observed is seen:  # Otherwise nothing is new, so nothing is gone.
+    if known is seen:  # Otherwise nothing is new, so nothing is gone.
         memo.forget_unused()
     waits = (
         _next_look(observed, status, outcome.judged.change, now, accepted=findings.ok),
@@ -112,28 +114,29 @@ def _outcome(
 ) -> _Outcome:
     certified = renewals.are_needed(observed, cluster)
     steps: list[Step] = []
-    # Pods mount the Secrets, so these come first. The certificates of engines that exist are
-    # renewed even if the spec is not accepted any more.
-    if findings.ok and (key := renewals.ticket_key_step(observed, cluster)):
+    # Pods mount the Secrets, so these come first.
+    there = findings.ok or desired.children
+    if there and (key := renewals.ticket_key_step(observed, cluster)):
         steps.append(key)
     names = (name for role in Role for name in desired.names[role])
     if certified and (renewal := renewals.certificates_step(observed, cluster, names, period)):
         steps.append(renewal)
-    if findings.ok:
-        steps += steps_to(observed, desired, children)
+    steps += steps_to(observed, desired, children)
     # Pods must not start with a connector that no operator has made.
     strange = name_conflicts.strange_connectors(
         observed, (child.manifest for child in desired.children)
     )
     if strange:
-        steps = [step for step in steps if name_conflicts.may_be_taken(step, strange)]
+        steps = [step for step in steps if name_conflicts.may_be_taken(step, observed, strange)]
     if observed.unread:
-        # No engine comes or goes: new ones would mount the Secrets.
-        applies = (one for one in steps if isinstance(one, Apply) and observed.children)
-        steps = [one for one in applies if one.manifest["kind"] != "StatefulSet"]
+        steps = [one for one in steps if isinstance(one, Apply) and observed.children]
+    if observed.unread or not findings.ok:
+        # No engine comes or goes: new ones would mount the Secrets, and changes wait. A policy that
+        # exists keeps its peers, because those of the spec may be what is wrong.
+        steps = [one for one in steps if _goes_on(one, findings)]
     judged = build.judge(observed, cluster, findings, desired, steps, lost)
     peers: dict[str, PeersDocument] = {}
-    for group in judged.groups if findings.ok else ():
+    for group in judged.groups:
         peers |= peers_and_canaries.assign_peers(cluster, *group, observed.links)
     return _Outcome(
         steps=tuple(steps),
@@ -143,6 +146,13 @@ def _outcome(
         routed=_routed(observed, lost),
         certified=certified,
     )
+
+
+def _goes_on(step: Step, findings: Findings) -> bool:
+    if not isinstance(step, Apply):
+        return not isinstance(step, Delete)
+    of_spec = step.manifest["kind"] == "NetworkPolicy" and step.uid and not findings.ok
+    return step.manifest["kind"] != "StatefulSet" and not of_spec
 
 
 def _routed(observed: Observed, lost: AbstractSet[str]) -> frozenset[str]:

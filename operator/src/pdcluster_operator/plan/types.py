@@ -189,7 +189,10 @@ class TryOut:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Deletion of one object, only if it is still the one that was seen."""
+    """Deletion of one object, only if it is still the one that was seen.
+
+    A StatefulSet makes a pod that is deleted again, from its current template.
+    """
 
     kind: str
     namespace: str
@@ -262,7 +265,7 @@ def stages(steps: Iterable[Step]) -> list[tuple[Step, ...]]:
     """Return the steps in stages; within a stage they keep their order.
 
     First come the objects that pods mount or go by. Then new revisions are tried out, and then come
-    the workloads that make pods. Deletions come last.
+    the workloads that make pods. Pods are restarted at the end.
     """
     staged: dict[int, list[Step]] = {}
     for step in steps:
@@ -294,4 +297,4 @@ def _stage(step: Step) -> int:
         return 2 if step.manifest["kind"] in ("StatefulSet", "Deployment") else 0
     if isinstance(step, TryOut):
         return 1
-    return 3
+    return 4 if step.kind == "Pod" else 3

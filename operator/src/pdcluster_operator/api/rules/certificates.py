@@ -179,7 +179,8 @@ def volume_warnings(
     cluster: Cluster, role: Role, path: str, volume: Mapping[str, Any]
 ) -> Iterator[FieldError]:
     """Yield settings of such a volume that are legal, but probably not meant."""
-    empty = _begins_empty(volume)
+    given = {kind for kind, source in volume.items() if kind != "name" and source is not None}
+    empty = given <= {"emptyDir"}  # Kubernetes makes one where no source is given
     writers = _writers(cluster, role, volume) if empty else {}
     if empty and not writers:
         yield FieldError(
@@ -192,7 +193,10 @@ def volume_warnings(
             "engines' certificate. If a webhook adds such a sidecar to the pods, nothing has to "
             "be done.",
         )
-    if writers and all(_ends(place, one) for place, one in writers.items()):
+    if writers and all(  # each of them ends before the engine starts
+        place.startswith("spec.initContainers") and one.get("restartPolicy") != "Always"
+        for place, one in writers.items()
+    ):
         yield FieldError(
             f"{path}.emptyDir",
             shown(volume.get("emptyDir")),
@@ -212,12 +216,6 @@ def volume_warnings(
                 "error",
                 "Remove it, so that the pod waits for its certificate.",
             )
-
-
-def _begins_empty(volume: Mapping[str, Any]) -> bool:
-    """Whether a volume is an emptyDir. Kubernetes makes one where no source is given."""
-    given = {kind for kind, source in volume.items() if kind != "name" and source is not None}
-    return given <= {"emptyDir"}
 
 
 def _writers(
@@ -241,11 +239,6 @@ def _writers(
             for mount in _mappings(one.get("volumeMounts"))
         )
     }
-
-
-def _ends(path: str, container: Mapping[str, Any]) -> bool:
-    """Whether a container ends before the engine starts, so that it writes only once."""
-    return path.startswith("spec.initContainers") and container.get("restartPolicy") != "Always"
 
 
 def _sources(path: str, volume: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

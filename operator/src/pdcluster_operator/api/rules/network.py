@@ -12,12 +12,6 @@ from pdcluster_operator.api.spec.types import Device, Role
 WITH_VALUES = (SelectorOperator.IN, SelectorOperator.NOT_IN)
 
 
-def network_errors(cluster: types.Cluster) -> Iterator[FieldError]:
-    """Yield errors in the peers that may reach the router and the metrics."""
-    yield from peer_errors("spec.monitoring.scrapeFrom", cluster.spec.monitoring.scrape_from)
-    yield from peer_errors("spec.router.allowFrom", cluster.spec.router.allow_from or ())
-
-
 def peer_errors(path: str, peers: Sequence[router_types.NetworkPeer]) -> Iterator[FieldError]:
     """Yield errors in a list of peers at ``path``."""
     for number, peer in enumerate(peers):

@@ -97,7 +97,9 @@ def _errors(cluster: Cluster) -> Iterator[FieldError]:
     yield from network.backend_errors(cluster)
     yield from extra_args.start_errors(cluster)
     yield from certificates.mount_errors(cluster)
-    yield from network.network_errors(cluster)
+    spec = cluster.spec
+    yield from network.peer_errors("spec.monitoring.scrapeFrom", spec.monitoring.scrape_from)
+    yield from network.peer_errors("spec.router.allowFrom", spec.router.allow_from or ())
     yield from resources.gang_errors(cluster)
 
 

@@ -142,11 +142,13 @@ def engine_shape(cluster: Cluster, engine: Engine) -> EngineShape:
     """Return the shape of one role's engines; unknown fields are None."""
     parallel = engine.parallelism
     on_cpu = cluster.spec.transfer.device is Device.CPU
+    blocks, caching = engine.last("--block-size"), engine.last("--enable-prefix-caching")
+    cached = engine.prefix_caching is Switch.ENABLED if caching is None else not caching.negated
     return EngineShape(
         model=_named_model(engine),
         kv_dtype=_kv_dtype(engine),
-        block_size=_block_size(engine),
-        prefix_caching=_prefix_caching(engine),
+        block_size=engine.block_size if blocks is None else _whole(blocks.value),
+        prefix_caching=cached,
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
         data=parallel.data,
@@ -202,16 +204,6 @@ def _kv_dtype(engine: Engine) -> str | None:
     flag = engine.last("--dtype")
     dtype = dtype_name(flag.value) if flag else None
     return dtype if dtype in PLAIN else None
-
-
-def _block_size(engine: Engine) -> int | None:
-    flag = engine.last("--block-size")
-    return engine.block_size if flag is None else _whole(flag.value)
-
-
-def _prefix_caching(engine: Engine) -> bool:
-    flag = engine.last("--enable-prefix-caching")
-    return engine.prefix_caching is Switch.ENABLED if flag is None else not flag.negated
 
 
 def _context(engine: Engine) -> int:

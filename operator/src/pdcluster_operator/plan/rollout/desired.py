@@ -11,6 +11,8 @@ from itertools import chain
 
 from pdcluster_operator.api.object_names import QUEUE_LABEL, EngineName
 from pdcluster_operator.api.spec.engine_types import Switch
+from pdcluster_operator.api.spec.parse import parse_cluster
+from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Cluster, Role, RolloutType
 from pdcluster_operator.plan.connectors import config_maps_seen
 from pdcluster_operator.plan.memo import Memo
@@ -18,11 +20,11 @@ from pdcluster_operator.plan.objects.ownership import engine_sets, engines_of
 from pdcluster_operator.plan.observed.engines import Live, live_by_role
 from pdcluster_operator.plan.observed.pods import lost_engines
 from pdcluster_operator.plan.observed.routers import listed_engines, served_key
-from pdcluster_operator.plan.rollout import moves as moving
-from pdcluster_operator.plan.rollout.fleet import Existing, Fleet, engine_keys, observe_fleet
+from pdcluster_operator.plan.rollout import moves as moving, revisions, routing as routers
+from pdcluster_operator.plan.rollout.fleet import Existing, Fleet, observe_fleet
 from pdcluster_operator.plan.rollout.gangs import GangEngines, find_gangs, without
-from pdcluster_operator.plan.rollout.revisions import Revision, in_words, spec_of_engines
-from pdcluster_operator.plan.rollout.routing import Routing, route, stored_templates
+from pdcluster_operator.plan.rollout.revisions import Revision
+from pdcluster_operator.plan.rollout.routing import Routing, route
 from pdcluster_operator.plan.rollout.targets import Targets, find_targets, of_engines
 from pdcluster_operator.plan.rollout.wanted_children import Build, try_out, wanted_children
 from pdcluster_operator.plan.types import Apply, Manifest, Observed, TryOut
@@ -87,11 +89,26 @@ class _Choice:
         return wanted if wanted in fleet.keys.values() else now
 
 
-def as_it_is(observed: Observed) -> Desired:
-    """Return the engines that exist: a spec that is not accepted changes nothing."""
-    live = sorted(engine_sets(observed.children))
-    names = {role: tuple(name for name in live if name.role is role) for role in Role}
-    return Desired(names, engine_keys(observed, {}, {}), kept=frozenset(live))
+def in_force(observed: Observed) -> tuple[Observed, Cluster]:
+    """Return what is observed with the spec that engines and routers run with, as it is stored.
+
+    It is for a cluster whose own spec is not accepted: changes wait as with ``rollout.paused``.
+    """
+    live = engine_sets(observed.children)
+    running = {(name.role, name.revision) for name in live}
+    stored = (
+        one for one in revisions.stored_revisions(observed) if (one.role, one.name) in running
+    )
+    spec: Manifest = as_mapping(observed.cluster.get("spec"))
+    if (newest := next(stored, None)) is not None:
+        spec = revisions.with_spec_of_engines(spec, newest.spec)
+    held = routers.with_stored_router(observed, spec)
+    held["rollout"] = {**as_mapping(spec.get("rollout")), "paused": True}
+    for role in Role:
+        count = sum(name.role is role for name in live)
+        held[role.value] = {**as_mapping(spec.get(role.value)), "replicas": count}
+    cluster = {**observed.cluster, "spec": held}
+    return replace(observed, cluster=cluster), parse_cluster(cluster).cluster
 
 
 def desire(
@@ -99,23 +116,32 @@ def desire(
     cluster: Cluster,
     lost_pods: AbstractSet[str] = frozenset(),
     memo: Memo | None = None,
+    *,
+    accepted: bool = True,
 ) -> Desired:
-    """Return what should exist for an accepted spec.
+    """Return what should exist.
 
     Args:
         lost_pods: names of the pods that are lost with their nodes.
         memo: of the last plans for this cluster.
+        accepted: whether the spec is. If not, ``cluster`` is the one that is :func:`in_force`, and
+            the engines that exist stay: none is added or removed.
     """
     memo = memo or Memo()
     existing = _existing(observed, lost_pods)
+    if not accepted and not any(existing.live.values()):
+        return Desired(dict.fromkeys(Role, ()), {})
     # Step 1: choose the revision that the engines of each role are made from.
     choice = _choose(observed, cluster, existing.live, memo)
     # Step 2: place engines. Those that exist keep their names; a rollout creates and removes a few
     # at a time; a gang holds back what could take the nodes of the first pair.
     fleet = observe_fleet(observed, cluster, existing, choice.serving)
     replacing = any(one.revision != choice.serving[one.role].name for one in existing.engines)
-    frozen = choice.hold and replacing
+    frozen = not accepted or (choice.hold and replacing)
     moves = (moving.frozen if frozen else moving.next_moves)(fleet, cluster.spec.rollout.type)
+    if not accepted:  # routers forget an engine whose node is gone
+        everyone = frozenset(chain(*existing.live.values()))
+        moves = moving.Moves(everyone, existing.lost, frozenset())
     kept = fleet.unwanted - moves.removed
     wanted = {
         role: [one for one in side.wanted if not frozen or one in moves.made]
@@ -156,7 +182,7 @@ def desire(
         numbers={
             role: choice.targets.newest(role).number
             for role in Role
-            if choice.serving[role] is choice.targets.wanted[role]
+            if accepted and choice.serving[role] is choice.targets.wanted[role]
         },
         routing=routing.without(gangs.held),
         operator_namespace=observed.place.namespace,
@@ -165,7 +191,7 @@ def desire(
         gangs=gangs if observed.pod_groups else replace(gangs, groups=()),
         queues=_queues(existing.live),
         given=observed.cluster.get("spec") or {},
-        stored_routers=stored_templates(observed),
+        stored_routers=routers.stored_templates(observed),
     )
     # Engines of another revision are not applied: their StatefulSets stay as they are.
     skipped = kept | blocked
@@ -187,7 +213,9 @@ def desire(
             for role in choice.untried
         ),
         forgotten=choice.targets.forgotten(cluster, existing.engines),
-        changed=in_words(_changed(choice.targets, existing.engines, observed)) if stale else "",
+        changed=revisions.in_words(_changed(choice.targets, existing.engines, observed))
+        if stale
+        else "",
         stuck=moves.stuck,
     )
 
@@ -267,7 +295,7 @@ def _queues(live: Live) -> dict[EngineName, str]:
 
 def _changed(targets: Targets, seen: AbstractSet[EngineName], observed: Observed) -> set[str]:
     """Return the fields of the spec that made engines of older revisions be replaced."""
-    spec = spec_of_engines(observed.cluster)
+    spec = revisions.spec_of_engines(observed.cluster)
     changed: set[str] = set()
     for role in Role:
         changed |= targets.causes(role, (name for name in seen if name.role is role), spec)

@@ -115,13 +115,6 @@ def template_of_engine(engine: Manifest, name: EngineName) -> dict[str, Any]:
     return renamed({**live, "metadata": metadata, "spec": pod}, name, nobody, key)
 
 
-def in_group(template: dict[str, Any], group: str) -> dict[str, Any]:
-    """Return a pod template whose pods are in a PodGroup. Stored templates name none of ours."""
-    if not group:
-        return template
-    return {**template, "spec": {**template["spec"], "schedulingGroup": {"podGroupName": group}}}
-
-
 def renamed(
     template: Template, old: EngineName, new: EngineName, pairing_key: str
 ) -> dict[str, Any]:
@@ -256,10 +249,10 @@ def with_spec_of_engines(given: Manifest, engines: Manifest) -> dict[str, Any]:
     """
     spec = {**engines, **{name: given[name] for name in ELSEWHERE if name in given}}
     for part in PARTLY:
-        old = given.get(part)
-        stays = {n: v for n, v in old.items() if not _is_of_engines(part, n)} if old else {}
+        old = as_mapping(given.get(part))
+        stays = {n: v for n, v in old.items() if not _is_of_engines(part, n)}
         if stays:
-            spec[part] = {**(spec.get(part) or {}), **stays}
+            spec[part] = {**as_mapping(spec.get(part)), **stays}
     if isinstance(rollout := spec.get("rollout"), Mapping):
         spec["rollout"] = {name: value for name, value in rollout.items() if name != "renew"}
     return spec

@@ -119,6 +119,14 @@ def stored_templates(observed: Observed) -> dict[str, str]:
     }
 
 
+def with_stored_router(observed: Observed, given: Manifest) -> dict[str, Any]:
+    """Return a spec with the fields of ``PARTS`` that the present routers were made from."""
+    for text in stored_templates(observed).values():
+        if then := _read(text, {}):
+            return {**{n: given[n] for n in given if n not in PARTS}, **then["spec"]}
+    return dict(given)
+
+
 def router_template(
     cluster: types.Cluster, given: Manifest, key: str, connector: str, stored: str
 ) -> dict[str, Any]:

@@ -150,11 +150,13 @@ class Build:
         service = engine_objects.build_engine_service(self.cluster, name, revision.pairing_key)
         yield Apply(service, f"addresses of {name.role} engine {name.index}")
         queue = self.queues.get(name, self.cluster.spec.scheduling.queue_name or "")
-        group = self.gangs.of.get(name, "")
+        template = revisions.engine_template(revision, name)
+        if group := self.gangs.of.get(name):  # stored templates name no PodGroup of ours
+            template["spec"] = {**template["spec"], "schedulingGroup": {"podGroupName": group}}
         engine = engine_objects.build_engine_statefulset(
             self.cluster,
             name,
-            revisions.in_group(revisions.engine_template(revision, name), group),
+            template,
             pairing_key=revision.pairing_key,
             nodes=revision.nodes,
             queue=queue,

@@ -10,7 +10,7 @@ field of the spec, and ``rollout.paused`` keeps engines of another revision.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -172,14 +172,15 @@ def _verdicts(
     before = observed.cluster.get("status") or {}
     old = {kind: api_conditions.find_condition(before, kind) for kind in ConditionType}
     prefill, decode = (engines[role] for role in Role)
-    decides = prefill_scaler.who_decides(observed.cluster, observed.scaler)
+    prefill_ready = conditions.role_ready(prefill, findings)
+    scaler = observed.scaler if findings.ok else None
+    decides = prefill_scaler.who_decides(observed.cluster, scaler)
+    words = "; ".join(filter(None, (prefill_ready.message, decides)))
     share = cluster.spec.verification.max_local_share
     interval = cluster.spec.verification.canary.interval_seconds
     verdicts = {
         ConditionType.ACCEPTED: conditions.with_warnings(conditions.accepted(findings), findings),
-        ConditionType.PREFILL_READY: conditions.with_scaler(
-            conditions.role_ready(prefill, findings), decides
-        ),
+        ConditionType.PREFILL_READY: replace(prefill_ready, message=words),
         ConditionType.DECODE_READY: conditions.role_ready(decode, findings),
         ConditionType.KV_LINKS_ESTABLISHED: conditions.links_established(
             pairs, old[ConditionType.KV_LINKS_ESTABLISHED]

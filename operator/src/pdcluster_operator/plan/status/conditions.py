@@ -94,11 +94,6 @@ def role_ready(engines: Sequence[EngineView], findings: Findings) -> Verdict:
     return yes(StatusReason.ENGINES_READY, count)
 
 
-def with_scaler(ready: Verdict, decides: str) -> Verdict:
-    """Return PrefillReady with who decides how many engines there are, if it is not the spec."""
-    return replace(ready, message="; ".join(filter(None, (ready.message, decides))))
-
-
 def with_warnings(accepted: Verdict, findings: Findings) -> Verdict:
     """Return Accepted with the warnings: users see them here if the webhook was down."""
     if not findings.ok or not findings.warnings:

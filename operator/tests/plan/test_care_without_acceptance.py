@@ -1,0 +1,195 @@
+"""A spec that is not accepted holds changes back. The engines that there are, are cared for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from simulated_cluster import SimulatedCluster, brought_up, manifest
+
+from pdcluster_operator.api.conditions import timestamp
+from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.plan.observed.pods import LOST_SECONDS
+from pdcluster_operator.plan.types import Delete, Place, WriteCertificates, WriteTicketKey
+
+TWO: dict[str, Any] = {"prefill": {"replicas": 2}, "decode": {"replicas": 2}}
+WRONG: dict[str, dict[str, Any]] = {
+    "an argument that the operator owns": {"engine": {"extraArgs": ["--kv-transfer-config={}"]}},
+    "a number that is none": {"decode": {"replicas": "many"}},
+    "one that is negative, and another router": {
+        "prefill": {"replicas": -1},
+        "router": {"policy": "Random", "allowFrom": "everybody"},
+    },
+    "lists for objects": {"prefill": [1], "decode": [], "router": 7, "rollout": "soon"},
+    "another model, and no engines": {
+        "model": {"source": {"hostPath": {"path": "/models/other"}}, "name": "other"},
+        "prefill": {"replicas": 0},
+        "nonsense": True,
+    },
+}
+
+
+def refused(**spec: Any) -> SimulatedCluster:
+    """Return a cluster at rest whose spec was accepted, and no longer is."""
+    world = brought_up(**TWO)
+    world.edit(**(spec or {"nonsense": True}))
+    plan = world.step()
+    assert plan.steps == (), "what is right stays as it is"
+    assert world.condition("Accepted")["status"] == "False"
+    return world
+
+
+def routed(world: SimulatedCluster, name: EngineName) -> bool:
+    deployments = [one for (kind, _), one in world.children.items() if kind == "Deployment"]
+    return any(name.api_url in str(one["spec"]["template"]) for one in deployments)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_routers_forget_an_evicted_engine_and_take_it_back(wrong: str) -> None:
+    world = refused(**WRONG[wrong])
+    name = world.leaders("decode")[0]
+    world.pods[name.pod()]["metadata"]["deletionTimestamp"] = timestamp(world.now + 30)
+    world.step()
+    assert not routed(world, name)
+    world.others_act()
+    world.step()
+    world.others_act()
+    world.settle()
+    assert routed(world, name)
+    assert len(world.leaders("decode")) == 2
+    assert world.condition("Available")["status"] == "True"
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_somebody_deletes_is_made_again_as_it_was(wrong: str) -> None:
+    world = refused(**WRONG[wrong])
+    mine = {
+        name: {**one, "metadata": {**one["metadata"], "uid": "", "resourceVersion": ""}}
+        for name, one in world.children.items()
+        if name[0] in ("Service", "PodDisruptionBudget", "ServiceAccount")
+    }
+    assert len(mine) == 8
+    for name in mine:
+        del world.children[name]
+    policies = [name for name in world.children if name[0] == "NetworkPolicy"]
+    for name in policies:
+        del world.children[name]
+    world.ticket_key = None
+    world.step()
+    again = {
+        name: {**one, "metadata": {**one["metadata"], "uid": "", "resourceVersion": ""}}
+        for name, one in world.children.items()
+        if name in mine
+    }
+    assert again == mine
+    assert world.children.keys() >= set(policies)
+    assert world.ticket_key is not None
+    world.route()
+    assert world.settle().steps == ()
+    assert world.condition("Available")["status"] == "True"
+
+
+def test_peers_and_certificates_go_on() -> None:
+    world = brought_up(**TWO, transfer={"device": "CPU", "tls": "Enabled"})
+    peers = world.plan().peers
+    world.edit(nonsense=True)
+    assert world.step().peers == peers != {}
+    prefill = world.leaders("prefill")[0]
+    world.engines[prefill.logical] = type(world.engines[prefill.logical])(
+        engine=prefill.logical, role="prefill", engine_id="another", state="Ready", ready=True
+    )
+    after = world.plan().peers
+    assert after.keys() == peers.keys()
+    assert after != peers, "it started again"
+    world.now += 40 * 86_400
+    assert any(isinstance(step, WriteCertificates) for step in world.plan().steps)
+    assert not any(isinstance(step, WriteTicketKey) for step in world.plan().steps)
+
+
+def test_an_engine_whose_node_is_gone_gets_no_requests() -> None:
+    world = refused()
+    name = world.leaders("decode")[0]
+    world.pods[name.pod()]["metadata"]["deletionTimestamp"] = timestamp(world.now)
+    del world.engines[name.logical], world.links[name.logical]
+    world.now += LOST_SECONDS + 60
+    world.step()
+    assert not routed(world, name)
+    assert len(world.leaders("decode")) == 2, "changes wait, so nothing is added or removed"
+
+
+@pytest.mark.parametrize("how", ["Surge", "Replace", "Recreate"])
+@pytest.mark.parametrize("rounds", range(5))
+def test_half_way_through_a_change_nothing_begins_and_nothing_ends(how: str, rounds: int) -> None:
+    world = brought_up(**TWO, rollout={"type": how})
+    world.edit(engine={"blockSize": 32})
+    for _ in range(rounds):
+        world.step()
+        world.others_act()
+    before = {name for name in world.children if name[0] in ("StatefulSet", "Deployment")}
+    available = world.condition("Available")["status"]
+    world.edit(nonsense=True, rollout={"type": how})
+    for _ in range(6):
+        plan = world.step()
+        assert not any(isinstance(step, Delete) for step in plan.steps)
+        world.others_act()
+        kept = {name for name in world.children if name[0] in ("StatefulSet", "Deployment")}
+        assert kept >= before
+        assert {one for one in kept if one[0] == "StatefulSet"} <= before
+        assert available == "False" or world.condition("Available")["status"] == "True"
+    del world.cluster["spec"]["nonsense"]
+    world.edit()
+    for _ in range(20):
+        world.step()
+        world.others_act()
+    assert world.condition("Ready")["status"] == "True"
+
+
+def test_a_network_policy_keeps_its_peers_while_the_spec_may_be_wrong() -> None:
+    peers = [{"podSelector": {"matchLabels": {"app": "client"}}}]
+    world = brought_up(router={"allowFrom": peers})
+    before = world.children["NetworkPolicy", "llama-router"]
+    world.edit(router={"allowFrom": "everybody"})
+    assert world.step().steps == ()
+    assert world.children["NetworkPolicy", "llama-router"] == before
+    del world.children["NetworkPolicy", "llama-router"]
+    world.step()
+    assert world.children["NetworkPolicy", "llama-router"]["spec"] == before["spec"]
+
+
+def test_routers_that_were_scaled_stay_so() -> None:
+    """More of them need no new template, so the stored spec is that of fewer."""
+    world = brought_up(router={"replicas": 1})
+    world.edit(router={"replicas": 3})
+    world.settle()
+    world.route()
+    world.settle()
+    world.edit(nonsense=True)
+    assert world.step().steps == ()
+    [router] = [one for (kind, _), one in world.children.items() if kind == "Deployment"]
+    assert router["spec"]["replicas"] == 3
+
+
+def test_a_rule_that_got_stricter_stops_no_care(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stored spec breaks it, too."""
+    world = brought_up(**TWO)
+    observed = world.observed
+    strict = Place(host_path_models=False)
+    monkeypatch.setattr(world, "observed", lambda: replace(observed(), place=strict))
+    assert world.step().steps == ()
+    assert world.condition("Accepted")["reason"] == "HostPathNotAdmitted"
+    name = world.leaders("decode")[0]
+    world.pods[name.pod()]["metadata"]["deletionTimestamp"] = timestamp(world.now + 30)
+    service = world.children.pop(("Service", "llama-router"))
+    world.step()
+    assert not routed(world, name)
+    assert world.children["Service", "llama-router"]["spec"] == service["spec"]
+    world.edit(decode={"replicas": 3})
+    world.step()
+    assert len(world.leaders("decode")) == 2, "no engine is made that nobody admits"
+
+
+def test_without_engines_nothing_is_made() -> None:
+    world = SimulatedCluster(manifest(nonsense=True))
+    assert world.step().steps == ()
+    assert world.children == {}
