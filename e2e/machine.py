@@ -89,15 +89,46 @@ def small_cgroup(limit: int) -> Iterator[Path]:
     Raises:
         OSError: this user may not, or there is no controller for memory.
     """
-    root = Path("/sys/fs/cgroup")
-    first = (root / "memory/memory.limit_in_bytes").exists()
-    folder = (root / "memory" if first else root) / f"pdcluster-test-{os.getpid()}"
-    folder.mkdir()
-    try:
+    with _cgroup("memory") as (folder, first):
         (folder / ("memory.limit_in_bytes" if first else "memory.max")).write_text(str(limit))
         if not first:
             (folder / "memory.swap.max").write_text("0")
         yield folder
+
+
+@contextlib.contextmanager
+def slow_cgroup(share: float, processes: Iterable[int] = ()) -> Iterator[Path]:
+    """Let processes together have this share of one core, until the end.
+
+    Raises:
+        OSError: this user may not, or there is no controller for quotas of CPU time.
+    """
+    period = 100_000  # microseconds
+    with _cgroup("cpu") as (folder, first):
+        quota = round(share * period)
+        if first:
+            (folder / "cpu.cfs_period_us").write_text(str(period))
+            (folder / "cpu.cfs_quota_us").write_text(str(quota))
+        else:
+            (folder / "cpu.max").write_text(f"{quota} {period}")
+        try:
+            for process in processes:
+                (folder / "cgroup.procs").write_text(str(process))
+            yield folder
+        finally:
+            for process in (folder / "cgroup.procs").read_text().split():
+                (folder.parent / "cgroup.procs").write_text(process)
+
+
+@contextlib.contextmanager
+def _cgroup(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Make a cgroup for one controller. Yields it, and whether it is of version 1."""
+    root = Path("/sys/fs/cgroup")
+    first = (root / controller / "cgroup.procs").exists()
+    folder = (root / controller if first else root) / f"pdcluster-test-{os.getpid()}"
+    folder.mkdir()
+    try:
+        yield folder, first
     finally:
         deadline = time.monotonic() + 10
         while (folder / "cgroup.procs").read_text() and time.monotonic() < deadline:
@@ -138,6 +169,14 @@ def _no_cgroup() -> str:
             return ""
     except OSError as error:
         return f"no memory cgroup can be made ({error.strerror})"
+
+
+def _no_quota() -> str:
+    try:
+        with slow_cgroup(1.0):
+            return ""
+    except OSError as error:
+        return f"no cgroup with a quota of CPU time can be made ({error.strerror})"
 
 
 def _no_network() -> str:
@@ -191,6 +230,7 @@ PROCESSES = ("--pid", "--fork", "--mount-proc", "--kill-child")
 SHOWS = {
     "fp8": "engines with an fp8 or int8 KV cache",
     "cgroup": "an engine that the kernel kills because memory is short",
+    "quota": "a prefill engine that gets a twentieth of a core",
     "network": "KV over a network that drops packets",
     "pid1": "a launcher that is process 1 of its namespace",
     "shm": "NIXL beside a /dev/shm with little room",
@@ -201,6 +241,7 @@ SHOWS = {
 PROBES: dict[str, Callable[[], str]] = {
     "fp8": _ask_vllm,
     "cgroup": _no_cgroup,
+    "quota": _no_quota,
     "network": _no_network,
     "pid1": _no_pid1,
     "shm": _no_small_shm,

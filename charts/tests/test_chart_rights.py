@@ -29,7 +29,7 @@ WATCHED = {
     "networking.k8s.io/networkpolicies": APPLY,
     "scheduling.k8s.io/podgroups": APPLY,
     "/secrets": {"get", "create", "patch"},
-    "/pods": READ | {"create", "delete"},
+    "/pods": READ | {"create"},
     "coordination.k8s.io/leases": {"create"},
     "coordination.k8s.io/leases pdcluster-operator": {"get", "update"},
     "events.k8s.io/events": {"create", "patch"},

@@ -32,11 +32,11 @@
 - apiGroups: [""]
   resources: [secrets]
   verbs: [get, create, patch]
-# StatefulSets create the pods. The operator deletes a pod to restart its engine. It creates none,
-# but the dry run of a new pod needs the right.
+# StatefulSets create and delete the pods. The operator does neither, but the dry run of a new pod
+# needs the right to create one.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch, create, delete]
+  verbs: [get, list, watch, create]
 # In each namespace with PDClusters, the operator that holds a Lease works on them. RBAC cannot limit
 # by name what is created.
 - apiGroups: [coordination.k8s.io]

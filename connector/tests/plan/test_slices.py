@@ -245,6 +245,7 @@ def test_each_shard_s_rows_are_cut_where_its_own_memory_is() -> None:
             plan_peer(shards[0], shards[1:])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", chunks(30, 60))
 def test_plans_of_random_engines_whose_memory_is_sliced(number: int) -> None:
     """Windows, states and pages shared by groups, as the oracle lays them out."""

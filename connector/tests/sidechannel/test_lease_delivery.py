@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from loopback_engines import DECODE, PREFILL, HeardServer, until
 
+from loopback import free_port
 from pdcluster_connector.protocol.messages import CLEARED, LeaseRequest, Standing
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.sidechannel.lease_client import BATCH, LeaseAnswer, LeaseClient
@@ -169,8 +170,7 @@ def test_a_renewal_and_an_expiry_at_the_same_moment() -> None:
 
 
 def test_retried_until_prefill_listens_again(serve: Serve, client: LeaseClient) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()  # which nobody else takes meanwhile
     client.release(ticket("127.0.0.1", port, PREFILL, "r", 1), soon(200))
     client.release(ticket("127.0.0.1", port, PREFILL, "hopeless", 2), soon(0.4))
     time.sleep(0.6)

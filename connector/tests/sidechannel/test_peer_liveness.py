@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from pdcluster_connector import listening
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.sidechannel import peers
+from pdcluster_connector.sidechannel import handshake, peers
 from pdcluster_connector.sidechannel.peers import (
     HEALTH_SECONDS,
     POLL_SECONDS,
@@ -80,6 +81,50 @@ def test_a_restart_on_the_same_port_is_a_restart(
     assert isinstance(old, Failure)
     assert old.reason is Reason.PEER_RESTARTED
     assert isinstance(connect(book, server.port, AGAIN).wait(), m.EngineMetadata)
+
+
+def test_a_rank_that_asks_rarely_forgets_the_incarnation_before_when_it_meets_the_next(
+    serve: Serve, books: Books
+) -> None:
+    """A late ticket of the dead one must not bring its connection back, in the place of the next.
+
+    The first rank may report nothing: it may have forgotten that incarnation for another cause.
+    """
+    server, book = serve(), books(rank=(0, 1))
+    gone = watch(book)
+    assert isinstance(connect(book, server.port).wait(), m.EngineMetadata)
+    server.stop()
+    serve(AGAIN, port=server.port)
+    assert isinstance(connect(book, server.port, AGAIN).wait(), m.EngineMetadata)
+    ((engine_id, failure),) = gone
+    assert (engine_id, failure.reason) == (PREFILL, Reason.PEER_RESTARTED)
+    late = connect(book, server.port).wait()
+    assert isinstance(late, Failure)
+    assert late.reason is Reason.PEER_RESTARTED
+    assert len(gone) == 1, "the next one lives"
+
+
+def test_an_answer_that_comes_late_ends_nobody_who_has_answered_meanwhile(
+    serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, book = serve(), books(rank=(0, 1))
+    other = serve(AGAIN)
+    gone, held = watch(book), asyncio.Event()
+    shake_hands = handshake.shake_hands
+
+    async def late(*given: Any) -> Any:
+        answer = await shake_hands(*given)
+        if given[2] == PREFILL:
+            await held.wait()
+        return answer
+
+    monkeypatch.setattr(peers.handshake, "shake_hands", late)
+    first = connect(book, server.port)
+    until(lambda: server.statuses("handshake"))
+    assert isinstance(connect(book, other.port, AGAIN).wait(), m.EngineMetadata)
+    book._thread.call(held.set)
+    assert isinstance(first.wait(), m.EngineMetadata)
+    assert gone == []
 
 
 def test_a_living_peer_stays_and_is_asked_over_one_connection(

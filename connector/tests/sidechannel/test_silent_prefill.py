@@ -230,6 +230,7 @@ def judge(sent: list[Sent], began: float) -> int:
     return failed
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("linked", [False, True], ids=["first contact", "linked"])
 @pytest.mark.parametrize("moment", [State.NEW, State.HANDSHAKE, WARM_UP, State.POSTED, State.FENCE])
 @pytest.mark.parametrize(
@@ -300,6 +301,7 @@ def test_requests_of_a_prefill_that_is_starved_for_a_minute_live(play: Play, lin
     play(story)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("linked", [False, True], ids=["first contact", "linked"])
 @pytest.mark.parametrize("moment", [State.NEW, State.HANDSHAKE, WARM_UP, State.POSTED, State.FENCE])
 def test_requests_of_a_prefill_that_has_died_fail_soon(

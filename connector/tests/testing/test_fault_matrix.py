@@ -71,6 +71,7 @@ def end(world: World, fault: str, victim: str) -> None:
         world.mend(victim)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("victim", ["P1", "D1"])
 @pytest.mark.parametrize("fault", ["kill", "stop", "cut"])

@@ -52,6 +52,7 @@ class Answer:
     finish_reason: str | None
     params: dict[str, Any] | None
     choices: list[list[int]] = field(default_factory=list)  # with n > 1
+    error: dict[str, Any] | None = None  # what a client gets, if the engine was asked to explain
 
     @property
     def path(self) -> dict[str, Any]:
@@ -204,6 +205,8 @@ class ForkHost:
 
     def engine(self, name: str, connector: dict[str, Any] | None = None, **llm: Any) -> Engine:
         """Fork an engine; not ready yet. ``connector`` is its kv-transfer-config.
+
+        ``llm`` may hold the ``environment`` of the engine's process beside vLLM's options.
 
         The test is skipped if this machine has no room for what the engine's processes share.
         """

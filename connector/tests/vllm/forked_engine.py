@@ -153,6 +153,7 @@ def _serve(address: str, connector: dict[str, Any] | None, options: dict[str, An
     if settings.get("node_rank"):
         _follow(settings)
         return
+    os.environ.update(settings.pop("environment", {}))
     commands = Commands(LLM(**settings).llm_engine)
     listener = Listener(address, "AF_UNIX")
     connection = listener.accept()
@@ -211,6 +212,7 @@ class Commands:
         self._steps = 0
         self._last_steps: dict[str, int] = {}
         self._nap = 0.0
+        self._explains = False
         self.paused = False
 
     def pause(self, paused: bool) -> None:
@@ -246,10 +248,35 @@ class Commands:
                 self._last_steps[output.request_id] = self._steps
                 self._answers[output.request_id] = (
                     list(output.outputs[0].token_ids),
-                    output.outputs[0].finish_reason,
+                    output.outputs[0].finish_reason and str(output.outputs[0].finish_reason),
                     output.kv_transfer_params,
                     [list(choice.token_ids) for choice in output.outputs],
+                    self._error(output.outputs[0].finish_reason),
                 )
+
+    def explain(self) -> None:
+        """From now on, answers of failed requests have what vLLM's API server sends to the client.
+
+        Decode's API server is hooked into as the launcher has it done. It is not here, but it is
+        this code of vLLM's that makes its answers.
+        """
+        from pdcluster_connector.vllm.client_errors import explain_failures
+
+        explain_failures()
+        self._explains = True
+
+    def _error(self, finish_reason: str | None) -> dict[str, Any] | None:
+        if not self._explains:
+            return None
+        from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+        from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+        from vllm.exceptions import GenerationError
+
+        try:
+            object.__new__(GenerateBaseServing)._raise_if_error(finish_reason, "")
+        except GenerationError as error:
+            return create_error_response(error).error.model_dump()
+        return None
 
     def submit(
         self, request_id: str, prompt: list[int], max_tokens: int, params: Any, salt: str | None,
@@ -322,6 +349,9 @@ class Commands:
 
     def cut(self, is_cut: bool) -> None:
         held_receives.cut(is_cut)
+
+    def reset_nixl(self, peer: int, side_channel: int) -> int:
+        return held_receives.reset_nixl(peer, side_channel)
 
     def metrics(self) -> dict[str, float]:
         if not self.paused:  # what the last step has counted is told in the next one

@@ -6,11 +6,14 @@ Runs in the engine's process. What is held goes on by itself once it is released
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import aiohttp
+import psutil
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
@@ -180,3 +183,23 @@ def cut(is_cut: bool) -> None:
 
 def _seconds(timeout: Any) -> float | None:
     return None if timeout is None else timeout.total
+
+
+def reset_nixl(peer: int, side_channel: int) -> int:
+    """Shut this process's TCP connections to NIXL in another process down, in both directions.
+
+    Args:
+        peer: the other process.
+        side_channel: its port; connections to it stay.
+
+    Returns how many there were.
+    """
+    theirs = {(c.raddr, c.laddr) for c in psutil.Process(peer).net_connections("tcp")}
+    count = 0
+    for ours in psutil.Process().net_connections("tcp"):
+        if (ours.laddr, ours.raddr) not in theirs or ours.raddr.port == side_channel:
+            continue
+        with socket.socket(fileno=os.dup(ours.fd)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+            count += 1
+    return count

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import connecting
+from loopback import free_port
 
 
 @pytest.fixture
@@ -62,7 +63,5 @@ def test_a_new_attempt_reaches_who_listens_now(
 
 
 def test_a_port_where_nobody_listens_is_said_at_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     with pytest.raises(ConnectionRefusedError):
-        connecting.connected("127.0.0.1", port, 600)
+        connecting.connected("127.0.0.1", free_port(), 600)

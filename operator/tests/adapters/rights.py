@@ -27,7 +27,7 @@ WATCHED_RULES = [
     {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": APPLY},
     {"apiGroups": ["scheduling.k8s.io"], "resources": ["podgroups"], "verbs": APPLY},
     {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "create", "patch"]},
-    {"apiGroups": [""], "resources": ["pods"], "verbs": [*READ, "create", "delete"]},
+    {"apiGroups": [""], "resources": ["pods"], "verbs": [*READ, "create"]},
     {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create"]},
     {
         "apiGroups": ["coordination.k8s.io"],

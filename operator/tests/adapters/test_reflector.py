@@ -41,6 +41,7 @@ class Server:
         self.store = Store()
         self.ended = asyncio.Event()
         self.served: list[bool] = []
+        self.seconds = 0.0  # that have passed, where a test sets the clock
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         query = dict(request.query)
@@ -50,6 +51,8 @@ class Server:
             self.ended.set()
             await asyncio.sleep(60)
         found = todo.pop(0)
+        if isinstance(found, float):  # so long a watch lasts in which nothing is reported
+            self.seconds, found = self.seconds + found, []
         if isinstance(found, int):
             reason = {404: "NotFound", 410: "Expired"}.get(found, "")
             return web.json_response({"reason": reason, "message": "no"}, status=found)
@@ -211,13 +214,16 @@ async def test_a_kind_that_is_not_served_any_more_has_no_objects(
     assert watch.is_known
 
 
-async def test_a_watch_that_has_reached_its_age_lists_again(server: tuple[Server, Run]) -> None:
+async def test_a_watch_that_has_reached_its_age_lists_again(
+    server: tuple[Server, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     known, run = server
+    monkeypatch.setattr(reflector, "_now", lambda: known.seconds)
     known.store.put({**pod("gone", 3), "kind": "Pod"})
     known.pages = [page("9", pod("gone", 3)), page("20", pod("a", 12))]
-    known.streams = [[line("MODIFIED", pod("a", 10))], *([[]] * 100)]
-    await run(age=0.05)
-    assert known.watched_from()[:2] == ["9", "10"]
+    known.streams = [[line("MODIFIED", pod("a", 10))], 1.1 * AGE]
+    await run()
+    assert known.watched_from() == ["9", "10", "20"]
     assert known.seen == [
         ("MODIFIED", "gone", "3"),
         ("MODIFIED", "a", "10"),

@@ -43,7 +43,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
         ended: Exit = asyncio.run(chosen("client"))
         return ended
 
-    for name in ("status", "hold", "go_back"):
+    for name in ("status", "hold", "go_back", "restart"):
         noting(rollout, name)
     monkeypatch.setattr(rollout, "connected", connected)
     monkeypatch.setattr(rollout, "namespace_of_context", lambda context: "mine")
@@ -82,6 +82,7 @@ UP = {
          ROLLOUT | STATUS | {"timeout": 7200.0}),
         (("rollout", "pause", "a", *TO), "hold", THERE | {"verb": "pause"}),
         (("rollout", "resume", "a"), "hold", ROLLOUT | {"verb": "resume"}),
+        (("rollout", "restart", "a"), "restart", ROLLOUT | {"verb": "restart"}),
         (("rollout", "undo", "a"), "go_back", ROLLOUT | {"verb": "undo", "dry_run": False}),
         (("rollout", "undo", "a", "--dry-run"), "go_back",
          ROLLOUT | {"verb": "undo", "dry_run": True}),

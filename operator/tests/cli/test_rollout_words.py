@@ -62,7 +62,9 @@ class Cluster:
                 raise found
             return found
 
-        clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
+        clock = SimpleNamespace(
+            monotonic=lambda: asyncio.get_running_loop().time(), time=lambda: 1_800_000_000.0
+        )
         monkeypatch.setattr(rollout, "time", clock)
         monkeypatch.setattr(rollout, "undo", lambda found: found)
         for one in (connected, read_cluster, change_spec, observe, announce):
@@ -152,7 +154,7 @@ def test_a_step_that_fails_and_fails_ends_the_wait(cluster: Cluster) -> None:
 
 def test_a_cluster_that_is_not_there_is_named(cluster: Cluster) -> None:
     cluster.live = None
-    for verb in ("status", "pause", "resume", "undo"):
+    for verb in ("status", "pause", "resume", "undo", "restart"):
         with pytest.raises(UserError, match='no PDCluster "tiny" in namespace "ns"') as missing:
             run(verb)
         assert missing.value.exit == Exit.REQUEST_FAILED
@@ -182,6 +184,19 @@ def test_a_rollout_is_held_and_let_go(
     assert run("pause" if paused else "resume") == Exit.DONE
     assert cluster.written == [(after, {})]
     assert lines(capsys) == [f"pdcluster.pdcluster.dev/tiny {said}"]
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_restart_asks_for_new_engines_with_the_time_of_now(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], paused: bool
+) -> None:
+    cluster.live = {"spec": {"a": 1, "rollout": {"paused": paused, "renew": "before"}}}
+    assert run("restart") == Exit.DONE
+    settings = {"paused": paused, "renew": "2027-01-15T08:00:00Z"}
+    assert cluster.written == [({"a": 1, "rollout": settings}, {})]
+    first, *more = lines(capsys)
+    assert first == "pdcluster.pdcluster.dev/tiny restarted"
+    assert [line.split()[0] for line in more] == ["rollout.paused"] * paused
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from pdcluster_operator.api.object_names import (
     engine_of,
 )
 from pdcluster_operator.plan.builders.secrets import entry_of
-from pdcluster_operator.plan.children import POD_REVISION_LABEL
 from pdcluster_operator.plan.forecast.course import Course, forecast, with_rewrites
 from pdcluster_operator.plan.forecast.world import (
     GONE,
@@ -200,32 +199,17 @@ def test_a_child_that_a_webhook_rewrites_is_left_as_it_is() -> None:
     assert len(left) == 1, "it was not applied as it is wanted now"
 
 
-def test_an_engine_that_is_applied_with_the_same_pods_keeps_them() -> None:
-    """Its StatefulSet has the name of a revision that Kubernetes chose, and all defaults."""
+def test_an_engine_that_is_applied_again_keeps_its_pods() -> None:
+    """Its StatefulSet has all defaults, and an image that somebody wrote."""
     world = running(decode={"replicas": 2})
     for (kind, _), child in world.children.items():
         if kind == "StatefulSet":
-            child["status"]["updateRevision"] = "chosen-by-kubernetes"
             child["spec"]["template"]["spec"]["restartPolicy"] = "Always"
+            child["spec"]["template"]["spec"]["containers"][0]["image"] = "example.com/patched:1"
             child["metadata"]["labels"].pop("app.kubernetes.io/managed-by")
-    for pod in world.pods.values():
-        pod["metadata"]["labels"][POD_REVISION_LABEL] = "chosen-by-kubernetes"
     course = after(world)
     assert set(kinds(course)) == {"Apply"}
     assert len(course.rounds) == 1
-    assert course.complete
-
-
-def test_pods_of_a_template_that_somebody_changed_are_restarted() -> None:
-    world = running()
-    engine = world.leaders("decode")[0]
-    child = world.children["StatefulSet", engine.stateful_set]
-    child["spec"]["template"]["spec"]["containers"][0]["image"] = "example.com/patched:1"
-    child["metadata"]["generation"] = child["status"]["observedGeneration"] = 2
-    child["status"]["updateRevision"] = "patched"
-    world.pods[engine.pod()]["metadata"]["labels"][POD_REVISION_LABEL] = "patched"
-    course = after(world)
-    assert kinds(course) == ["Apply", "Delete"]
     assert course.complete
 
 
@@ -275,9 +259,7 @@ def test_an_engine_whose_pods_are_gone_is_not_heard_any_more() -> None:
     assert world.others_act() == VERIFIED, "its launcher speaks"
     observed = world.observed()
     assert observed.engines[engine.logical].ready
-    made = next(one for one in observed.children if (one["kind"], engine_of(one)) == (kind, engine))
-    (pod,) = (one for one in observed.pods if engine_of(one) == engine)
-    assert pod["metadata"]["labels"][POD_REVISION_LABEL] == made["status"]["updateRevision"]
+    assert [engine_of(one) for one in observed.pods].count(engine) == 1
 
 
 def test_apply_removes_what_the_last_manifest_had_and_keeps_what_others_set() -> None:

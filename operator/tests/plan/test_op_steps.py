@@ -9,7 +9,6 @@ from msgspec import structs
 from simulated_cluster import SimulatedCluster, brought_up, manifest
 
 from pdcluster_connector.protocol.launcher_documents import PeersDocument, decode_peers, encode_json
-from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.plan.renewals import DAY
 from pdcluster_operator.plan.types import (
     Apply,
@@ -244,30 +243,6 @@ def test_what_is_being_deleted_is_not_deleted_again():
     assert world.plan().steps == ()
 
 
-def test_a_pod_of_an_older_template_is_restarted_once_its_set_is_reconciled():
-    world = brought_up()
-    name = next(name for kind, name in world.children if kind == "StatefulSet")
-    engine = world.children["StatefulSet", name]
-    engine["metadata"]["generation"] = 2
-    engine["status"] = {"observedGeneration": 2, "updateRevision": "new"}
-    pod = world.pods[f"{name}-0"]
-    pod["metadata"]["labels"]["controller-revision-hash"] = "old"
-    (step,) = world.plan().steps
-    assert isinstance(step, Delete)
-    assert step.kind == "Pod"
-    assert (step.name, step.uid) == (f"{name}-0", pod["metadata"]["uid"])
-    engine["status"]["observedGeneration"] = 1
-    assert world.plan().steps == ()
-    engine["status"] = {"observedGeneration": 2, "updateRevision": "old"}
-    assert world.plan().steps == ()
-    engine["status"]["updateRevision"] = "new"
-    pod["metadata"]["deletionTimestamp"] = timestamp(world.now)
-    assert world.plan().steps == ()
-    del pod["metadata"]["deletionTimestamp"]
-    del pod["metadata"]["labels"]["controller-revision-hash"]  # not said yet
-    assert world.plan().steps == ()
-
-
 def test_decode_engines_learn_their_peers_and_a_silent_one_keeps_its_place():
     world = SimulatedCluster(
         manifest(
@@ -348,15 +323,3 @@ def test_an_engine_that_somebody_scaled_to_nothing_is_missing_its_pods():
     condition = world.condition("DecodeReady")
     assert (condition["status"], condition["reason"]) == ("False", "PodsMissing")
     assert "0 of 1 pod so far" in condition["message"]
-
-
-def test_no_pod_is_restarted_before_its_statefulset_is_as_wanted():
-    """It would start from a template that changes in the same moment, and start once more."""
-    world = brought_up()
-    [name] = world.leaders("decode")
-    engine = world.children["StatefulSet", name.stateful_set]
-    engine["status"] = {"updateRevision": "new"}
-    world.pods[name.pod()]["metadata"]["labels"]["controller-revision-hash"] = "old"
-    assert [step.kind for step in world.plan().steps if isinstance(step, Delete)] == ["Pod"]
-    engine["spec"]["template"]["spec"]["containers"][0]["image"] = "somebody/elses"
-    assert [type(step) for step in world.plan().steps] == [Apply]

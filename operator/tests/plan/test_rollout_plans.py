@@ -799,6 +799,7 @@ def served(world: SimulatedCluster, role: str) -> int:
     return routers(world)[selector(world)].split().count(f"--{role}")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("replicas", [1, 2, 5])
 @pytest.mark.parametrize("rounds", range(1, 7))
 @pytest.mark.parametrize("change", [ENV, KEY], ids=["env", "key"])
@@ -895,6 +896,7 @@ def assert_no_router_mixes_keys(world: SimulatedCluster) -> None:
             assert name.api_url not in known.split() or labels[PAIRING_LABEL] == key
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("how", "held"), [("Surge", "refused"), ("Replace", "paused"), ("Recreate", "refused")]
 )

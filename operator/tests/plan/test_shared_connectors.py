@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from pdcluster_operator.plan.connectors import (
     shared_connectors_of,
     step_for_connector,
 )
-from pdcluster_operator.plan.name_conflicts import may_be_taken
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.types import Apply, ConnectorBundle, Delete
 
@@ -232,16 +230,6 @@ def test_a_forged_connector_holds_back_nothing_that_does_not_mount_it() -> None:
     engines = [(key, one) for key, one in world.children.items() if key[0] == "StatefulSet"]
     mounted = {key[1].split("-")[1]: shared_connectors_of(one) for key, one in engines}
     assert mounted == {"prefill": {NEW}, "decode": {name}}
-
-
-def test_no_pod_is_restarted_with_a_forged_connector() -> None:
-    world, name = after_an_upgrade()
-    engine = next(key[1] for key in world.children if key[0] == "StatefulSet")
-    step = Delete("Pod", "ns", f"{engine}-0", "u", "1", "a test")
-    observed = world.observed()
-    assert may_be_taken(step, observed, frozenset())
-    assert not may_be_taken(step, observed, {name})
-    assert may_be_taken(replace(step, name="another-0"), observed, {name})
 
 
 def test_no_revision_is_used_again_whose_connector_is_not_what_its_name_says() -> None:

@@ -38,10 +38,9 @@ def test_what_makes_pods_comes_after_all_that_pods_need() -> None:
     steps = list(SimulatedCluster(secured).plan().steps)
     assert any(isinstance(step, WriteCertificates) for step in steps)
     gone = Delete("Service", "ns", "old", "u", "1", "a test")
-    restart = Delete("Pod", "ns", "pod", "u", "1", "a test")
     random.Random(7).shuffle(steps)
     trial = TryOut((), {"kind": "ControllerRevision"}, beside=False, why="a test")
-    staged = stages([restart, gone, trial, *steps])
+    staged = stages([gone, trial, *steps])
     kinds = [{what(step) for step in stage} for stage in staged]
     assert kinds[0] == {
         "ConfigMap",
@@ -51,10 +50,9 @@ def test_what_makes_pods_comes_after_all_that_pods_need() -> None:
         "Service",
         "ServiceAccount",
     }
-    assert kinds[1:] == [{"TryOut"}, {"StatefulSet", "Deployment"}, {"Delete"}, {"Delete"}]
-    assert staged[-1] == (restart,)
+    assert kinds[1:] == [{"TryOut"}, {"StatefulSet", "Deployment"}, {"Delete"}]
     assert sorted(map(id, (step for stage in staged for step in stage))) == sorted(
-        map(id, [restart, gone, trial, *steps])
+        map(id, [gone, trial, *steps])
     )
 
 

@@ -20,12 +20,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 
 import aiohttp
 
 from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
+from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata, HealthReply
 from pdcluster_connector.sidechannel import handshake, loop_thread
@@ -82,22 +84,24 @@ class KnownPeer:
     Attributes:
         address: host and port of its side channel.
         metadata: what its handshake brought; None before that.
+        met_at: when that was.
         last_error: why the last attempt did not succeed.
         task: shakes hands, and then watches the peer.
         skew: by how many seconds its clock is ahead of ours; None while not known.
         hurry: somebody waits for a silent peer, which is asked at once whether it lives.
-        refused_at: when its address refused a connection, and has ever since.
+        refused_at: since when its address refuses connections.
     """
 
     engine_id: str
     address: tuple[str, int]
     waiters: list[Waiter] = field(default_factory=list)
     metadata: EngineMetadata | None = None
+    met_at: float = inf
     last_error: handshake.TryAgain | None = None
     task: asyncio.Task[None] | None = None
     skew: float | None = None
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
-    refused_at: float | None = None
+    refused_at: float = inf
 
     def answer_all(self, outcome: EngineMetadata | Failure) -> None:
         """Pass on to every waiter how the handshake ended."""
@@ -244,8 +248,9 @@ class PeerBook:
                 self._drop(peer)
 
     async def _shake_hands(self, peer: KnownPeer) -> None:
-        pause = FIRST_RETRY_SECONDS
+        pause, new = FIRST_RETRY_SECONDS, parse_engine_id(peer.engine_id)
         while peer.waiters:
+            asked, where = time.monotonic(), "{}:{}".format(*peer.address)
             outcome = await self.silence.asking(
                 peer.address,
                 handshake.shake_hands(
@@ -254,7 +259,9 @@ class PeerBook:
             )
             if isinstance(outcome, handshake.TryAgain):
                 peer.last_error = outcome
-                if self._is_gone(peer, outcome):
+                now = time.monotonic()
+                peer.refused_at = min(peer.refused_at, now) if outcome.refused else inf
+                if now - peer.refused_at >= REFUSED_SECONDS:  # long enough to believe it
                     peer.answer_all(handshake.unreachable(outcome))
                     return
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
@@ -264,17 +271,12 @@ class PeerBook:
                 logger.warning("no KV from %s: %s", peer.engine_id, outcome)
                 self._drop(peer)
             else:
-                peer.metadata = outcome
+                peer.metadata, peer.met_at = outcome, time.monotonic()
+                for old in list(self._peers.values()):  # one that had answered before is gone
+                    if old.met_at < asked and new.succeeds(parse_engine_id(old.engine_id)):
+                        restarted = handshake.restarted(old.engine_id, peer.engine_id, where)
+                        self._hear(old.engine_id, restarted)
             peer.answer_all(outcome)
-
-    def _is_gone(self, peer: KnownPeer, outcome: handshake.TryAgain) -> bool:
-        """Whether connections are refused for long enough to believe it."""
-        if not outcome.refused:
-            peer.refused_at = None
-            return False
-        if peer.refused_at is None:
-            peer.refused_at = time.monotonic()
-        return time.monotonic() - peer.refused_at >= REFUSED_SECONDS
 
     async def _why_gone(self, peer: KnownPeer) -> Failure:
         """Ask whether a peer lives, the first rank every second; return why it is gone, once so."""

@@ -218,9 +218,8 @@ class Receiver:
                     raise
                 logger.exception("the transfer thread rebuilds its agent")
                 moved = True
-                self._executor.rebuild(
-                    Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
-                )
+                failure = Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
+                self._executor.rebuild(failure)
             sleep = SHORTEST_SLEEP if moved else min(sleep * 1.5, LONGEST_SLEEP)
 
     def _take(self, sleep: float) -> bool | None:

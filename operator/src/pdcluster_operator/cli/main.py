@@ -65,7 +65,7 @@ Exit codes with --against: 0 the change would be complete; 1 the manifest or the
 refused; 3 the change would stop before it is complete; 4 the API server refuses the questions.
 """
 ROLLOUT = """\
-What a change of a PDCluster does to its engines: follow it, hold it back, undo it.
+What a change of a PDCluster does to its engines: follow it, hold it back, undo it, restart them.
 To see it before you make it: pdcluster plan FILE --against
 """
 ROLLOUT_EXAMPLES = """\
@@ -74,6 +74,7 @@ examples:
   pdcluster rollout pause llama         engines stay as they are, whatever the spec says
   pdcluster rollout resume llama        now they follow the spec
   pdcluster rollout undo llama          back to the engines before the last change
+  pdcluster rollout restart llama       new engines in the place of all that run
 
 The commands that change something write the spec of the PDCluster, as `kubectl edit` does. If a
 tool applies your manifest from a repository, change the manifest there as well: the tool would
@@ -92,6 +93,11 @@ Writes the spec that the PDCluster had before the last change that replaced engi
 finds the revision that it stored for it, and makes the same engines again. Replicas, the rollout's
 settings, monitoring and the router stay as they are. A second undo brings the change back, as with
 kubectl. rollout.revisionHistoryLimit says how many revisions are kept.
+"""
+ROLLOUT_RESTART = """\
+Sets spec.rollout.renew to the time of now. Engines are replaced as with any other change: in
+the way of rollout.type, and not while rollout.paused is set. New engines have the operator's newest
+pod template and connector, and exchange KV with the old ones.
 """
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 RAW = argparse.RawDescriptionHelpFormatter
@@ -236,7 +242,7 @@ def _add_where(command: argparse.ArgumentParser) -> None:
 
 def _add_rollout(commands: Any) -> None:
     """Add ``rollout`` and its subcommands."""
-    summary = "follow, pause, resume or undo the rollout of a PDCluster"
+    summary = "follow, pause, resume or undo the rollout of a PDCluster, or restart its engines"
     rollout = _add(commands, "rollout", summary, ROLLOUT, ROLLOUT_EXAMPLES)
     verbs = rollout.add_subparsers(dest="verb", required=True, metavar="VERB")
     status = _add(verbs, "status", "wait until a rollout is complete", ROLLOUT_STATUS)
@@ -245,7 +251,8 @@ def _add_rollout(commands: Any) -> None:
         verbs, "resume", "let engines follow the spec", "Sets spec.rollout.paused to false."
     )
     undo = _add(verbs, "undo", "go back to the engines before the last change", ROLLOUT_UNDO)
-    for verb in (status, pause, resume, undo):
+    restart = _add(verbs, "restart", "replace every engine by a new one", ROLLOUT_RESTART)
+    for verb in (status, pause, resume, undo, restart):
         verb.add_argument("name", metavar="NAME", help="of the PDCluster")
         _add_where(verb)
         verb.add_argument(

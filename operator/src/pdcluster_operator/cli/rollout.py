@@ -1,4 +1,4 @@
-"""``pdcluster rollout``: follow, hold back, let go and undo the rollout of a PDCluster."""
+"""``pdcluster rollout``: follow, hold back, let go and undo a rollout; and restart engines."""
 
 import argparse
 import asyncio
@@ -10,7 +10,13 @@ from typing import Any
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.cluster_reader import change_spec, observe, read_cluster
 from pdcluster_operator.adapters.api_server.kubeconfig import namespace_of_context
-from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, find_condition
+from pdcluster_operator.api.conditions import (
+    ConditionType,
+    Status,
+    StatusReason,
+    find_condition,
+    timestamp,
+)
 from pdcluster_operator.api.spec import parse, types
 from pdcluster_operator.cli.connection import connected
 from pdcluster_operator.cli.exits import Exit, UserError
@@ -68,7 +74,8 @@ class Undo:
 
 def rollout(options: argparse.Namespace) -> Exit:
     """Run the verb that the command line names."""
-    verb = {"status": status, "undo": go_back}.get(options.verb, hold)
+    verbs = {"status": status, "undo": go_back, "restart": restart}
+    verb = verbs.get(options.verb, hold)
 
     async def command(client: KubeClient) -> Exit:
         namespace = options.namespace or namespace_of_context(options.context)
@@ -99,14 +106,20 @@ async def status(client: KubeClient, key: Key, options: argparse.Namespace) -> E
 async def hold(client: KubeClient, key: Key, options: argparse.Namespace) -> Exit:
     """Set ``spec.rollout.paused``: true with ``pause``, false with ``resume``."""
     live, paused = await _live(client, key), options.verb == "pause"
-    spec = live.get("spec") or {}
-    settings = spec.get("rollout") or {}
-    if bool(settings.get("paused", False)) is paused:
+    if _is_paused(live) is paused:
         state = "paused already" if paused else "not paused"
         raise UserError(f"{OBJECT}/{key.name} is {state}", Exit.REQUEST_FAILED)
-    await change_spec(client, live, {**spec, "rollout": {**settings, "paused": paused}})
+    await _change_rollout(client, live, {"paused": paused})
     print(f"{OBJECT}/{key.name} {'paused' if paused else 'resumed'}")
     return Exit.DONE
+
+
+async def restart(client: KubeClient, key: Key, options: argparse.Namespace) -> Exit:
+    """Set ``spec.rollout.renew`` to the time of now, so that each engine is replaced once."""
+    live = await _live(client, key)
+    await _change_rollout(client, live, {"renew": timestamp(time.time())})
+    print(f"{OBJECT}/{key.name} restarted")
+    return _done(live)
 
 
 async def go_back(client: KubeClient, key: Key, options: argparse.Namespace) -> Exit:
@@ -126,7 +139,20 @@ async def go_back(client: KubeClient, key: Key, options: argparse.Namespace) -> 
     print(f"changed: {', '.join(found.fields)}")
     for role, revision in found.revisions.items():
         print(f"{role}: engines of revision {revision}")
-    if ((live.get("spec") or {}).get("rollout") or {}).get("paused"):
+    return _done(live)
+
+
+async def _change_rollout(client: KubeClient, live: Manifest, fields: Manifest) -> None:
+    spec = live.get("spec") or {}
+    await change_spec(client, live, {**spec, "rollout": {**(spec.get("rollout") or {}), **fields}})
+
+
+def _is_paused(live: Manifest) -> bool:
+    return bool(((live.get("spec") or {}).get("rollout") or {}).get("paused", False))
+
+
+def _done(live: Manifest) -> Exit:
+    if _is_paused(live):
         print("rollout.paused is set, so engines stay as they are until `pdcluster rollout resume`")
     return Exit.DONE
 

@@ -84,7 +84,6 @@ class Workloads:
             "replicas": len(pods),
             "availableReplicas": sum(map(is_pod_ready, pods)),
             "updatedReplicas": sum(_label(pod, HASH_LABEL) == revision for pod in pods),
-            "updateRevision": revision,
         }
         self._api.set_status(
             owner["kind"], metadata["namespace"], metadata["name"], status, metadata["uid"]

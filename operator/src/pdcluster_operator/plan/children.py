@@ -1,7 +1,8 @@
-"""The steps from the live children to the desired ones: applies, deletions and restarts of pods.
+"""The steps from the live children to the desired ones: applies and deletions.
 
-StatefulSets of engines use ``OnDelete``: Kubernetes never replaces an engine's pod by itself. So a
-pod that was made from an older template is deleted here, and its StatefulSet makes it again.
+No step deletes a pod. StatefulSets of engines use ``OnDelete``, and an engine's name contains its
+revision: another revision means other engines (:mod:`.rollout.moves`). What somebody else changes
+in a pod template reaches a pod only when that pod is made again for another reason.
 
 An engine of several pods may hold the GPUs of the pods that fit on a node, and do nothing with
 them. Two such engines can keep each other from starting for ever. After
@@ -11,7 +12,7 @@ process of the operator goes on with it.
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +56,6 @@ def steps_to(observed: Observed, desired: Desired, children: tuple[Apply, ...]) 
     live = {
         ownership.identity(child): child for child in (*observed.connectors, *observed.children)
     }
-    settled = set()
     trials = {ownership.identity(trial.manifest): trial for trial in desired.trials}
     for wanted in children:
         name = ownership.identity(wanted.manifest)
@@ -64,14 +64,12 @@ def steps_to(observed: Observed, desired: Desired, children: tuple[Apply, ...]) 
             continue
         seen = live.get(name)
         if drift.is_settled(seen, wanted.manifest, observed.rewrites.get(name)):
-            settled.add(name)
             continue
         there = {} if seen is None or ownership.is_being_deleted(seen) else seen["metadata"]
         yield replace(wanted, uid=str(there.get("uid") or ""))
     for trial in trials.values():
         yield replace(trial, manifest=drift.stamped(trial.manifest))
     yield from deletions(observed, desired)
-    yield from restarts(observed, desired, settled)
 
 
 MANAGED_KINDS = frozenset(
@@ -125,51 +123,6 @@ def _leaving(observed: Observed, desired: Desired) -> set[EngineName]:
         *ownership.engine_sets(observed.children),
         *ownership.engines_of(observed.pods),
     } - wanted
-
-
-POD_REVISION_LABEL = "controller-revision-hash"
-"""Kubernetes' label of a StatefulSet's pod: the template that the pod was made from."""
-
-
-def restarts(
-    observed: Observed, desired: Desired, applied: AbstractSet[tuple[str, str]]
-) -> Iterator[Delete]:
-    """Yield the deletion of each pod that was made from an older template of its StatefulSet.
-
-    Args:
-        applied: identities of the children that an apply would not change.
-    """
-    current = _current_revisions(observed, desired.children, applied)
-    for pod in observed.pods:
-        engine = object_names.engine_of(pod)
-        if engine is None or ownership.is_being_deleted(pod):
-            continue
-        revision = current.get(engine.stateful_set)
-        made_from = pod["metadata"].get("labels", {}).get(POD_REVISION_LABEL)
-        if revision and made_from and made_from != revision:
-            yield deletion(pod, "its StatefulSet's template changed")
-
-
-def _current_revisions(
-    observed: Observed, children: tuple[Apply, ...], applied: AbstractSet[tuple[str, str]]
-) -> Mapping[str, str]:
-    """Return the template revision of each StatefulSet, by name.
-
-    A StatefulSet is left out while our change of it is not applied, and while Kubernetes has
-    not computed its revision yet.
-    """
-    live = {ownership.identity(child): child for child in observed.children}
-    found = {}
-    for wanted in children:
-        kind, name = ownership.identity(wanted.manifest)
-        existing = live.get((kind, name))
-        if kind != "StatefulSet" or existing is None:
-            continue
-        status = existing.get("status") or {}
-        computed = status.get("observedGeneration") == existing["metadata"].get("generation")
-        if computed and (kind, name) in applied:
-            found[name] = str(status.get("updateRevision") or "")
-    return found
 
 
 LONGEST_WORDS = 512

@@ -12,7 +12,7 @@ from pdcluster_operator.api.conditions import Verdict, no
 from pdcluster_operator.api.object_names import connector_name
 from pdcluster_operator.plan.connectors import connector_of, is_forged, is_shared_connector
 from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
-from pdcluster_operator.plan.types import Apply, Delete, Manifest, Observed, Step
+from pdcluster_operator.plan.types import Apply, Manifest, Observed, Step
 
 NAME_CONFLICT = "NameConflict"
 STILL_BEING_DELETED = "StillBeingDeleted"
@@ -56,16 +56,9 @@ def strange_connectors(observed: Observed, children: Iterable[Manifest]) -> froz
     return frozenset(mounted - known - {connector_name(observed.connector.digest)})
 
 
-def may_be_taken(step: Step, observed: Observed, strange: AbstractSet[str]) -> bool:
+def may_be_taken(step: Step, strange: AbstractSet[str]) -> bool:
     """Whether no pod starts with a strange connector because of a step."""
-    if isinstance(step, Apply):
-        return connector_of(step.manifest) not in strange
-    if isinstance(step, Delete) and step.kind == "Pod":
-        owner = step.name.rpartition("-")[0]
-        sets = (one for one in observed.children if one["kind"] == "StatefulSet")
-        named = (one for one in sets if one["metadata"]["name"] == owner)
-        return not any(connector_of(one) in strange for one in named)
-    return True
+    return not isinstance(step, Apply) or connector_of(step.manifest) not in strange
 
 
 def why_strange(strange: AbstractSet[str]) -> Verdict:

@@ -1,8 +1,8 @@
 """``make_plan``: the whole operator as one pure function, in four steps.
 
 The plan applies first what other objects need: the connector, the engines' addresses, the engines,
-the router and its address. Then it deletes what is not wanted, and then it restarts pods. An
-object that already is as wanted is not applied.
+the router and its address. Then it deletes what is not wanted. An object that already is
+as wanted is not applied.
 """
 
 from collections import Counter
@@ -127,7 +127,7 @@ def _outcome(
         observed, (child.manifest for child in desired.children)
     )
     if strange:
-        steps = [step for step in steps if name_conflicts.may_be_taken(step, observed, strange)]
+        steps = [step for step in steps if name_conflicts.may_be_taken(step, strange)]
     if observed.unread:
         steps = [one for one in steps if isinstance(one, Apply) and observed.children]
     if observed.unread or not findings.ok:

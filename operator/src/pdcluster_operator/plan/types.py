@@ -189,10 +189,7 @@ class TryOut:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Deletion of one object, only if it is still the one that was seen.
-
-    A StatefulSet makes a pod that is deleted again, from its current template.
-    """
+    """Deletion of one object, only if it is still the one that was seen."""
 
     kind: str
     namespace: str
@@ -265,7 +262,7 @@ def stages(steps: Iterable[Step]) -> list[tuple[Step, ...]]:
     """Return the steps in stages; within a stage they keep their order.
 
     First come the objects that pods mount or go by. Then new revisions are tried out, and then come
-    the workloads that make pods. Pods are restarted at the end.
+    the workloads that make pods. Deletions come last.
     """
     staged: dict[int, list[Step]] = {}
     for step in steps:
@@ -297,4 +294,4 @@ def _stage(step: Step) -> int:
         return 2 if step.manifest["kind"] in ("StatefulSet", "Deployment") else 0
     if isinstance(step, TryOut):
         return 1
-    return 4 if step.kind == "Pod" else 3
+    return 3

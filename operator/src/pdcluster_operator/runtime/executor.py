@@ -49,7 +49,7 @@ class Executor:
         """Return what something else, such as a webhook, changed in the children it applied.
 
         They are remembered for as long as the process runs. A process that has just started applies
-        each such child once more, which changes nothing.
+        each such child once more. A policy may then write another value, which ends no engine.
         """
         return dict(self._rewrites.get(key, {}))
 

@@ -31,7 +31,7 @@ def build_engine_statefulset(
     nodes: int,
     queue: str = "",
 ) -> dict[str, Any]:
-    """Return the StatefulSet; ``OnDelete`` because only the planner restarts pods.
+    """Return the StatefulSet; ``OnDelete`` because a change of the template restarts no engine.
 
     Args:
         template: the pod template of this engine; see :func:`..rollout.revisions.engine_template`.

@@ -38,11 +38,9 @@ from pdcluster_operator.api.object_names import (
 )
 from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan import connectors, renewals, types
-from pdcluster_operator.plan.children import POD_REVISION_LABEL
 from pdcluster_operator.plan.objects import drift, ownership
 from pdcluster_operator.plan.observed.engines import known_ids
 from pdcluster_operator.plan.observed.pods import accelerators, is_pod_ready
-from pdcluster_operator.plan.rollout.revisions import short_hash
 
 GONE = "the pods that were told to end are gone"
 VERIFIED = "the new engines have loaded their weights, and KV was seen to move"
@@ -105,8 +103,6 @@ class World:
             self._certificates = replace(self._certificates, issue=issue, engines=engines)
         elif isinstance(step, types.Apply | types.TryOut):
             self._apply(step.manifest, now)
-        elif step.kind == "Pod":
-            self._end(step.name, now)
         else:
             child = self._children.pop((step.kind, step.name), None)
             engine = engine_of(child) if child is not None else None
@@ -142,11 +138,6 @@ class World:
         metadata["creationTimestamp"] = known.get("creationTimestamp") or timestamp(now)
         metadata["generation"] = int(known.get("generation") or 0) + (not same)
         made["status"] = dict((old or {}).get("status") or {})
-        if made["kind"] == "StatefulSet":
-            template = made["spec"]["template"]
-            if old is None or not drift.covers(old["spec"]["template"], template):
-                made["status"]["updateRevision"] = f"forecast-{short_hash(template)}"
-            made["status"]["observedGeneration"] = metadata["generation"]
         self._children[key] = made
 
     def _end(self, pod: str, now: float) -> None:
@@ -213,8 +204,6 @@ def running_pod(name: EngineName, node: int, child: types.Manifest, number: int)
         number: makes the pod's UID unique.
     """
     template = child["spec"]["template"]
-    revision = str((child.get("status") or {}).get("updateRevision") or "")
-    labels = {POD_INDEX_LABEL: str(node), POD_REVISION_LABEL: revision}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -223,7 +212,7 @@ def running_pod(name: EngineName, node: int, child: types.Manifest, number: int)
             "namespace": name.namespace,
             "uid": f"forecast-pod-{number}",
             "resourceVersion": f"forecast-{number}",
-            "labels": {**template["metadata"]["labels"], **labels},
+            "labels": {**template["metadata"]["labels"], POD_INDEX_LABEL: str(node)},
         },
         "spec": {**template["spec"], "nodeName": "forecast"},
         "status": running("192.0.2.1"),

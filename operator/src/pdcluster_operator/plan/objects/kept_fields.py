@@ -20,7 +20,6 @@ MARK = "sha256:"
 STATUS_FIELDS: Mapping[str, tuple[str, ...]] = {
     "Deployment": ("observedGeneration", "replicas", "updatedReplicas", "availableReplicas"),
     "Pod": ("podIP", "containerStatuses"),
-    "StatefulSet": ("observedGeneration", "updateRevision"),
 }
 POD_CONDITIONS = ("Ready", "PodScheduled")
 

@@ -8,8 +8,8 @@ Three rules:
   of one role could otherwise take the room of the pair, and serve nothing.
 * Any other engine of several pods has a group of its own. One of a single pod needs none.
 
-A pod never leaves its group, and a changed template would restart engines. So an engine that
-exists keeps the group that its StatefulSet names, or none. Only the count of a group changes.
+A pod never leaves its group, and no change of a template reaches pods that exist. So an engine
+that exists keeps the group that its StatefulSet names, or none. Only the count of a group changes.
 """
 
 from collections import Counter
