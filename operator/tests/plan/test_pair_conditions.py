@@ -5,8 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from simulated_cluster import brought_up
 
-from pdcluster_connector.protocol.launcher_documents import CanaryReport, CanaryState, LinkState
+from pdcluster_connector.protocol.launcher_documents import (
+    CanaryReport,
+    CanaryState,
+    EngineReport,
+    EngineState,
+    LinkState,
+)
 from pdcluster_operator.api.conditions import Status, StatusReason, Verdict
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.types import Role, Transfer
@@ -17,6 +24,7 @@ from pdcluster_operator.plan.status.conditions import (
     path_verified,
     transport_healthy,
 )
+from pdcluster_operator.plan.types import Apply, Step
 
 PASSED = CanaryReport(CanaryState.PASSED)
 FAILED = CanaryReport(CanaryState.FAILED, message="no KV moved")
@@ -137,3 +145,31 @@ def test_what_was_known_once_is_not_unknown_while_a_link_is_made_again(
     waits = link(1, canary=CanaryReport())
     assert path_verified([good(0), waits], before).status == now
     assert path_verified([good(0), link(1, LinkState.FAILED)], before).status == now
+
+
+def test_a_verified_pair_that_no_router_knows_does_not_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The API server refuses the change of the routers, and the decode engine they know fails."""
+    world = brought_up(decode={"replicas": 1})
+    perform = world.perform
+
+    def refused(step: Step) -> None:
+        if not (isinstance(step, Apply) and step.manifest["kind"] == "Deployment"):
+            perform(step)
+
+    monkeypatch.setattr(world, "perform", refused)
+    world.edit(decode={"replicas": 2})
+    for _ in range(4):
+        world.step()
+        world.others_act()
+    known, _ = world.leaders("decode")
+    world.step()
+    assert world.condition("Available")["status"] == "True"
+    world.engines[known.logical] = EngineReport(
+        ready=False, engine=known.logical, state=EngineState.FAILED
+    )
+    del world.links[known.logical]
+    world.step()
+    said = world.condition("Available")
+    assert (said["status"], said["reason"]) == ("False", StatusReason.NO_VERIFIED_PAIR)

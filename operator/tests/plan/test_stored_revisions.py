@@ -13,6 +13,16 @@ from simulated_cluster import SimulatedCluster, brought_up, manifest
 from valid_specs import manifests
 
 from pdcluster_connector.protocol.launcher_documents import EngineReport, EngineState
+from pdcluster_operator.api.conditions import timestamp
+from pdcluster_operator.api.object_names import (
+    ENGINE_LABEL,
+    PAIRING_LABEL,
+    RELEASED_ANNOTATION,
+    RELEASED_BECAUSE_ANNOTATION,
+    REVISION_LABEL,
+    ROLE_LABEL,
+    pairing_key_of,
+)
 from pdcluster_operator.api.rules import extra_args
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.types import Role
@@ -492,6 +502,71 @@ def test_a_change_that_is_held_is_not_forgotten_with_the_stored_revisions(held: 
     assert decode not in old
 
 
+def test_a_role_that_lost_its_last_engine_gets_those_that_pair_while_a_change_is_held() -> None:
+    world = up()
+    [key] = {pairing_key_of(one) for one in world.children.values() if one["kind"] == "Deployment"}
+    world.edit(engine={"blockSize": 32}, rollout={"paused": True})
+    world.edit(prefill={"replicas": 0})
+    roll(world)
+    assert world.leaders("prefill") == []
+    world.edit(prefill={"replicas": 1})
+    roll(world)
+    sets = [one for one in world.children.values() if one["kind"] == "StatefulSet"]
+    assert [pairing_key_of(one) for one in sets] == [key, key]
+    assert world.condition("Available")["status"] == "True"
+    world.edit(rollout={})
+    roll(world)
+    assert world.condition("Ready")["status"] == "True"
+    assert key not in {
+        pairing_key_of(one) for one in world.children.values() if one["kind"] == "StatefulSet"
+    }
+
+
+def test_a_revision_from_a_released_engine_has_all_its_pods() -> None:
+    """A StatefulSet has none while its engine is released."""
+    world = up(decode={"replicas": 2, "parallelism": {"tensor": 2, "nodes": 2}})
+    world.edit(engine={"blockSize": 32}, rollout={"paused": True})
+    world.step()
+    first, second = sorted(of_role(world, "StatefulSet", "decode"))
+    released = world.children["StatefulSet", first]
+    released["spec"]["replicas"] = 0
+    marks = {RELEASED_ANNOTATION: timestamp(world.now), RELEASED_BECAUSE_ANNOTATION: "no room"}
+    released["metadata"]["annotations"] |= marks
+    for name in [name for name in world.pods if name.startswith(f"{first}-")]:
+        del world.pods[name]
+    for name in named(world, "ControllerRevision"):
+        del world.children["ControllerRevision", name]
+    for _ in range(3):
+        world.step()
+        assert world.children["StatefulSet", second]["spec"]["replicas"] == 2
+
+
+@pytest.mark.parametrize("label", [ROLE_LABEL, ENGINE_LABEL, PAIRING_LABEL, REVISION_LABEL])
+def test_a_label_that_somebody_changes_on_a_stateful_set_ends_no_engine(label: str) -> None:
+    world = up()
+    before = named(world, "StatefulSet")
+    for name in sorted(before):
+        world.children["StatefulSet", name]["metadata"]["labels"][label] = "other"
+        plan = world.step()
+        assert not [step for step in plan.steps if isinstance(step, Delete)]
+        labels = world.children["StatefulSet", name]["metadata"]["labels"]
+        assert labels[label] != "other"
+        assert world.condition("Available")["status"] == "True"
+    roll(world)
+    assert named(world, "StatefulSet") == before
+
+
+@pytest.mark.parametrize("label", [PAIRING_LABEL, REVISION_LABEL])
+def test_a_label_that_somebody_changes_on_a_stored_revision_replaces_no_engine(label: str) -> None:
+    world = up()
+    before = named(world, "StatefulSet")
+    for name in named(world, "ControllerRevision"):
+        world.children["ControllerRevision", name]["metadata"]["labels"][label] = "other"
+        roll(world)
+        assert named(world, "StatefulSet") == before
+        assert world.condition("Ready")["status"] == "True"
+
+
 @pytest.fixture(scope="module")
 def running() -> SimulatedCluster:
     return up()
@@ -696,9 +771,11 @@ def stored_as(one: Revision) -> dict[str, Any]:
 def test_a_revision_is_read_as_it_was_stored() -> None:
     world = up()
     whole, _ = stored_revisions(world.observed())
+    template = copy.deepcopy(dict(whole.template))
+    template["metadata"]["labels"][PAIRING_LABEL] = "key"
     one = replace(
         whole, pairing_key="key", connector="c0ffee", nodes=3, renew="today", number=7,
-        spec={"engine": {"blockSize": 8}},
+        spec={"engine": {"blockSize": 8}}, template=template,
     )  # fmt: skip
     assert list(revisions_in([stored_as(one)])) == [one]
     old = stored_as(one)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Role
 
 HTTP_PORT = 8000
@@ -183,25 +184,30 @@ UNUSED_ANNOTATION = f"{GROUP}/unused-since"
 """On the same ConfigMap: since when nothing mounts it; empty while something does."""
 
 
-def engine_of(manifest: Mapping[str, object]) -> EngineName | None:
+def labels_of(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the labels of an object; of a workload, those of its pods.
+
+    Somebody may change the labels of a workload itself. Those of its pods have to match its
+    selector, which never changes.
+    """
+    template = as_mapping(manifest.get("spec")).get("template")
+    return as_mapping(as_mapping((template or manifest).get("metadata")).get("labels"))
+
+
+def engine_of(manifest: Mapping[str, Any]) -> EngineName | None:
     """Return the engine that an object belongs to by its labels; None if it belongs to none."""
-    metadata = manifest.get("metadata")
-    if not isinstance(metadata, (dict, Mapping)):  # the check for dict is the quicker one
-        return None
-    labels = metadata.get("labels")
-    if not isinstance(labels, (dict, Mapping)):
-        return None
+    labels = labels_of(manifest)
     engine, role = labels.get(ENGINE_LABEL), labels.get(ROLE_LABEL)
     if not isinstance(engine, str) or not isinstance(role, str):
         return None
-    namespace = str(metadata.get("namespace") or "default")
+    namespace = str(manifest["metadata"].get("namespace") or "default")
     cluster, revision = labels.get(CLUSTER_LABEL, ""), labels.get(REVISION_LABEL, "")
     return _engine_named(namespace, str(cluster), role, str(revision), engine)
 
 
 def pairing_key_of(manifest: Mapping[str, Any]) -> str:
     """Return the pairing key in an object's labels; empty if it has none."""
-    return str((manifest["metadata"].get("labels") or {}).get(PAIRING_LABEL, ""))
+    return str(labels_of(manifest).get(PAIRING_LABEL, ""))
 
 
 @lru_cache(maxsize=1 << 14)

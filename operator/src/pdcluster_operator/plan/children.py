@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 from pdcluster_operator.api import conditions, object_names
-from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.objects import drift, ownership
@@ -91,7 +90,8 @@ def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
     """Yield each child that is not wanted and that nothing needs any more."""
     wanted = {ownership.identity(child.manifest) for child in desired.children}
     kept_engines = {name.stateful_set for name in desired.kept}
-    leaving = _leaving(observed, desired)
+    there = {*ownership.engine_sets(observed.children), *ownership.engines_of(observed.pods)}
+    leaving = there.difference(desired.kept, *desired.names.values())
     for child in observed.children:
         kind, name = ownership.identity(child)
         if kind not in MANAGED_KINDS or (kind, name) in wanted or ownership.is_being_deleted(child):
@@ -114,15 +114,6 @@ def existing_engines(children: Iterable[Manifest], role: Role) -> int:
     """Return how many engines of a role exist and are not being deleted."""
     sets = ownership.engine_sets(children)
     return sum(name.role is role and not ownership.is_being_deleted(sets[name]) for name in sets)
-
-
-def _leaving(observed: Observed, desired: Desired) -> set[EngineName]:
-    """Return the engines that are not wanted and still have a StatefulSet or a pod."""
-    wanted = {name for names in desired.names.values() for name in names} | desired.kept
-    return {
-        *ownership.engine_sets(observed.children),
-        *ownership.engines_of(observed.pods),
-    } - wanted
 
 
 LONGEST_WORDS = 512

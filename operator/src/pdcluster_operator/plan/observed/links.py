@@ -141,7 +141,8 @@ def _pair(
         return _seen(prefill, decode, LinkState.FAILED, link)
     if prefill.ready is False:
         return _waiting(prefill, decode, prefill)
-    if link is None or _stale(link, prefill) or link.state is not LinkState.ESTABLISHED:
+    ids = {prefill.engine_id, link.prefill_engine_id if link is not None else ""} - {""}
+    if link is None or len(ids) > 1 or link.state is not LinkState.ESTABLISHED:
         message = link.message if link is not None else ""
         return PairView(prefill, decode, LinkState.PENDING, StatusReason.LINKS_PENDING, message)
     return _seen(prefill, decode, LinkState.ESTABLISHED, link)
@@ -156,12 +157,6 @@ def _seen(prefill: EngineView, decode: EngineView, state: LinkState, link: LinkR
 def _waiting(prefill: EngineView, decode: EngineView, cause: EngineView) -> PairView:
     message = f"{cause.name.stateful_set} is not ready: {cause.reason}"
     return PairView(prefill, decode, LinkState.PENDING, StatusReason.WAITING_FOR_ENGINES, message)
-
-
-def _stale(link: LinkReport, prefill: EngineView) -> bool:
-    return bool(
-        link.prefill_engine_id and prefill.engine_id and link.prefill_engine_id != prefill.engine_id
-    )
 
 
 ALL_LINKS = 64

@@ -241,11 +241,17 @@ def _choose(observed: Observed, cluster: Cluster, live: Live, memo: Memo) -> _Ch
     hold = paused or any(live[role] for role in untried) or observed.unread is not None
     serving = dict(targets.wanted)
     if hold:
-        served = listed_engines(observed, chain(*live.values()), served_key(observed, cluster))
+        key = served_key(observed, cluster)
+        served = listed_engines(observed, chain(*live.values()), key)
         for role, engines in live.items():
             reached = {name: one for name, one in engines.items() if name in served}
             if found := reached or engines:
                 serving[role] = _serving(observed, targets, role, found)
+                key = serving[role].pairing_key
+        # A role that has no engine now gets those that pair with the other one's.
+        paired = [one for one in targets.stored if one.pairing_key == key]
+        empty = {one.role: one for one in reversed(paired) if not live[one.role]}
+        serving |= empty
     return _Choice(targets, serving, untried, hold)
 
 

@@ -170,8 +170,9 @@ def _read(child: Manifest) -> Revision | None:
         return None
     return Revision(
         role=Role(labels[object_names.ROLE_LABEL]),
-        name=str(labels[object_names.REVISION_LABEL]),
-        pairing_key=object_names.pairing_key_of(child),
+        # Somebody may change labels. Nobody can change the name and the data.
+        name=child["metadata"]["name"].rpartition("-")[2],
+        pairing_key=object_names.pairing_key_of(data["template"]),
         connector=str(data.get("connector") or ""),
         nodes=data["nodes"] if isinstance(data.get("nodes"), int) else 1,
         template=data["template"],

@@ -168,7 +168,10 @@ def _verdicts(
     keys: Mapping[object_names.EngineName, str],
 ) -> dict[ConditionType, Verdict]:
     key = routers.served_key(observed, cluster) if cluster.spec.router.replicas else ""
-    reached = [pair for pair in pairs if key in ("", keys.get(pair.decode.name))]
+    served = {name for name, own in keys.items() if key in ("", own)}
+    if routers.routers_run(observed, key):  # nobody sees which engines older pods of routers know
+        served &= routers.listed_engines(observed, served, key)
+    reached = [pair for pair in pairs if {pair.prefill.name, pair.decode.name} <= served]
     before = observed.cluster.get("status") or {}
     old = {kind: api_conditions.find_condition(before, kind) for kind in ConditionType}
     prefill, decode = (engines[role] for role in Role)
