@@ -1,0 +1,293 @@
+"""What others do to a PDCluster and to its objects, between any two steps of the operator.
+
+Each hand returns what it did, in words, or nothing if there was nothing to do it to.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from rough_world import CLUSTER, NAMESPACE, STRANGER, Identity, Manifest, World, copied
+
+from pdcluster_operator.api.conditions import timestamp
+from pdcluster_operator.api.object_names import CLUSTER_LABEL
+from pdcluster_operator.runtime.interfaces import ApiError, Conflict, Invalid
+
+YEAR = 365 * 86_400.0
+REFUSALS = (
+    Invalid("the object is invalid"),
+    Conflict("the object has been modified"),
+    ApiError("Forbidden", "exceeded quota"),
+    ApiError("RequestEntityTooLarge", "the request is too large"),
+    ApiError("TooManyRequests", "too many requests"),
+)
+KINDS = (
+    "StatefulSet",
+    "Deployment",
+    "Service",
+    "ServiceAccount",
+    "NetworkPolicy",
+    "PodDisruptionBudget",
+    "ControllerRevision",
+    "Secret",
+    "ConfigMap",
+)
+OWNER = {"apiVersion": "example.com/v1", "kind": "Other", "name": "x", "uid": STRANGER}
+# Pods of a StatefulSet that is not ours any more still count as our engine's.
+OWNED = tuple(kind for kind in KINDS if kind != "StatefulSet")
+ENV = tuple([{"name": "A", "value": str(number)}] for number in range(3))
+
+
+class Hands:
+    """All that others may do; dice choose.
+
+    Attributes:
+        spec: the parts of the PDCluster's spec that they change.
+        usual: the last spec that is meant to stay, in case that others break it for a while.
+    """
+
+    def __init__(self, world: World, dice: Random) -> None:
+        self.world, self.dice = world, dice
+
+    def act(self) -> str:
+        hands = (
+            *[self.delete, self.change_spec, self.scale] * 2,
+            self.disown,
+            self.relabel,
+            self.restore,
+            self.refuse,
+            self.allow,
+            self.kill,
+            self.restart,
+            self.upgrade,
+            self.clock,
+            self.evict,
+            self.lose_node,
+            self.sicken,
+            self.heal,
+            self.bend,
+            self.take_name,
+            self.release,
+            self.pause,
+            self.break_spec,
+        )
+        return self.dice.choice(hands)()
+
+    def delete(self) -> str:
+        if (name := self._some(*KINDS)) is None:
+            return ""
+        self.world.remove(name)
+        return f"delete {name}"
+
+    def disown(self) -> str:
+        if (name := self._some(*OWNED)) is None:
+            return ""
+        owners = self.dice.choice(([], [{**OWNER, "controller": True}]))
+        self._by_hand(name)["metadata"]["ownerReferences"] = owners
+        return f"{name} is of {owners}"
+
+    def relabel(self) -> str:
+        if (name := self._some(*KINDS)) is None:
+            return ""
+        labels = self.world.objects[name]["metadata"].get("labels") or {}
+        if not labels:
+            return ""
+        # The watch does not show a StatefulSet without this label. If the spec does not ask for it
+        # any more, its engine stays, and the status says that engines still exist.
+        kept = {CLUSTER_LABEL} if name[0] == "StatefulSet" else set()
+        label, value = (
+            self.dice.choice(sorted(labels.keys() - kept)),
+            self.dice.choice((None, "other")),
+        )
+        changed = {**labels, label: value}
+        if value is None:
+            del changed[label]
+        self._by_hand(name)["metadata"]["labels"] = changed
+        return f"{name}: {label} is {value}"
+
+    def restore(self) -> str:
+        """Put an object back as it was at some time: without its status, perhaps as a new one."""
+        if not self.world.past:
+            return ""
+        old = copied(self.dice.choice(self.world.past))
+        old.pop("status", None)
+        name = (old["kind"], old["metadata"]["name"])
+        live = self.world.objects.get(name)
+        if live is not None and name[0] in ("ConfigMap", "ControllerRevision"):
+            return ""  # the API server lets nobody change these
+        if live is not None:
+            old["metadata"]["ownerReferences"] = live["metadata"].get("ownerReferences") or []
+        self.world.hit.add(name)
+        self.world.write(old, by="hand")
+        return f"restore {name}"
+
+    def refuse(self) -> str:
+        kind, error = self.dice.choice((*KINDS, "PDCluster")), self.dice.choice(REFUSALS)
+        if kind == "StatefulSet" and self.dice.random() < 0.5:
+            self.world.refused_template = "a policy refuses the pod"
+            return "new templates are refused"
+        self.world.refusals[kind] = error
+        return f"{kind} is refused: {error.reason}"
+
+    def allow(self) -> str:
+        self.world.refusals.clear()
+        self.world.refused_template = ""
+        return "nothing is refused"
+
+    def kill(self) -> str:
+        self.world.lives = self.dice.randrange(6)
+        return f"the operator ends after {self.world.lives} writes"
+
+    def restart(self) -> str:
+        self.world.start()
+        return "the operator is started again"
+
+    def upgrade(self) -> str:
+        self.world.upgrade()
+        return "another version is started"
+
+    def clock(self) -> str:
+        self.world.skew = self.dice.choice((-YEAR, YEAR, 0.0, 0.0))
+        return f"the date is off by {self.world.skew}"
+
+    def evict(self) -> str:
+        if (name := self._some("Pod")) is None:
+            return ""
+        self.world.remove(name)
+        return f"evict {name}"
+
+    def lose_node(self) -> str:
+        if (name := self._some("Pod")) is None:
+            return ""
+        self.world.remove(name)
+        self.world.stuck.add(name[1])
+        return f"the node of {name} is gone"
+
+    def sicken(self) -> str:
+        if (name := self._some("StatefulSet")) is None:
+            return ""
+        self.world.sick.add(name[1])
+        return f"{name} does not run"
+
+    def heal(self) -> str:
+        self.world.sick.clear()
+        return "all engines run"
+
+    def bend(self) -> str:
+        """Change what an object does."""
+        kinds = ("Service", "Deployment", "StatefulSet", "PodDisruptionBudget", "Secret")
+        if (name := self._some(*kinds)) is None:
+            return ""
+        kind = name[0]
+        live = self._by_hand(name)
+        if kind == "Service":
+            live["spec"]["selector"] = {**live["spec"].get("selector", {}), "app": "other"}
+        elif kind == "Deployment":
+            live["spec"]["replicas"] = self.dice.choice((0, 3))
+        elif kind == "StatefulSet":
+            live["spec"]["replicas"] = self.dice.choice((0, 2))
+        elif kind == "PodDisruptionBudget":
+            live["spec"]["selector"] = {"matchLabels": {"app": "other"}}
+        else:
+            live["data"] = {}
+        if kind in ("Deployment", "StatefulSet"):
+            live["metadata"]["generation"] += 1
+        return f"bend {name}"
+
+    def release(self) -> str:
+        """An engine carries the mark of one that was released, from another clock."""
+        if (name := self._some("StatefulSet")) is None:
+            return ""
+        moment = timestamp(self.world.seconds + self.dice.choice((-YEAR, -60.0, YEAR)))
+        live = self._by_hand(name)
+        marks = {"pdcluster.dev/released-at": moment, "pdcluster.dev/released-because": "clock"}
+        live["metadata"]["annotations"] = {**live["metadata"].get("annotations", {}), **marks}
+        return f"{name} is marked as released at {moment}"
+
+    def take_name(self) -> str:
+        """A stranger's object takes the place of one of ours."""
+        if (name := self._some("Service", "Deployment", "Secret")) is None:
+            return ""
+        old = copied(self.world.objects[name])
+        self.world.remove(name)
+        metadata = {"name": name[1], "namespace": NAMESPACE, "labels": old["metadata"]["labels"]}
+        self.world.write({**old, "metadata": metadata, "status": {}}, by="hand")
+        return f"a stranger's {name}"
+
+    def change_spec(self) -> str:
+        choice = self.dice.randrange(5)
+        if choice == 0:
+            block = self.dice.choice((16, 32, 64))
+            self.world.edit(engine={"blockSize": block})
+            return f"blockSize {block}"
+        if choice == 1:
+            how = self.dice.choice(("Surge", "Replace", "Recreate"))
+            self._edit_part("rollout", type=how)
+            return how
+        if choice == 2:
+            routers = self.dice.randrange(3)
+            self.world.edit(router={"replicas": routers})
+            return f"{routers} routers"
+        role, env = self.dice.choice(("prefill", "decode")), self.dice.choice(ENV)
+        self._edit_part(role, engine={"env": env})
+        return f"{role}: {env}"
+
+    def scale(self) -> str:
+        role, replicas = self.dice.choice(("prefill", "decode")), self.dice.randrange(5)
+        self._edit_part(role, replicas=replicas)
+        return f"{role}: {replicas} replicas"
+
+    def pause(self) -> str:
+        paused = self.dice.random() < 0.5
+        self._edit_part("rollout", paused=paused)
+        return f"paused: {paused}"
+
+    def break_spec(self) -> str:
+        """The spec is refused by no webhook, and broken, until somebody mends it."""
+        broken = "nonsense" not in self.world.cluster["spec"]
+        self.world.edit(nonsense=True if broken else None)
+        return f"the spec is broken: {broken}"
+
+    def stop(self, *, mend: bool) -> None:
+        """Others stop: nothing is refused, nodes are back, and the spec is one that can be had.
+
+        Args:
+            mend: whether objects of others, that are in the way, are deleted.
+        """
+        world = self.world
+        self.allow()
+        self.heal()
+        world.skew, world.lives = 0.0, None
+        world.stuck.clear()
+        self._edit_part("rollout", paused=False)
+        for role in ("prefill", "decode"):
+            replicas = (world.cluster["spec"].get(role) or {}).get("replicas", 1)
+            self._edit_part(role, replicas=max(1, replicas))
+        world.edit(nonsense=None)
+        for name in [n for n in world.objects if mend and n[0] in KINDS]:
+            if name in world.objects and name[0] != "ConfigMap" and not self._is_owned(name):
+                world.remove(name)
+
+    def _is_owned(self, name: Identity) -> bool:
+        owners = self.world.objects[name]["metadata"].get("ownerReferences") or ()
+        return any(one.get("uid") == self.world.uid for one in owners)
+
+    def _edit_part(self, part: str, **fields: object) -> None:
+        self.world.edit(**{part: {**(self.world.cluster["spec"].get(part) or {}), **fields}})
+
+    def _some(self, *kinds: str) -> Identity | None:
+        found = [name for name in sorted(self.world.objects) if name[0] in kinds]
+        if not found:
+            return None
+        name = self.dice.choice(found)
+        self.world.hit.add(name)
+        return name
+
+    def _by_hand(self, name: Identity) -> Manifest:
+        self.world.last_writer[name] = "hand"
+        return self.world.touch(name)
+
+
+def spec_of(world: World) -> Manifest:
+    """The PDCluster's spec, to make a fresh one of it."""
+    return copied(world.objects[CLUSTER]["spec"])
