@@ -258,6 +258,27 @@ def test_the_place_of_a_lease_word_that_nobody_can_observe_goes_to_no_other_read
     assert bench.take().failed[lost].reason is Reason.BACKEND_ERROR
 
 
+def test_a_lease_word_that_was_not_posted_is_given_back_once() -> None:
+    """Its place was given to two reads after the agent was destroyed: one fell to the other."""
+    bench = Bench(ReceiverOptions(drain_deadline_seconds=1e6))
+    prefill = Prefill(bench.fabric, "p/1", tensor=2, **CACHE)
+    bench.peers.table["p/1"] = prefill.metadata
+    assert bench.send(prefill) in bench.take().received
+    free = bench.connections.fence_words.free
+    count, as_before = len(free), bench.fabric.behave
+    bench.fabric.behave = lambda transfer: (
+        Behaviour(post_error=NixlErrorKind.LOST) if transfer.nbytes == 8 else as_before(transfer)
+    )
+    lost = bench.send(prefill)
+    assert len(free) == count - 1, "of two: the first may still be written, the second never was"
+    bench.fabric.behave = as_before
+    bench.pass_time(5.0)
+    assert bench.take().failed[lost].reason is Reason.BACKEND_ERROR
+    free = bench.connections.fence_words.free
+    assert len(free) == len(set(free)) == count
+    assert bench.send(prefill) in bench.take().received
+
+
 def test_the_first_lease_word_is_one_like_the_others() -> None:
     bench = Bench()
     prefill = bench.prefill("p/1")

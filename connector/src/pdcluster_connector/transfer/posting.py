@@ -103,11 +103,9 @@ class Transfers:
                 self._executor.dispatch(job, receive_machine.Failed(job.connection.broken))
                 continue
             self._post(job, job.connection)
-            if not job.machine.posting:
-                continue
-            if job.reads:
+            if job.reads:  # also if it has failed: they are dropped
                 self._posting.append(job)
-            else:
+            elif job.machine.posting:
                 self._executor.dispatch(job, receive_machine.Signal.POSTED)
             if self._executor.clock() >= until:
                 break
