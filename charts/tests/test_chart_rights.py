@@ -22,6 +22,7 @@ WATCHED = {
     "apps/statefulsets": APPLY,
     "apps/deployments": APPLY,
     "apps/controllerrevisions": APPLY,
+    "apps/replicasets": {"get"},
     "/services": APPLY,
     "/configmaps": APPLY,
     "/serviceaccounts": APPLY,

@@ -14,6 +14,10 @@
 - apiGroups: [apps]
   resources: [statefulsets, deployments, controllerrevisions]
   verbs: [get, list, watch, create, patch, delete]
+# Whose the pods of routers are: a ReplicaSet stands between them and their Deployment.
+- apiGroups: [apps]
+  resources: [replicasets]
+  verbs: [get]
 - apiGroups: [""]
   resources: [services, configmaps, serviceaccounts]
   verbs: [get, list, watch, create, patch, delete]

@@ -18,6 +18,7 @@ WATCHED_RULES = [
         "resources": ["statefulsets", "deployments", "controllerrevisions"],
         "verbs": APPLY,
     },
+    {"apiGroups": ["apps"], "resources": ["replicasets"], "verbs": ["get"]},
     {
         "apiGroups": [""],
         "resources": ["services", "configmaps", "serviceaccounts"],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import virtual_time
-from pdcluster_operator.adapters.api_server import connector_collector
+from pdcluster_operator.adapters import operator_process
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.object_names import UNUSED_ANNOTATION
 from pdcluster_operator.plan.connectors import KEEP_SECONDS
@@ -68,7 +68,7 @@ def collect(server: Server, *known: dict[str, Any]) -> list[tuple[str, ...]]:
     store = Store()
     for manifest in known:
         store.put(manifest)
-    asyncio.run(connector_collector.collect(store, server, NOW, 60.0))
+    asyncio.run(operator_process.collect(store, server, NOW, 60.0))
     return server.told
 
 
@@ -131,11 +131,11 @@ def test_a_stored_revision_of_a_stranger_that_is_not_ours_does_not_end_a_round()
 
 
 async def test_each_period_it_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connector_collector, "SHORTEST_SECONDS", 0.01)
-    monkeypatch.setattr(connector_collector, "LONGEST_SECONDS", 0.01)
+    monkeypatch.setattr(operator_process, "SHORTEST_SECONDS", 0.01)
+    monkeypatch.setattr(operator_process, "LONGEST_SECONDS", 0.01)
     server, store = Server(pod("ns")), Store()
     store.put(connector("ns", timestamp(time.time() - 60)))
-    task = asyncio.create_task(connector_collector.keep_collecting(store, server, 60.0, time.time))
+    task = asyncio.create_task(operator_process.keep_collecting(store, server, 60.0, time.time))
     async with asyncio.timeout(60):
         while server.told.count(("look", "ns")) < 3:  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.005)
@@ -146,7 +146,7 @@ async def test_each_period_it_looks_again(monkeypatch: pytest.MonkeyPatch) -> No
 def test_one_that_nothing_mounts_is_kept_for_ten_minutes(seconds: int, deleted: bool) -> None:
     server, store = Server(), Store()
     store.put(connector("ns", timestamp(NOW - seconds)))
-    asyncio.run(connector_collector.collect(store, server, NOW, KEEP_SECONDS))
+    asyncio.run(operator_process.collect(store, server, NOW, KEEP_SECONDS))
     assert ("delete" in {one[0] for one in server.told}) is deleted
 
 
@@ -154,7 +154,7 @@ def test_all_are_looked_at_once_a_minute() -> None:
     async def story() -> None:
         server, store = Server(pod("ns")), Store()
         store.put(connector("ns", timestamp(time.time() - 600)))
-        keep = connector_collector.keep_collecting(store, server, KEEP_SECONDS, time.time)
+        keep = operator_process.keep_collecting(store, server, KEEP_SECONDS, time.time)
         task = asyncio.create_task(keep)
         for minute in range(1, 4):
             await asyncio.sleep(59.5)

@@ -97,7 +97,7 @@ async def test_every_child_is_accepted_and_a_second_look_finds_nothing_to_do(rea
 
 async def test_what_is_known_is_written_without_a_look(real, api, live, calls):
     kept = {}
-    api._remember = lambda one: kept.update({(one["kind"], one["metadata"]["name"]): one})
+    api.remember = lambda one: kept.update({(one["kind"], one["metadata"]["name"]): one})
     for step in applies(live):
         await api.apply(step.manifest)
     assert set(calls) == {"PATCH 201"}, "a child that is not there is created at once"
@@ -313,7 +313,7 @@ async def test_certificates_come_and_go_with_their_engines(real, api, live, name
     key, uid = Key(namespace, "tiny"), live["metadata"]["uid"]
     path = f"/api/v1/namespaces/{namespace}/secrets/tiny-certificates"
     seen = []
-    api._remember = seen.append
+    api.remember = seen.append
     live["spec"]["transfer"] = {**live["spec"].get("transfer", {}), "tls": "Enabled"}
 
     def steps(held: HeldCertificates) -> list[WriteCertificates]:
@@ -439,7 +439,7 @@ async def test_lists_hold_every_page_and_only_what_is_ours(real, api, live, name
 
 async def test_answers_are_told_to_whoever_wants_to_remember(api, live, namespace):
     seen = []
-    api._remember = seen.append
+    api.remember = seen.append
     await api.apply(child(live, "Service"))
     await api.write_status(Key(namespace, "tiny"), live["metadata"]["uid"], {"model": "one"})
     assert [one["kind"] for one in seen] == ["Service", "PDCluster"]

@@ -30,7 +30,7 @@ from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api.object_names import LAUNCHER_PORT, engine_of
 from pdcluster_operator.api.rules.validate import review
 from pdcluster_operator.local.api_server import LocalApi
-from pdcluster_operator.local.controllers import Workloads
+from pdcluster_operator.local.cluster import Workloads
 from pdcluster_operator.plan.forecast.world import running
 from pdcluster_operator.plan.types import ConnectorBundle, Event
 from pdcluster_operator.runtime.control_loop import ControlLoop
@@ -162,8 +162,8 @@ async def walked() -> list[Call]:
                 connector=ConnectorBundle("ab" * 32, b"zip"), clock=lambda: NOW,
                 poll_seconds=0.01, backoff=Backoff(first=0.01),
             )  # fmt: skip
-            loop.queue._rest = 0.01
-            api._remember = loop.remember
+            loop.queue.rest = 0.01
+            api.remember = loop.remember
             loop.start()
             reflectors = Reflectors(client, loop, (), 300.0, (PDCLUSTER,))
             watching = asyncio.create_task(reflectors.run())

@@ -259,14 +259,14 @@ async def test_a_shorter_term_holds_although_the_answer_to_its_write_is_lost() -
     mute = Mute()
     one.now = two.now = LONGEST_SECONDS / 3
     terms.append(SHORTEST_SECONDS)
-    one.leases._client = mute  # type: ignore[assignment]
+    one.leases.client = mute  # type: ignore[assignment]
     await until(lambda: mute.written)
     two.holds()
     await asyncio.sleep(0.05)
     one.now = two.now = LONGEST_SECONDS / 3 + SHORTEST_SECONDS + 1
     await until(two.holds)
     assert not one.holds()
-    one.leases._client = server  # type: ignore[assignment]
+    one.leases.client = server  # type: ignore[assignment]
     await one.leases.stop()
     await two.leases.stop()
 

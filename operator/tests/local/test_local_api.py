@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pdcluster_operator.local.api_server import LocalApi
-from pdcluster_operator.local.controllers import Workloads
+from pdcluster_operator.local.cluster import Workloads
 from pdcluster_operator.runtime.interfaces import Conflict
 
 

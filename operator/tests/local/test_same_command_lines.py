@@ -22,11 +22,11 @@ from pdcluster_operator.adapters.engine_authority import EngineAuthority, with_c
 from pdcluster_operator.local import container_process, kubelet
 from pdcluster_operator.local.addresses import AddressBook, resolve
 from pdcluster_operator.local.api_server import LocalApi
+from pdcluster_operator.local.cluster import Workloads
 from pdcluster_operator.local.container_process import expand, substitute
-from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.local.kubelet import Kubelet, PodRun
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.types import Apply, Observed, WriteCertificates, WriteTicketKey
+from pdcluster_operator.plan.types import Apply, Observed, TryOut, WriteCertificates, WriteTicketKey
 from pdcluster_operator.runtime.cluster_secrets import with_a_new_key
 
 
@@ -39,7 +39,7 @@ async def test_arguments_and_environment_equal_the_clusters(tmp_path: Path) -> N
     live = api.apply({**manifest, "metadata": {"name": "tiny", "namespace": "default"}})
     plan = make_plan(Observed(live, (), (), {}, {}, fake_connector()), time.time())
     for step in plan.steps:
-        assert isinstance(step, Apply | WriteTicketKey | WriteCertificates)
+        assert isinstance(step, Apply | TryOut | WriteTicketKey | WriteCertificates)
         if isinstance(step, WriteTicketKey):
             api.apply(with_a_new_key(step, None))
         elif isinstance(step, WriteCertificates):
@@ -62,18 +62,18 @@ async def test_arguments_and_environment_equal_the_clusters(tmp_path: Path) -> N
         address = book.address(run.name)
         assert run._prepare() == {}
         [process] = run.containers
-        assert back(process._command, run, tmp_path) == by_kubernetes(
+        assert back(process.command, run, tmp_path) == by_kubernetes(
             [*container["command"], *container["args"]], container, address, book
         )
-        given = {name: process._environment[name] for name in names_of(container)}
+        given = {name: process.environment[name] for name in names_of(container)}
         assert dict(zip(given, back(list(given.values()), run, tmp_path), strict=True)) == {
             name: by_kubernetes([value], container, address, book)[0]
             for name, value in literal(container, address).items()
         }
-        assert process._environment.keys() - given.keys() == {"PATH"}
-        if "--kv-transfer-config" in process._command:
-            keys.append(ticket_key(process._command))
-            assert certificate_of(process._command)
+        assert process.environment.keys() - given.keys() == {"PATH"}
+        if "--kv-transfer-config" in process.command:
+            keys.append(ticket_key(process.command))
+            assert certificate_of(process.command)
     assert len(keys) == 2
     assert parse_keys(keys[0]) == parse_keys(keys[1]), "engines of a cluster share a ticket key"
     book.close()

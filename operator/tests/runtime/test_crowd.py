@@ -30,7 +30,7 @@ from pdcluster_connector.protocol.launcher_documents import (
 )
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
 from pdcluster_operator.api.object_names import API_VERSION, engine_of
-from pdcluster_operator.local.controllers import Workloads
+from pdcluster_operator.local.cluster import Workloads
 from pdcluster_operator.plan import planner
 from pdcluster_operator.plan.forecast.world import running
 from pdcluster_operator.plan.launchers import Target

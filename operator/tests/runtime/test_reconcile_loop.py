@@ -45,6 +45,7 @@ from pdcluster_operator.plan.lifecycle import (
     LONGEST_WAIT_SECONDS,
 )
 from pdcluster_operator.plan.memo import Memo
+from pdcluster_operator.plan.objects.ownership import Reference, owner_in
 from pdcluster_operator.plan.status import pace, progress
 from pdcluster_operator.plan.status.events import transitions
 from pdcluster_operator.plan.status.pace import LONGEST_SECONDS
@@ -100,6 +101,12 @@ class RecordingApi:
         self.reads.append("PDCluster")
         live = self.api.get("PDCluster", *key)
         return self.uid or (live["metadata"]["uid"] if live else None)
+
+    async def read_owner(self, namespace: str, reference: Reference) -> Reference | None:
+        self.reads.append("owner")
+        if "read owner" in self.fail:
+            raise self.fail["read owner"]
+        return owner_in(self.api.get(reference["kind"], namespace, reference["name"]), reference)
 
     async def read_ticket_key(self, key: Key, uid: str) -> str | None:
         self.reads.append("ticket key")
@@ -237,8 +244,8 @@ class World:
         )
 
     def _see(self, event: str, manifest: dict[str, Any]) -> None:
-        if manifest["kind"] == "Secret":
-            return  # nobody may watch them
+        if manifest["kind"] in ("Secret", "ReplicaSet"):
+            return  # nobody watches them
         (self.store.drop if event == "DELETED" else self.store.put)(manifest)
 
     def pretend(self, manifest: dict[str, Any]) -> None:
@@ -451,7 +458,7 @@ async def test_what_another_operator_did_meanwhile_is_not_done_again(why: str) -
         place=Place(operator_class=""),
         holds=lambda namespace: leases.holds(namespace),  # noqa: PLW0108 - it changes
     )
-    one.store, one._reconciler._store = world.store, world.store
+    one.store, one._reconciler.store = world.store, world.store
     await one._work(KEY)
     cluster = world.api.get("PDCluster", *KEY)
     assert cluster is not None
@@ -569,6 +576,65 @@ async def test_a_secret_that_cannot_be_read_stands_in_the_status() -> None:
     world.port.fail.clear()
     await world.reconcile()
     assert len(keys(world)) == 1
+
+
+def strangers_pods(world: World) -> None:
+    """Create a ReplicaSet with a name like those of the routers' Deployment, and pods of it."""
+    (deployment,) = world.api.list("Deployment")
+    name = f"{deployment['metadata']['name']}-5d4f"
+    metadata: dict[str, Any] = {"name": name, "namespace": "ns"}
+    owner = world.api.apply({"apiVersion": "apps/v1", "kind": "ReplicaSet", "metadata": metadata})
+    reference = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": name, "controller": True}
+    reference["uid"] = owner["metadata"]["uid"]
+    engine = {"role": "prefill", "revision": "zzzzz", "engine": "tiny-prefill-zzzzz-0"}
+    router = {"app.kubernetes.io/component": "router", "pdcluster.dev/pairing-key": "another"}
+    for number, labels in enumerate(({f"pdcluster.dev/{k}": engine[k] for k in engine}, router)):
+        metadata = {
+            "name": f"{name}-{number}",
+            "namespace": "ns",
+            "labels": {"pdcluster.dev/cluster": "tiny", **labels},
+            "ownerReferences": [reference],
+        }
+        world.api.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {}})
+
+
+async def test_a_strangers_pods_with_our_labels_hold_up_no_change() -> None:
+    """Only UIDs say that the ReplicaSet is a stranger's. With Recreate, no new engine came."""
+    world = World(rollout={"type": "Recreate"})
+    for _ in range(3):
+        await world.reconcile()
+    strangers_pods(world)
+    before = {one["metadata"]["name"] for one in world.api.list("StatefulSet")}
+    changed = world.api.get("PDCluster", *KEY)
+    assert changed is not None
+    changed["spec"]["engine"] = {"env": [{"name": "A", "value": "1"}]}
+    world.api.apply(changed)
+    for _ in range(8):
+        await world.reconcile()
+    after = {one["metadata"]["name"] for one in world.api.list("StatefulSet")}
+    assert len(after) == len(before) == 2
+    assert not after & before
+    assert world.port.writes == [], "the cluster is at rest"
+    assert len(world.api.list("Pod")) == 2, "they are not ours to delete"
+    assert world.port.reads.count("owner") == 1
+
+
+async def test_who_may_not_ask_for_owners_says_so_and_removes_nothing() -> None:
+    world = World(rollout={"type": "Recreate"})
+    for _ in range(3):
+        await world.reconcile()
+    strangers_pods(world)
+    before = world.api.list("StatefulSet")
+    changed = world.api.get("PDCluster", *KEY)
+    assert changed is not None
+    changed["spec"]["engine"] = {"env": [{"name": "A", "value": "1"}]}
+    world.api.apply(changed)
+    world.port.fail["read owner"] = ApiError("Forbidden", "replicasets is forbidden")
+    for _ in range(3):
+        with pytest.raises(ApiError, match="replicasets"):
+            await world.reconcile()
+    assert world.condition("Progressing")["reason"] == "Forbidden"
+    assert world.api.list("StatefulSet") == before
 
 
 async def test_a_new_cluster_whose_secrets_cannot_be_read_says_so() -> None:

@@ -10,7 +10,7 @@ from listing import list_into, loop_lists
 
 from pdcluster_operator.plan.objects import ownership
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.interfaces import Key
+from pdcluster_operator.runtime.interfaces import ApiError, Key
 from pdcluster_operator.runtime.store import Store
 
 KEY = Key("ns", "tiny")
@@ -38,6 +38,7 @@ OF_CLUSTER = ("PDCluster", "tiny", "c")
 STATEFUL_SET = thing("StatefulSet", ENGINE, "s", *OF_CLUSTER)
 DEPLOYMENT = thing("Deployment", "tiny-router-k", "d", *OF_CLUSTER)
 POD = thing("Pod", f"{ENGINE}-0", "p", "StatefulSet", ENGINE, "s")
+REPLICA_SET = thing("ReplicaSet", "tiny-router-k-5d4f", "rs", "Deployment", "tiny-router-k", "d")
 
 
 def filled(*manifests: dict[str, Any]) -> Store:
@@ -49,6 +50,31 @@ def filled(*manifests: dict[str, Any]) -> Store:
 
 def names(store: Store) -> list[str]:
     return [pod["metadata"]["name"] for pod in store.pods(KEY)]
+
+
+def of_router(pod: dict[str, Any]) -> dict[str, Any]:
+    """Return the pod without an engine's labels."""
+    pod["metadata"]["labels"] = {"pdcluster.dev/cluster": "tiny"}
+    return pod
+
+
+class Server:
+    """What the API server answers to a GET, by kind and name, and what it was asked."""
+
+    def __init__(self, *manifests: dict[str, Any]) -> None:
+        self.live = {(one["kind"], one["metadata"]["name"]): one for one in manifests}
+        self.asked: list[tuple[str, str]] = []
+
+    async def read_owner(self, namespace: str, reference: Any) -> Any:
+        assert namespace == "ns"
+        place = reference["kind"], reference["name"]
+        self.asked.append(place)
+        return ownership.owner_in(self.live.get(place), reference)
+
+
+async def learned(store: Store, server: Server) -> list[str]:
+    await store.learn_owners(KEY, server.read_owner)
+    return names(store)
 
 
 def test_what_a_user_made_dependent_on_the_cluster_is_no_child() -> None:
@@ -64,7 +90,6 @@ def test_what_a_user_made_dependent_on_the_cluster_is_no_child() -> None:
         thing("Pod", "debug", "x", "StatefulSet", "somebody-elses", "y"),
         thing("Pod", "debug", "x", "StatefulSet", ENGINE, "another"),
         thing("Pod", "debug", "x", "StatefulSet", ENGINE, "s", controller=False),
-        thing("Pod", "debug", "x", "ReplicaSet", "web-5d4f", "r"),
         thing("Pod", "debug", "x", "Deployment", "tiny-router-k", "another"),
     ],
 )
@@ -72,10 +97,102 @@ def test_a_label_makes_no_pod_the_clusters(stranger: dict[str, Any]) -> None:
     assert names(filled(POD, stranger)) == [f"{ENGINE}-0"]
 
 
-def test_pods_of_engines_and_of_routers_count() -> None:
-    router = thing("Pod", "router", "r", "ReplicaSet", "tiny-router-k-5d4f", "rs")
-    local = thing("Pod", "router-local", "l", "Deployment", "tiny-router-k", "d")
-    assert names(filled(POD, router, local)) == [f"{ENGINE}-0", "router", "router-local"]
+OTHER_GROUP = [{**REPLICA_SET["metadata"]["ownerReferences"][0], "apiVersion": "example.com/v1"}]
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [
+        thing("ReplicaSet", "tiny-router-k-5d4f", "rs"),
+        thing("ReplicaSet", "tiny-router-k-5d4f", "rs", "Deployment", "web", "w"),
+        thing("ReplicaSet", "tiny-router-k-5d4f", "rs", "Deployment", "tiny-router-k", "another"),
+        thing("ReplicaSet", "tiny-router-k-5d4f", "rs", "ReplicaSet", "tiny-router-k-5d4f", "rs"),
+        {**REPLICA_SET, "metadata": {**REPLICA_SET["metadata"], "ownerReferences": OTHER_GROUP}},
+        thing("StatefulSet", "tiny-prefill-zzzzz-0", "rs"),
+        thing("StatefulSet", "tiny-prefill-zzzzz-0", "rs", "PDCluster", "tiny", "another"),
+    ],
+)
+@pytest.mark.parametrize("labels", ["engine", "router"])
+async def test_a_name_makes_no_pod_the_clusters(owner: dict[str, Any], labels: str) -> None:
+    """Nobody watches a stranger's objects without our labels, so the API server is asked."""
+    kind, name = owner["kind"], owner["metadata"]["name"]
+    stranger = thing("Pod", f"{name}-0", "x", kind, name, "rs")
+    if labels == "router":
+        of_router(stranger)
+    elif kind == "StatefulSet":
+        stranger["metadata"]["labels"] |= {
+            "pdcluster.dev/revision": "zzzzz",
+            "pdcluster.dev/engine": name,
+        }
+    web = thing("Deployment", "web", "w")
+    store, server = filled(POD, stranger), Server(owner, web)
+    assert await learned(store, server) == [f"{ENGINE}-0"]
+    asked = list(server.asked)
+    assert asked[0] == (kind, name)
+    assert await learned(store, server) == [f"{ENGINE}-0"]
+    assert server.asked == asked, "each UID is looked up once"
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "a?b", ""])
+async def test_nothing_is_asked_about_what_no_object_can_be_called(name: str) -> None:
+    store, server = filled(of_router(thing("Pod", "x", "x", "ReplicaSet", name, "rs"))), Server()
+    assert await learned(store, server) == []
+    assert server.asked == []
+
+
+async def test_pods_of_engines_and_of_routers_count() -> None:
+    router = of_router(thing("Pod", "router", "r", "ReplicaSet", "tiny-router-k-5d4f", "rs"))
+    local = of_router(thing("Pod", "router-local", "l", "Deployment", "tiny-router-k", "d"))
+    store, server = filled(POD, router, local), Server(REPLICA_SET)
+    everyone = [f"{ENGINE}-0", "router", "router-local"]
+    assert await learned(store, server) == everyone
+    assert server.asked == [("ReplicaSet", "tiny-router-k-5d4f")]
+    # The garbage collector deletes the ReplicaSet and its pods after the Deployment.
+    store.drop(DEPLOYMENT)
+    assert await learned(store, Server()) == everyone
+
+
+async def test_pods_whose_workload_went_before_this_process_came_count() -> None:
+    router = of_router(thing("Pod", "router", "r", "ReplicaSet", "tiny-router-k-5d4f", "rs"))
+    store, server = filled(POD, router), Server()
+    store.drop(STATEFUL_SET)
+    assert await learned(store, server) == [f"{ENGINE}-0", "router"]
+    assert sorted(server.asked) == [("ReplicaSet", "tiny-router-k-5d4f"), ("StatefulSet", ENGINE)]
+    assert await learned(store, server) == [f"{ENGINE}-0", "router"]
+    assert len(server.asked) == 2
+
+
+async def test_the_pods_of_a_workload_that_lost_its_owner_are_not_the_clusters() -> None:
+    """A backup that is restored may take owner references away. Then the workload is nobody's."""
+    store = filled(POD)
+    assert names(store) == [f"{ENGINE}-0"]
+    orphan = thing("StatefulSet", ENGINE, "s")
+    orphan["metadata"]["resourceVersion"] = "8"
+    store.put(orphan)
+    assert await learned(store, Server(orphan)) == []
+
+
+async def test_what_the_server_said_of_a_workload_is_forgotten_with_its_pods() -> None:
+    router = of_router(thing("Pod", "router", "r", "ReplicaSet", "tiny-router-k-5d4f", "rs"))
+    store, server = filled(router), Server(REPLICA_SET)
+    await learned(store, server)
+    store.drop(router)
+    assert await learned(store, server) == []
+    store.put({**router, "metadata": {**router["metadata"], "uid": "r2", "resourceVersion": "9"}})
+    assert await learned(store, server) == ["router"]
+    assert len(server.asked) == 2
+
+
+async def test_who_cannot_be_asked_about_counts_by_its_labels() -> None:
+    """So an engine that may still run is not taken for one that has ended."""
+
+    async def refuse(namespace: str, reference: Any) -> Any:
+        raise ApiError("Forbidden", f"{reference['kind']} in {namespace}")
+
+    store = filled(of_router(thing("Pod", "router", "r", "ReplicaSet", "tiny-router-k-5d4f", "rs")))
+    with pytest.raises(ApiError, match="ReplicaSet in ns"):
+        await store.learn_owners(KEY, refuse)
+    assert names(store) == ["router"]
 
 
 def test_a_pod_that_outlives_its_statefulset_counts_until_it_is_gone() -> None:

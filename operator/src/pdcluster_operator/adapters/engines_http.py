@@ -14,6 +14,7 @@ import threading
 import time
 from asyncio import sslproto
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
@@ -43,6 +44,7 @@ BUFFER_BYTES = 16 * 1024
 _held = threading.local()
 
 
+@dataclass(eq=False)
 class EnginesHttp:
     """Talks to launchers. Use as an async context manager.
 
@@ -54,17 +56,11 @@ class EnginesHttp:
             connections use the new ones.
     """
 
-    def __init__(
-        self,
-        authority: EngineAuthority,
-        clock: Callable[[], float] = time.time,
-        identity: Path | None = None,
-    ) -> None:
-        self._authority = authority
-        self._identity = identity
-        self._mounted: Watched[ssl.SSLContext] | None = None
-        self._clock = clock
-        self._context: tuple[float, ssl.SSLContext] | None = None
+    authority: EngineAuthority
+    clock: Callable[[], float] = time.time
+    identity: Path | None = None
+    _mounted: Watched[ssl.SSLContext] | None = field(default=None, init=False)
+    _context: tuple[float, ssl.SSLContext] | None = field(default=None, init=False)
 
     async def __aenter__(self) -> Self:
         # Each launcher holds one connection until something changes, so there may be many.
@@ -137,11 +133,11 @@ class EnginesHttp:
             return {}
         if target.certificates is Certificates.MOUNTED:
             return {"ssl": self.mounted_context(), "server_hostname": role_name(target.engine)}
-        now = self._clock()
+        now = self.clock()
         if self._context is None or now > self._context[0]:
             start, end = now - CLOCKS_DIFFER, now + OWN_SECONDS + CLOCKS_DIFFER
-            own = self._authority.sign(OPERATOR_NAME, start, end)
-            self._context = (now + OWN_SECONDS, self._authority.client_context(own))
+            own = self.authority.sign(OPERATOR_NAME, start, end)
+            self._context = (now + OWN_SECONDS, self.authority.client_context(own))
         return {"ssl": self._context[1], "server_hostname": engine_name(target.engine)}
 
     def mounted_context(self) -> ssl.SSLContext:
@@ -150,16 +146,16 @@ class EnginesHttp:
         Raises:
             LauncherError: there are no files that can be used, and there were none before.
         """
-        if self._identity is None:
+        if self.identity is None:
             raise LauncherError("the operator has no certificate for mounted ones of engines")
         try:
             if self._mounted is None:
-                ca, certificate, key = (self._identity / name for name in FILES)
+                ca, certificate, key = (self.identity / name for name in FILES)
                 files = TlsFiles(ca, certificate, key)
-                self._mounted = Watched(files.paths, lambda: client_context(files), self._clock)
+                self._mounted = Watched(files.paths, lambda: client_context(files), self.clock)
         except TlsError as error:
             raise LauncherError(
-                f"{self._identity} holds no usable {', '.join(FILES)}: {error}. Put the operator's "
+                f"{self.identity} holds no usable {', '.join(FILES)}: {error}. Put the operator's "
                 f"certificate there, with the DNS name {OPERATOR_NAME}"
             ) from error
         return self._mounted.present()

@@ -8,14 +8,15 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pdcluster_operator.adapters import connector_bundle, engine_authority, engines_http
-from pdcluster_operator.adapters.api_server import connector_collector, events, kube_api, kubeconfig
+from pdcluster_operator.adapters.api_server import events, kube_api, kubeconfig
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, PREFILL_SCALER
 from pdcluster_operator.adapters.api_server.namespace_leases import NamespaceLeases
@@ -23,13 +24,14 @@ from pdcluster_operator.adapters.api_server.reflector import Reflectors
 from pdcluster_operator.adapters.metrics import Metrics, PageOptions, serve_pages
 from pdcluster_operator.adapters.own_secrets import WebhookPlace, find_authority, keep_certificate
 from pdcluster_operator.plan import connectors, namespace_lease, types
-from pdcluster_operator.runtime import control_loop, interfaces
+from pdcluster_operator.runtime import control_loop, interfaces, store
 
 log = logging.getLogger(__name__)
 
 FULL_COLLECTION = 1_000  # after so many of the young objects; Python's own number is 10
 RENEWALS_AT_ONCE = 256
 """Connections for Leases. One that hangs keeps one for half a minute."""
+SHORTEST_SECONDS, LONGEST_SECONDS = 1.0, 60.0  # between two checks of connectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,7 @@ class OperatorProcess:
         await reflectors.ready.wait()
         loop.start()
         keep = options.keep_connector_seconds
-        self._go_on(stack, connector_collector.keep_collecting(loop.store, api, keep, client.now))
+        self._go_on(stack, keep_collecting(loop.store, api, keep, client.now))
         log.info("reconciling %s", ", ".join(options.namespaces) or "every namespace")
 
     def _go_on(self, stack: AsyncExitStack, part: Coroutine[Any, Any, None]) -> None:
@@ -188,3 +190,48 @@ class OperatorProcess:
 def own_identity() -> str:
     """Return who this process is: its pod, whose earlier process has ended, or a random name."""
     return os.environ.get("POD_NAME") or f"{socket.gethostname()}-{secrets.token_hex(4)}"
+
+
+async def keep_collecting(
+    objects: store.Store, api: kube_api.KubeApi, keep: float, clock: Callable[[], float]
+) -> None:
+    """Check again and again the ConfigMaps with a connector, and delete those that nothing mounts.
+
+    ``plan/connectors.py`` decides which. It needs no Lease, because a namespace without PDClusters
+    has none. Several operators may do the same at once: each write is only for the version that was
+    seen.
+
+    Args:
+        clock: the time by the API server's clock.
+        keep: how long a connector stays that nothing mounts, in seconds.
+    """
+    while True:
+        await asyncio.sleep(max(SHORTEST_SECONDS, min(LONGEST_SECONDS, keep)))
+        await collect(objects, api, clock(), keep)
+
+
+async def collect(objects: store.Store, api: kube_api.KubeApi, now: float, keep: float) -> None:
+    """Check each ConfigMap once. What failed is tried again in the next period."""
+    for live in objects.all_connectors():
+        try:
+            await _one(objects, api, live, now, keep)
+        except interfaces.ApiError as error:
+            log.info("ConfigMap %s: %s", live["metadata"]["name"], error)
+        except Exception:  # of one namespace's objects; the other namespaces go on
+            log.exception("ConfigMap %s is left as it is", live["metadata"]["name"])
+
+
+async def _one(
+    objects: store.Store, api: kube_api.KubeApi, live: types.Manifest, now: float, keep: float
+) -> None:
+    namespace, name = str(live["metadata"]["namespace"]), str(live["metadata"]["name"])
+    step_if = partial(connectors.step_for_connector, live, now=now, keep=keep)
+    step = step_if(mounted=objects.is_mounted(namespace, name))
+    if isinstance(step, types.Delete):  # the store may be stale, and holds only our objects
+        there = await api.list_mounting(namespace)
+        step = step_if(mounted=any(name in connectors.shared_connectors_of(one) for one in there))
+    if step is None:
+        return
+    await (api.delete(step) if isinstance(step, types.Delete) else api.mark_connector(step))
+    verb = "Delete" if isinstance(step, types.Delete) else "MarkConnector"
+    log.info("%s/%s: %s: %s", namespace, name, verb, step.why)

@@ -24,16 +24,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from pdcluster_operator.adapters import engine_authority
 from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient
 from pdcluster_operator.adapters.api_server.kinds import SECRET, WEBHOOK_CONFIGURATION
 from pdcluster_operator.adapters.api_server.kube_api import ABSENT
-from pdcluster_operator.adapters.engine_authority import (
-    AuthorityError,
-    EngineAuthority,
-    common_name,
-    private_pem,
-    unsigned,
-)
 from pdcluster_operator.api.object_names import FIELD_MANAGER
 from pdcluster_operator.runtime.interfaces import ApiError
 
@@ -129,7 +123,9 @@ def _decoded(data: Mapping[str, Any], key: str) -> bytes:
         return b""
 
 
-async def find_authority(client: KubeClient, place: tuple[str, str]) -> EngineAuthority:
+async def find_authority(
+    client: KubeClient, place: tuple[str, str]
+) -> engine_authority.EngineAuthority:
     """Return the CA that the Secret holds. Make it if there is none; wait for the API server.
 
     Args:
@@ -138,16 +134,16 @@ async def find_authority(client: KubeClient, place: tuple[str, str]) -> EngineAu
     while True:
         try:
             return await _find(client, place)
-        except (ApiError, AuthorityError) as error:
+        except (ApiError, engine_authority.AuthorityError) as error:
             log.warning("waiting for Secret %s/%s, which holds the engines' CA: %s", *place, error)
         await asyncio.sleep(WAIT_SECONDS)
 
 
-async def _find(client: KubeClient, place: tuple[str, str]) -> EngineAuthority:
+async def _find(client: KubeClient, place: tuple[str, str]) -> engine_authority.EngineAuthority:
     live = await client.read(SECRET.path(*place))
     if live is not None and (held := live.get("data")):
-        return EngineAuthority(_decoded(held, CERTIFICATE), _decoded(held, KEY))
-    authority, stored = EngineAuthority.new(time.time())
+        return engine_authority.EngineAuthority(_decoded(held, CERTIFICATE), _decoded(held, KEY))
+    authority, stored = engine_authority.EngineAuthority.new(time.time())
     parts = {CERTIFICATE: stored.certificate, KEY: stored.key}
     # With the version, another operator that was faster makes this a conflict.
     version = ABSENT if live is None else {"resourceVersion": live["metadata"]["resourceVersion"]}
@@ -202,15 +198,15 @@ def make_certificate(names: Sequence[str], now: float, trusted: bytes = b"") -> 
     period = moment - CLOCKS_DIFFER, moment + LIFETIME
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     title = f"pdcluster webhook CA {moment:%Y-%m-%d %H:%M:%S}"
-    issuer = common_name(title)
+    issuer = engine_authority.common_name(title)
     authority = (
-        unsigned(issuer, issuer, ca_key.public_key(), period, ca=True)
+        engine_authority.unsigned(issuer, issuer, ca_key.public_key(), period, ca=True)
         .serial_number(x509.random_serial_number())
         .sign(ca_key, hashes.SHA256())
     )
-    subject = common_name(names[0][:64])
+    subject = engine_authority.common_name(names[0][:64])
     serving = (
-        unsigned(subject, issuer, key.public_key(), period, ca=False)
+        engine_authority.unsigned(subject, issuer, key.public_key(), period, ca=False)
         .serial_number(x509.random_serial_number())
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.SubjectAlternativeName([_name(name) for name in names]), critical=False)
@@ -221,7 +217,9 @@ def make_certificate(names: Sequence[str], now: float, trusted: bytes = b"") -> 
     )
     former = [one for one in read_certificates(trusted) if one.not_valid_after_utc > moment]
     return Certificate(
-        _pem([serving]), private_pem(key), _pem([authority, *former[:TRUSTED_BEFORE]])
+        _pem([serving]),
+        engine_authority.private_pem(key),
+        _pem([authority, *former[:TRUSTED_BEFORE]]),
     )
 
 

@@ -23,22 +23,9 @@ from pdcluster_operator.api.object_names import HTTP_PORT
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Cluster, Visibility
-from pdcluster_operator.cli import lint, once, plan
+from pdcluster_operator.cli import lint, once, plan, view as views
 from pdcluster_operator.cli.exits import Exit, UserError
-from pdcluster_operator.cli.view import (
-    Snapshot,
-    View,
-    conditions_table,
-    links_table,
-    take_snapshot,
-    waiting_for,
-)
-from pdcluster_operator.local.cluster import (
-    NOT_SIMULATED,
-    POD_PORTS,
-    LocalCluster,
-    container_environment,
-)
+from pdcluster_operator.local import cluster as local_cluster
 from pdcluster_operator.local.facts import gather
 from pdcluster_operator.local.preflight import COMMAND_LINE, judge
 from pdcluster_operator.runtime.interfaces import Key
@@ -77,7 +64,9 @@ def up(options: argparse.Namespace) -> Exit:
             console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     connector = plan.shipped_connector()
     document = with_names(document)
-    facts = gather(document, cluster, connector, container_environment(), POD_PORTS)
+    facts = gather(
+        document, cluster, connector, local_cluster.container_environment(), local_cluster.POD_PORTS
+    )
     lacks = judge(
         cluster, facts, once=options.once is not None, model_flag=options.model_dir is not None
     )
@@ -89,17 +78,20 @@ def up(options: argparse.Namespace) -> Exit:
     console.print(
         Text(f"running {cluster.namespace}/{cluster.name}; logs are below {folder}"), soft_wrap=True
     )
-    console.print(Text(f"not simulated: {', '.join(NOT_SIMULATED)}", style="dim"), soft_wrap=True)
-    with View(console, plain=options.plain) as view:
+    console.print(
+        Text(f"not simulated: {', '.join(local_cluster.NOT_SIMULATED)}", style="dim"),
+        soft_wrap=True,
+    )
+    with views.View(console, plain=options.plain) as view:
         logging.basicConfig(level=logging.WARNING, handlers=[_ToView(view)], force=True)
-        local = LocalCluster(folder, connector, view.say)
+        local = local_cluster.LocalCluster(folder, connector, view.say)
         return asyncio.run(UpRun(options, cluster, view, local).main(document))
 
 
 class _ToView(logging.Handler):
     """The operator's own warnings, among the lines of the terminal."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: views.View) -> None:
         super().__init__()
         self._view = view
 
@@ -128,7 +120,11 @@ class UpRun:
     """Starts a cluster, runs until the prompt is answered or Ctrl-C, and ends every process."""
 
     def __init__(
-        self, options: argparse.Namespace, cluster: Cluster, view: View, local: LocalCluster
+        self,
+        options: argparse.Namespace,
+        cluster: Cluster,
+        view: views.View,
+        local: local_cluster.LocalCluster,
     ) -> None:
         self._options, self._cluster, self._view, self._local = options, cluster, view, local
         self._key = Key(cluster.namespace, cluster.name)
@@ -158,7 +154,7 @@ class UpRun:
     async def _work(self) -> Exit:
         await self._until_ready()
         self._view.finish()
-        snapshot = take_snapshot(self._local, self._key)
+        snapshot = views.take_snapshot(self._local, self._key)
         self._view.say(f"{self._cluster.name} is Ready: KV was seen to move from prefill to decode")
         if self._options.once is not None:
             return await self._ask(self._options.once)
@@ -179,7 +175,7 @@ class UpRun:
         began = time.monotonic()
         deadline = began + self._options.timeout if self._options.once is not None else None
 
-        def settled(snapshot: Snapshot) -> bool:
+        def settled(snapshot: views.Snapshot) -> bool:
             if snapshot.ready or deadline is None:
                 return snapshot.ready
             for pod in snapshot.pods:
@@ -193,7 +189,7 @@ class UpRun:
             if time.monotonic() > deadline:
                 raise UserError(
                     f"not Ready after {self._options.timeout:.0f} s, waiting for "
-                    f"{waiting_for(snapshot)}",
+                    f"{views.waiting_for(snapshot)}",
                     Exit.NOT_READY,
                 )
             return False
@@ -202,11 +198,11 @@ class UpRun:
 
     async def _watch(
         self,
-        settled: Callable[[Snapshot], bool],
+        settled: Callable[[views.Snapshot], bool],
         types: Container[str] | None = None,
     ) -> None:
         while True:
-            snapshot = take_snapshot(self._local, self._key)
+            snapshot = views.take_snapshot(self._local, self._key)
             self._view.show(snapshot)
             if settled(snapshot):
                 return
@@ -214,7 +210,7 @@ class UpRun:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _ask(self, prompt: str) -> Exit:
-        snapshot = take_snapshot(self._local, self._key)
+        snapshot = views.take_snapshot(self._local, self._key)
         decode = [
             f"http://{pod.address}:{HTTP_PORT}" for pod in snapshot.pods if pod.role == "decode"
         ]
@@ -222,7 +218,7 @@ class UpRun:
         model, tokens = self._cluster.served_name, self._options.max_tokens
         secret = os.environ.get(API_KEY_VARIABLE) if self._asks_for_key else None
         answer = await once.ask(url, model, prompt, tokens, decode, secret)
-        self._show(take_snapshot(self._local, self._key))
+        self._show(views.take_snapshot(self._local, self._key))
         self._print(
             f"prompt:  {prompt}\nanswer:  {answer.text!r} ({counted(answer.tokens, 'token')})\n"
             f"KV path: {once.describe_path(answer)}"
@@ -255,8 +251,11 @@ class UpRun:
             self._local.kubelet.kill()
         work.cancel()
 
-    def _show(self, snapshot: Snapshot) -> None:
-        for table in (links_table(snapshot.links), conditions_table(snapshot.conditions)):
+    def _show(self, snapshot: views.Snapshot) -> None:
+        for table in (
+            views.links_table(snapshot.links),
+            views.conditions_table(snapshot.conditions),
+        ):
             self._view.console.print()
             self._view.console.print(table, soft_wrap=True)
         self._view.console.print()

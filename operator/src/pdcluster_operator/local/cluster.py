@@ -1,6 +1,9 @@
 """A whole control plane in one process: the operator's control loop, an API server, a kubelet."""
 
 import asyncio
+import copy
+import hashlib
+import json
 import os
 import sys
 import time
@@ -12,9 +15,11 @@ from typing import Any, Self
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.adapters import engine_authority, engines_http
 from pdcluster_operator.api import object_names as names
-from pdcluster_operator.local import addresses, controllers, kubelet
+from pdcluster_operator.local import addresses, kubelet
 from pdcluster_operator.local.api_server import LocalApi, Manifest
 from pdcluster_operator.plan import types
+from pdcluster_operator.plan.objects.ownership import Reference, owner_in
+from pdcluster_operator.plan.observed.pods import is_pod_ready
 from pdcluster_operator.runtime import cluster_secrets, control_loop, interfaces, queue
 
 POD_PORTS = (
@@ -24,6 +29,7 @@ POD_PORTS = (
     names.SIDE_CHANNEL_PORT,
     names.ROUTER_METRICS_PORT,
 )
+HASH_LABEL = "controller-revision-hash"
 NOT_SIMULATED = (
     "container images (pods run this machine's Python and vllm-router)",
     "resource limits and GPU isolation",
@@ -75,7 +81,7 @@ class LocalCluster:
         self.kubelet = kubelet.Kubelet(
             self.api, self._addresses, folder, self.resolve, container_environment()
         )
-        self._workloads = controllers.Workloads(self.api)
+        self._workloads = Workloads(self.api)
         self.authority, _ = engine_authority.EngineAuthority.new(time.time())
         self._engines = engines_http.EnginesHttp(self.authority)
         self.loop = control_loop.ControlLoop(
@@ -136,6 +142,9 @@ class _ApiPort:
         live = self._api.get(names.KIND, key.namespace, key.name)
         return None if live is None else str(live["metadata"]["uid"])
 
+    async def read_owner(self, namespace: str, reference: Reference) -> Reference | None:
+        return owner_in(self._api.get(reference["kind"], namespace, reference["name"]), reference)
+
     async def read_ticket_key(self, key: interfaces.Key, uid: str) -> str | None:
         live = self._api.get("Secret", key.namespace, names.ticket_key_name(key.name))
         return cluster_secrets.held_ticket_key(live)
@@ -177,3 +186,115 @@ class _ApiPort:
 class _Events:
     async def publish(self, cluster: Mapping[str, Any], events: Iterable[types.Event]) -> None:
         """Publish nothing: the terminal shows conditions, which hold the same facts."""
+
+
+class Workloads:
+    """The StatefulSet and Deployment controllers, as far as the operator's objects need them.
+
+    After every change of the in-memory API, one pass compares all workloads with their pods and
+    corrects the pods. StatefulSets are ``OnDelete`` and ``Parallel``, as the operator writes no
+    others. Deployments replace old pods once the new ones are ready. Local mode has no ReplicaSets
+    and no revisions.
+    """
+
+    def __init__(self, api: LocalApi) -> None:
+        self._api = api
+        self._dirty = asyncio.Event()
+        api.watch(self._on_event)
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        while True:
+            await self._dirty.wait()
+            self._dirty.clear()
+            self.sync()
+
+    def sync(self) -> None:
+        """One pass over all workloads."""
+        for kind in ("StatefulSet", "Deployment"):
+            for owner in self._api.list(kind):
+                self._sync(owner)
+
+    def _on_event(self, _: str, manifest: Manifest) -> None:
+        if manifest["kind"] in ("StatefulSet", "Deployment", "Pod"):
+            self._dirty.set()
+
+    def _sync(self, owner: Manifest) -> None:
+        name, namespace = owner["metadata"]["name"], owner["metadata"]["namespace"]
+        revision, replaces = _template_hash(owner), owner["kind"] == "Deployment"
+        wanted = int(owner["spec"].get("replicas", 1))
+        prefix = f"{name}-{revision}" if replaces else name
+        pods = self._pods(owner)
+        current = [pod for pod in pods if not replaces or _label(pod, HASH_LABEL) == revision]
+        for index in range(wanted):
+            if self._api.get("Pod", namespace, f"{prefix}-{index}") is None:
+                labels = {HASH_LABEL: revision} | (
+                    {} if replaces else {names.POD_INDEX_LABEL: str(index)}
+                )
+                self._api.apply(_pod(owner, f"{prefix}-{index}", labels))
+        for pod in current:
+            if int(pod["metadata"]["name"].rpartition("-")[2]) >= wanted:
+                self._delete(pod)
+        if sum(is_pod_ready(pod) for pod in current) >= wanted:
+            for pod in pods:
+                if pod not in current:
+                    self._delete(pod)
+        self._write_status(owner, pods)
+
+    def _pods(self, owner: Manifest) -> list[Manifest]:
+        uid = owner["metadata"]["uid"]
+        return [
+            pod
+            for pod in self._api.list("Pod", owner["metadata"].get("namespace"))
+            if any(ref["uid"] == uid for ref in pod["metadata"].get("ownerReferences") or ())
+        ]
+
+    def _delete(self, pod: Manifest) -> None:
+        metadata = pod["metadata"]
+        self._api.delete("Pod", metadata["namespace"], metadata["name"], uid=metadata["uid"])
+
+    def _write_status(self, owner: Manifest, pods: list[Manifest]) -> None:
+        revision, metadata = _template_hash(owner), owner["metadata"]
+        status = {
+            "observedGeneration": metadata["generation"],
+            "replicas": len(pods),
+            "availableReplicas": sum(map(is_pod_ready, pods)),
+            "updatedReplicas": sum(_label(pod, HASH_LABEL) == revision for pod in pods),
+        }
+        self._api.set_status(
+            owner["kind"], metadata["namespace"], metadata["name"], status, metadata["uid"]
+        )
+
+
+def _pod(owner: Manifest, name: str, labels: dict[str, str]) -> Manifest:
+    template = copy.deepcopy(owner["spec"]["template"])
+    metadata = template.get("metadata") or {}
+    reference = {
+        "apiVersion": owner["apiVersion"],
+        "kind": owner["kind"],
+        "controller": True,
+        "name": owner["metadata"]["name"],
+        "uid": owner["metadata"]["uid"],
+        "blockOwnerDeletion": True,
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "spec": template["spec"],
+        "metadata": {
+            **metadata,
+            "name": name,
+            "namespace": owner["metadata"]["namespace"],
+            "labels": {**(metadata.get("labels") or {}), **labels},
+            "ownerReferences": [reference],
+        },
+    }
+
+
+def _label(pod: Manifest, name: str) -> str | None:
+    return (pod["metadata"].get("labels") or {}).get(name)
+
+
+def _template_hash(owner: Manifest) -> str:
+    text = json.dumps(owner["spec"]["template"], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +26,23 @@ MESSAGE_BYTES = 4096
 PROBE_GRACE = 10.0
 
 
+@dataclass(eq=False)
 class Container:
     """Runs until stopped; ``status`` is the pod's ``containerStatuses`` entry."""
 
-    def __init__(
-        self,
-        spec: Mapping[str, Any],
-        *,
-        command: list[str],
-        environment: dict[str, str],
-        folder: Path,
-        address: str,
-        changed: Callable[[], None],
-    ) -> None:
-        self._spec, self._command, self._environment = spec, command, environment
-        self._folder, self._address, self._changed = folder, address, changed
+    spec: Mapping[str, Any]
+    _: KW_ONLY
+    command: list[str]
+    environment: dict[str, str]
+    folder: Path
+    address: str
+    changed: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._killed_because = ""
-        self.log = folder / "container.log"
-        self.status: dict[str, Any] = {"name": spec["name"], "ready": False, "restartCount": 0}
+        self.log = self.folder / "container.log"
+        self.status: dict[str, Any] = {"name": self.spec["name"], "ready": False, "restartCount": 0}
 
     async def run(self) -> None:
         """Start the process again and again, 1, 2, 4 … seconds apart, until cancelled."""
@@ -53,7 +52,7 @@ class Container:
             try:
                 await self._run_once()
             except OSError as error:
-                failed = f"{error.filename or self._folder}: {error.strerror}"
+                failed = f"{error.filename or self.folder}: {error.strerror}"
                 self._set(lastState={"terminated": {"exitCode": 128, "message": failed}})
             backoff = 1.0 if time.monotonic() - began > STEADY_SECONDS else backoff
             wait = {"reason": "CrashLoopBackOff", "message": f"starts again in {backoff:.0f} s"}
@@ -79,10 +78,10 @@ class Container:
             self._process.stdin.close()
 
     async def _run_once(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         if self.log.exists():
             self.log.replace(self.log.with_suffix(".previous.log"))
-        last_words = self._folder / "termination-log"
+        last_words = self.folder / "termination-log"
         last_words.write_bytes(b"")
         self._killed_because, started = "", _now()
         with self.log.open("ab") as log:
@@ -91,22 +90,22 @@ class Container:
                 "-I",
                 "-S",
                 shim.__file__,
-                str(self._folder.relative_to(self._folder.parent.parent)),
-                env=self._environment,
-                cwd=self._spec.get("workingDir") or self._folder,
+                str(self.folder.relative_to(self.folder.parent.parent)),
+                env=self.environment,
+                cwd=self.spec.get("workingDir") or self.folder,
                 stdout=log,
                 stderr=log,
                 stdin=asyncio.subprocess.PIPE,
                 start_new_session=True,
             )
-        self._order(json.dumps(self._command).encode() + b"\n")
+        self._order(json.dumps(self.command).encode() + b"\n")
         self._set(state={"running": {"startedAt": started}})
         probing = asyncio.create_task(self._probe())
         try:
             code = await self._process.wait()
             if code < 0:  # the shim itself was killed
                 code = 128 - code
-                shim.kill_below(self._folder)
+                shim.kill_below(self.folder)
         finally:
             probing.cancel()
         ended = {
@@ -128,21 +127,21 @@ class Container:
         return tail.splitlines()[-1] if tail else f"ended with code {code} and said nothing"
 
     async def _probe(self) -> None:
-        startup = self._spec.get("startupProbe")
+        startup = self.spec.get("startupProbe")
         if startup and not await self._until(startup, True):
             await self._fail("startup", startup)
             return
-        self._set(ready="readinessProbe" not in self._spec)
+        self._set(ready="readinessProbe" not in self.spec)
         await asyncio.gather(self._keep_ready(), self._keep_alive())
 
     async def _keep_ready(self) -> None:
-        probe = self._spec.get("readinessProbe")
+        probe = self.spec.get("readinessProbe")
         while probe:
             await self._until(probe, not self.status["ready"], endless=True)
             self._set(ready=not self.status["ready"])
 
     async def _keep_alive(self) -> None:
-        probe = self._spec.get("livenessProbe")
+        probe = self.spec.get("livenessProbe")
         if probe:
             await self._until(probe, False, endless=True)
             await self._fail("liveness", probe)
@@ -156,9 +155,7 @@ class Container:
         attempts = agreeing = 0
         while endless or attempts < limit:
             attempts += 1
-            agreeing = (
-                agreeing + 1 if await passes(probe, self._spec, self._address) is wanted else 0
-            )
+            agreeing = agreeing + 1 if await passes(probe, self.spec, self.address) is wanted else 0
             if agreeing >= (1 if wanted else limit):
                 return True
             await asyncio.sleep(float(probe.get("periodSeconds", 10)))
@@ -166,7 +163,7 @@ class Container:
 
     async def _fail(self, kind: str, probe: Mapping[str, Any]) -> None:
         target = probe.get("httpGet") or probe.get("tcpSocket") or {}
-        where = f"{self._address}:{target.get('port')}{target.get('path', '')}"
+        where = f"{self.address}:{target.get('port')}{target.get('path', '')}"
         self._killed_because = f"its {kind} probe of {where} failed, so it was restarted"
         await self.stop(PROBE_GRACE)
 
@@ -178,7 +175,7 @@ class Container:
     def _set(self, **changes: Any) -> None:
         if any(self.status.get(key) != value for key, value in changes.items()):
             self.status |= changes
-            self._changed()
+            self.changed()
 
 
 def _now() -> str:

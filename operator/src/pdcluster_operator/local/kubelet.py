@@ -10,6 +10,7 @@ import asyncio
 import base64
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
@@ -23,6 +24,7 @@ RETRY_SECONDS = 2.0
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the machine's own stands for the pod's
 
 
+@dataclass(eq=False)
 class Kubelet:
     """Runs every pod of the API below ``folder``.
 
@@ -31,18 +33,15 @@ class Kubelet:
         environment: variables that a container image would set, such as PATH.
     """
 
-    def __init__(
-        self,
-        api: LocalApi,
-        addresses: AddressBook,
-        folder: Path,
-        resolve: Callable[[str], str | None],
-        environment: dict[str, str],
-    ) -> None:
-        self.api, self.addresses, self.folder = api, addresses, folder
-        self.resolve, self.environment = resolve, environment
+    api: LocalApi
+    addresses: AddressBook
+    folder: Path
+    resolve: Callable[[str], str | None]
+    environment: dict[str, str]
+
+    def __post_init__(self) -> None:
         self._pods: dict[str, PodRun] = {}
-        api.watch(self._on_event)
+        self.api.watch(self._on_event)
 
     def logs(self) -> dict[str, Path]:
         """Return the current log of every container, by pod name."""

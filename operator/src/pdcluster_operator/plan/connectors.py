@@ -9,7 +9,7 @@ operators of several classes may share it, too. Two steps make sure that a pod n
 
 What somebody planned before the mark has long been written by then. The mark is in the object, so
 another operator goes on where the first one stopped. The steps are carried out by
-``adapters/api_server/connector_collector.py``.
+``adapters/operator_process.py``.
 """
 
 import base64

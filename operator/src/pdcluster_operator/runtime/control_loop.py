@@ -37,7 +37,7 @@ class ControlLoop:
         connector: types.ConnectorBundle,
         clock: Callable[[], float] = time.time,
         poll_seconds: float = 1.0,
-        backoff: queue.Backoff | None = None,
+        backoff: queue.Backoff = queue.BACKOFF,
         place: types.Place | None = None,
         worked: Callable[[float, bool], None] = lambda *_: None,
         holds: Callable[[str], bool] = lambda _: True,

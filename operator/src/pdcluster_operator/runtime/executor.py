@@ -6,6 +6,7 @@ It decides nothing. The planner says what to do, and the reconciler whether it m
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.plan import types
@@ -27,6 +28,7 @@ class _LeaseLostError(Exception):
     """Another operator may have begun to write."""
 
 
+@dataclass(eq=False)
 class Executor:
     """Performs plan steps by calls of ``ApiServer``.
 
@@ -34,15 +36,11 @@ class Executor:
         may_write: whether this process holds the Lease of a cluster's namespace.
     """
 
-    def __init__(
-        self,
-        api_server: ApiServer,
-        secrets: ClusterSecrets,
-        may_write: Callable[[Key], bool],
-    ) -> None:
-        self._api_server = api_server
-        self._secrets = secrets
-        self._may_write = may_write
+    api_server: ApiServer
+    secrets: ClusterSecrets
+    may_write: Callable[[Key], bool]
+
+    def __post_init__(self) -> None:
         self._rewrites: dict[Key, dict[tuple[str, str], types.Rewrite]] = {}
 
     def rewrites(self, key: Key) -> types.Rewrites:
@@ -70,7 +68,7 @@ class Executor:
         """
         failure: BaseException | None = None
         todo = types.stages(steps)
-        if todo and not self._may_write(key):
+        if todo and not self.may_write(key):
             return False
         for stage in todo:
             bound = asyncio.Semaphore(SIDE_BY_SIDE)
@@ -104,7 +102,7 @@ class Executor:
         try:
             while waiting:
                 _, waiting = await asyncio.wait(waiting, timeout=LEASE_CHECK_SECONDS)
-                if waiting and not self._may_write(key):
+                if waiting and not self.may_write(key):
                     break
         finally:
             for one in waiting:
@@ -121,20 +119,20 @@ class Executor:
         done: list[str],
     ) -> None:
         async with bound:
-            if not self._may_write(key):
+            if not self.may_write(key):
                 raise _LeaseLostError
             if isinstance(step, types.WriteTicketKey):
-                await self._secrets.write_ticket_key(key, step)
+                await self.secrets.write_ticket_key(key, step)
             elif isinstance(step, types.WriteCertificates):
-                await self._secrets.write_certificates(key, step)
+                await self.secrets.write_certificates(key, step)
             elif isinstance(step, types.Apply):
-                answer = await self._api_server.apply(step.manifest, step.uid)
+                answer = await self.api_server.apply(step.manifest, step.uid)
                 events += self._note(key, step.manifest, answer)
             elif isinstance(step, types.TryOut):
-                await self._api_server.try_out(step)
-                await self._api_server.apply(step.manifest)
+                await self.api_server.try_out(step)
+                await self.api_server.apply(step.manifest)
             else:
-                await self._api_server.delete(step)
+                await self.api_server.delete(step)
         done.append(f"{type(step).__name__}: {step.why}")
 
     def _note(self, key: Key, desired: Manifest, answer: Manifest) -> Iterator[types.Event]:

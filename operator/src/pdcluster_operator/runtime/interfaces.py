@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from pdcluster_connector.protocol.launcher_documents import ChangesReport, PeersDocument
 from pdcluster_operator.plan import launchers, types
+from pdcluster_operator.plan.objects.ownership import Reference
 from pdcluster_operator.plan.types import Manifest
 
 
@@ -69,6 +70,9 @@ class ApiServer(Protocol):
 
     async def read_uid(self, key: Key) -> str | None:
         """Return the cluster's UID as the server has it now; None when it is gone."""
+
+    async def read_owner(self, namespace: str, reference: Reference) -> Reference | None:
+        """Return the controller of an object; empty if it has none, None if the object is gone."""
 
     async def read_ticket_key(self, key: Key, uid: str) -> str | None:
         """Return what the cluster's Secret says beside its keys.

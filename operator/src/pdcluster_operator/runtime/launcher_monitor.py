@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Set as AbstractSet
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -51,10 +52,7 @@ class LauncherMonitor:
             held.pop(engine).task.cancel()
         for engine in wanted.keys() - held.keys():
             held[engine] = LauncherWatch(
-                wanted[engine],
-                self._launchers,
-                self._period,
-                lambda: self._changed(key),
+                wanted[engine], self._launchers, self._period, lambda: self._changed(key)
             )
 
     def followed_seconds(self, key: Key) -> float:
@@ -102,19 +100,13 @@ class LauncherMonitor:
 
     def engines(self, key: Key) -> Mapping[str, launcher_documents.EngineReport]:
         """Return the last report of each reachable engine of a cluster."""
-        return {
-            engine: watch.report
-            for engine, watch in self._watches.get(key, {}).items()
-            if watch.report is not None
-        }
+        watches = self._watches.get(key, {}).items()
+        return {name: one.report for name, one in watches if one.report is not None}
 
     def links(self, key: Key) -> Mapping[str, launcher_documents.LinksReport]:
         """Return the last report on links of each reachable decode engine of a cluster."""
-        return {
-            engine: watch.links
-            for engine, watch in self._watches.get(key, {}).items()
-            if watch.links is not None
-        }
+        watches = self._watches.get(key, {}).items()
+        return {name: one.links for name, one in watches if one.links is not None}
 
     async def stop(self) -> None:
         """Stop watching all engines."""
@@ -124,6 +116,7 @@ class LauncherMonitor:
         await asyncio.gather(*tasks, *self._releases, return_exceptions=True)
 
 
+@dataclass(eq=False)
 class LauncherWatch:
     """Watches the launcher of one engine, and sends it its peers and routes.
 
@@ -140,18 +133,17 @@ class LauncherWatch:
         heard: whether the launcher has answered, or has missed its polls.
     """
 
-    def __init__(
-        self, target: Target, launchers: Launchers, period: float, changed: Callable[[], None]
-    ) -> None:
-        self.target = target
+    target: Target
+    launchers: Launchers
+    period: float
+    changed: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self.report: launcher_documents.EngineReport | None = None
         self.links: launcher_documents.LinksReport | None = None
         self.peers: launcher_documents.PeersDocument | None = None
         self.routed: bool | None = None
         self.heard = False
-        self._launchers = launchers
-        self._period = period
-        self._changed = changed
         self._misses = 0
         self._logged = ""  # why it does not answer
         # The engine id and the peers that were sent last.
@@ -161,7 +153,7 @@ class LauncherWatch:
         self._next = 0.0  # when it may be polled again
         self._assigned = asyncio.Event()
         self._waiting: asyncio.Task[launcher_documents.ChangesReport] | None = None
-        self.task = asyncio.create_task(self._run(), name=f"links-{target.engine}")
+        self.task = asyncio.create_task(self._run(), name=f"links-{self.target.engine}")
 
     def assign(self, peers: launcher_documents.PeersDocument) -> None:
         """Send the launcher these peers soon."""
@@ -193,7 +185,7 @@ class LauncherWatch:
                     self._missed()
                     log.exception("%s: its launcher's answer cannot be read", self.target.engine)
                 if before != (self.report, self.links, self.heard):
-                    self._changed()
+                    self.changed()
         finally:
             await self._stop_waiting()
 
@@ -217,7 +209,7 @@ class LauncherWatch:
         The long poll goes on while something is sent.
         """
         if self._waiting is None:
-            request = self._launchers.changes(self.target, self._revision, wait=True)
+            request = self.launchers.changes(self.target, self._revision, wait=True)
             self._waiting = asyncio.create_task(request)
         assigned = asyncio.create_task(self._assigned.wait())
         try:
@@ -237,7 +229,7 @@ class LauncherWatch:
         """Read the whole state of the launcher."""
         await self._stop_waiting()
         self._rest()
-        self._take(await self._launchers.changes(self.target, "", wait=False))
+        self._take(await self.launchers.changes(self.target, "", wait=False))
 
     def _take(self, changes: launcher_documents.ChangesReport) -> None:
         """Store an answer that holds the whole state."""
@@ -252,15 +244,12 @@ class LauncherWatch:
         self.links = links if self.target.role is Role.DECODE else None
         self._revision = changes.revision
         self._read_at = time.monotonic()
-        if (
-            self.links
-            and self._sent
-            and peers_and_canaries.has_other_peers(self._sent[1], self.links)
-        ):
+        links, sent = self.links, self._sent
+        if links and sent and peers_and_canaries.has_other_peers(sent[1], links):
             self._sent = None
 
     def _rest(self) -> None:
-        self._next = time.monotonic() + self._period
+        self._next = time.monotonic() + self.period
 
     async def _stop_waiting(self) -> None:
         if self._waiting is not None:
@@ -287,9 +276,9 @@ class LauncherWatch:
         if self.report is None:
             return
         if self.routed is not None and self.report.routed not in (None, self.routed):
-            await self._launchers.tell_routed(self.target, routed=self.routed)
+            await self.launchers.tell_routed(self.target, routed=self.routed)
             self.report = replace(self.report, routed=self.routed)
         if self.peers is not None and self._has_other_peers():
             sent = self.peers  # others may be assigned before the launcher answers
-            await self._launchers.put_peers(self.target, sent)
+            await self.launchers.put_peers(self.target, sent)
             self._sent = (self.report.engine_id, sent)

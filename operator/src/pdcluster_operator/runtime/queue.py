@@ -18,7 +18,7 @@ import logging
 import random
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from pdcluster_operator.runtime.interfaces import Key
 
@@ -58,12 +58,14 @@ class Backoff:
 
     def delay(self, failures: int, uniform: Callable[[float, float], float]) -> float:
         """Seconds to wait after ``failures`` (at least 1) failures in a row."""
-        exponent = min(failures - 1, 30)
-        return min(self.first * 2.0**exponent, self.last) * uniform(
-            1 - self.jitter, 1 + self.jitter
-        )
+        wait = min(self.first * 2.0 ** min(failures - 1, 30), self.last)
+        return wait * uniform(1 - self.jitter, 1 + self.jitter)
 
 
+BACKOFF = Backoff()
+
+
+@dataclass(eq=False)
 class KeyedQueue:
     """Runs a handler over keys. Every method must be called on the event loop's thread.
 
@@ -76,23 +78,17 @@ class KeyedQueue:
         slots: which keys wait, and which are reconciled.
     """
 
-    def __init__(
-        self,
-        handler: Handler,
-        *,
-        is_urgent: Callable[[Key], bool] = lambda _: False,
-        is_new: Callable[[Key], bool] = lambda _: False,
-        workers: int = WORKERS,
-        rest: float = REST_SECONDS,
-        backoff: Backoff | None = None,
-        uniform: Callable[[float, float], float] = random.uniform,
-    ) -> None:
-        self._handler = handler
-        self._is_urgent = is_urgent
-        self._rest = rest
-        self._backoff = backoff or Backoff()
-        self._uniform = uniform
-        self.slots = FairSlots(workers, RECONCILE_HANGS_SECONDS, self._start, is_new)
+    handler: Handler
+    _: KW_ONLY
+    is_urgent: Callable[[Key], bool] = lambda _: False
+    is_new: Callable[[Key], bool] = lambda _: False
+    workers: int = WORKERS
+    rest: float = REST_SECONDS
+    backoff: Backoff = BACKOFF
+    uniform: Callable[[float, float], float] = random.uniform
+
+    def __post_init__(self) -> None:
+        self.slots = FairSlots(self.workers, RECONCILE_HANGS_SECONDS, self._start, self.is_new)
         self._resting: dict[Key, bool] = {}  # whether it was added meanwhile
         self._running: dict[Key, asyncio.Task[None]] = {}
         self._again: dict[Key, bool] = {}  # added while it is reconciled: whether it is urgent
@@ -132,7 +128,7 @@ class KeyedQueue:
     def resync(self, keys: Iterable[Key], *, within: float) -> None:
         """Queue every key at a random moment of the next ``within`` seconds."""
         for key in keys:
-            self.add_after(key, self._uniform(0.0, within))
+            self.add_after(key, self.uniform(0.0, within))
 
     @property
     def depth(self) -> int:
@@ -170,15 +166,15 @@ class KeyedQueue:
 
     def _due(self, key: Key) -> None:
         self._timers.pop(key, None)
-        self.add(key, urgent=self._is_urgent(key))
+        self.add(key, urgent=self.is_urgent(key))
 
     async def _work(self, key: Key) -> None:
         requeue_after: float | None = None
         try:
-            requeue_after = await self._handler(key)
+            requeue_after = await self.handler(key)
         except Exception as error:  # noqa: BLE001 - any failure of one key is retried alone
             self._failures[key] = self._failures.get(key, 0) + 1
-            requeue_after = self._backoff.delay(self._failures[key], self._uniform)
+            requeue_after = self.backoff.delay(self._failures[key], self.uniform)
             log.warning("%s: %s; trying again in %.1f s", key, error, requeue_after)
         else:
             self._failures.pop(key, None)
@@ -196,13 +192,14 @@ class KeyedQueue:
 
     def _let_rest(self, key: Key, *, again: bool) -> None:
         self._resting[key] = again
-        asyncio.get_running_loop().call_later(self._rest, self._rested, key)
+        asyncio.get_running_loop().call_later(self.rest, self._rested, key)
 
     def _rested(self, key: Key) -> None:
         if self._resting.pop(key, False):
             self.add(key)
 
 
+@dataclass(eq=False)
 class FairSlots:
     """Starts keys when they get a slot, so that no namespace gets all slots.
 
@@ -240,21 +237,16 @@ class FairSlots:
         is_new: whether nothing was created for a key yet.
     """
 
-    def __init__(
-        self,
-        total: int,
-        hangs_seconds: float,
-        start: Callable[[Key], None],
-        is_new: Callable[[Key], bool] = lambda _: False,
-    ) -> None:
-        self._total = total
-        self._hangs_seconds = hangs_seconds
-        self._start = start
+    total: int
+    hangs_seconds: float
+    start: Callable[[Key], None]
+    is_new: Callable[[Key], bool] = lambda _: False
+
+    def __post_init__(self) -> None:
         self._urgent: _Line = OrderedDict()
         self._new: _Line = OrderedDict()
         self._others: _Line = OrderedDict()
         self._turns = deque((self._urgent, self._new, self._others))
-        self._is_new = is_new
         self._new_holders: set[Key] = set()
         self._since: dict[str, dict[Key, float]] = {}  # when each holder got its slot, oldest first
         self._hung_until: dict[str, float] = {}
@@ -283,14 +275,14 @@ class FairSlots:
             _drop(self._others, key)
             line = self._urgent
         else:
-            line = self._new if self._is_new(key) else self._others
+            line = self._new if self.is_new(key) else self._others
         line.setdefault(key.namespace, OrderedDict())[key] = None
 
     def done(self, key: Key) -> None:
         """Take back the slot that a key had."""
         self._new_holders.discard(key)
         held, now = self._since[key.namespace], _now()
-        if now - held.pop(key) > self._hangs_seconds:
+        if now - held.pop(key) > self.hangs_seconds:
             self._hung_until[key.namespace] = now + BELIEVED_SECONDS
         if not held:
             del self._since[key.namespace]
@@ -303,7 +295,7 @@ class FairSlots:
     def hand_out(self) -> None:
         """Start each key that may have a slot now."""
         while (key := self.take()) is not None:
-            self._start(key)
+            self.start(key)
         if any(self._turns) and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(CHECK_SECONDS, self._check)
 
@@ -314,13 +306,13 @@ class FairSlots:
         """
         hanging = self.hanging()
         of_hanging = sum(len(held) for name, held in self._since.items() if name in hanging)
-        quarter = self._total // (TIMES_FREE + 1)
-        beyond = min(quarter, max(0, of_hanging - self._total + quarter))
-        free = self._total + beyond - sum(map(len, self._since.values()))
+        quarter = self.total // (TIMES_FREE + 1)
+        beyond = min(quarter, max(0, of_hanging - self.total + quarter))
+        free = self.total + beyond - sum(map(len, self._since.values()))
         if free <= 0:  # thousands of namespaces may wait
             return None
         new = sum(key.namespace not in hanging for key in self._new_holders)
-        room = max(1, self._total - quarter) - new  # what hangs computes nothing
+        room = max(1, self.total - quarter) - new  # what hangs computes nothing
         for _ in range(len(self._turns)):
             line = self._turns[0]
             self._turns.rotate(-1)
@@ -345,7 +337,7 @@ class FairSlots:
         long = (
             name
             for name, held in self._since.items()
-            if now - next(iter(held.values())) > self._hangs_seconds
+            if now - next(iter(held.values())) > self.hangs_seconds
         )
         return self._hung_until.keys() | set(long)
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pdcluster_operator.api.conditions import no, own_status
 from pdcluster_operator.plan import launchers, lifecycle, planner, types
@@ -43,33 +44,23 @@ its name. It is shorter than the resync period.
 """
 
 
+@dataclass(eq=False, kw_only=True)
 class Reconciler:
     """Each call brings one cluster a step nearer to its spec."""
 
-    def __init__(
-        self,
-        *,
-        store: Store,
-        api_server: interfaces.ApiServer,
-        monitor: launcher_monitor.LauncherMonitor,
-        events: interfaces.EventSink,
-        connector: types.ConnectorBundle,
-        clock: Callable[[], float],
-        place: types.Place,
-        may_write: Callable[[Key], bool],
-        queued: Callable[[], int],
-    ) -> None:
-        self._store = store
-        self._api_server = api_server
-        self._monitor = monitor
-        self._events = events
-        self._connector = connector
-        self._clock = clock
-        self._place = place
-        self._may_write = may_write
-        self._queued = queued  # how many clusters wait to be reconciled
-        self._secrets = cluster_secrets.ClusterSecrets(api_server)
-        self._executor = executor.Executor(api_server, self._secrets, may_write)
+    store: Store
+    api_server: interfaces.ApiServer
+    monitor: launcher_monitor.LauncherMonitor
+    events: interfaces.EventSink
+    connector: types.ConnectorBundle
+    clock: Callable[[], float]
+    place: types.Place
+    may_write: Callable[[Key], bool]
+    queued: Callable[[], int]  # how many clusters wait to be reconciled
+
+    def __post_init__(self) -> None:
+        self._secrets = cluster_secrets.ClusterSecrets(self.api_server)
+        self._executor = executor.Executor(self.api_server, self._secrets, self.may_write)
         self._ending: dict[tuple[Key, str], float] = {}  # see _goes_with_namespace
         self._memos: OrderedDict[Key, Memo] = OrderedDict()
         self._began: dict[Key, str] = {}  # UIDs of the clusters that got first children from us
@@ -83,7 +74,7 @@ class Reconciler:
         Raises:
             ApiError: a step failed, or the status could not be written. The queue calls again.
         """
-        cluster = self._store.cluster(key)
+        cluster = self.store.cluster(key)
         if cluster is None or is_being_deleted(cluster) or self._goes_with_namespace(key, cluster):
             self._dismiss(key)
             return None
@@ -114,28 +105,33 @@ class Reconciler:
         """
         now = time.monotonic()
         self._ending = {one: until for one, until in self._ending.items() if now < until}
-        there = self._store.clusters_in(key.namespace)
+        there = self.store.clusters_in(key.namespace)
         if there.get(key) == cluster["metadata"]["uid"]:
             self._ending |= dict.fromkeys(there.items(), now + BELIEVED_SECONDS)
 
     def _dismiss(self, key: Key) -> None:
         """Do nothing more for a cluster: Kubernetes deletes the children, which it owns."""
-        self._monitor.dismiss(key)
+        self.monitor.dismiss(key)
         self.leave(key)
 
     async def _look(self, key: Key, cluster: Manifest) -> float | None:
-        children, pods = self._store.children(key), self._store.pods(key)
-        self._monitor.follow(key, launchers.launchers_to_poll(pods, children))
+        failure = None
+        try:
+            await self.store.learn_owners(key, self.api_server.read_owner)
+        except ApiError as error:
+            failure = error
+        children, pods = self.store.children(key), self.store.pods(key)
+        self.monitor.follow(key, launchers.launchers_to_poll(pods, children))
         wait = lifecycle.wait_before_judging(
             cluster,
-            followed_seconds=self._monitor.followed_seconds(key),
-            all_heard=self._monitor.all_heard(key),
+            followed_seconds=self.monitor.followed_seconds(key),
+            all_heard=self.monitor.all_heard(key),
         )
         if wait > 0:
             return wait
-        now = self._clock()
+        now = self.clock()
         new = lifecycle.is_new(cluster, has_children=bool(children))
-        uid, failure = cluster["metadata"]["uid"], None
+        uid = cluster["metadata"]["uid"]
         ticket_key, certificates = None, types.HeldCertificates()
         try:
             ticket_key = await self._secrets.ticket_key(key, uid, new=new)
@@ -147,16 +143,16 @@ class Reconciler:
                 cluster=cluster,
                 children=children,
                 pods=pods,
-                engines=self._monitor.engines(key),
-                links=self._monitor.links(key),
-                connector=self._connector,
+                engines=self.monitor.engines(key),
+                links=self.monitor.links(key),
+                connector=self.connector,
                 ticket_key=ticket_key,
                 certificates=certificates,
-                place=self._place,
-                pod_groups=self._store.serves(POD_GROUP_KIND),
+                place=self.place,
+                pod_groups=self.store.serves(POD_GROUP_KIND),
                 rewrites=self._executor.rewrites(key),
-                scaler=self._store.scaler(key),
-                connectors=self._store.connectors(key.namespace),
+                scaler=self.store.scaler(key),
+                connectors=self.store.connectors(key.namespace),
                 unread=None if failure is None else no(failure.reason, str(failure)),
             )
             plan = planner.make_plan(observed, now, self._memo(key))
@@ -177,7 +173,7 @@ class Reconciler:
         self._waiting.discard(key)
         self._secrets.forget(key)
         self._executor.forget(key)
-        self._monitor.forget(key)
+        self.monitor.forget(key)
 
     def _memo(self, key: Key) -> Memo:
         memo = self._memos.setdefault(key, Memo())
@@ -207,14 +203,14 @@ class Reconciler:
             status = progress.with_failure(status, cluster, fault.reason, str(fault), now, failing)
             found = transitions(cluster.get("status"), status, secured=True)
             flips = (*(one for one in flips if one.type == "Warning" and one not in found), *found)
-        self._monitor.assign(key, plan.peers)
-        self._monitor.route(key, plan.routed)
+        self.monitor.assign(key, plan.peers)
+        self.monitor.route(key, plan.routed)
         wait = await self._write_status(key, cluster, status)
         if not wait:  # else the status of now is still the one before, and the next plan has them
             events = [*flips, *events]
-        await self._events.publish(cluster, events)
-        if plan.scaler is not None and self._may_write(key):
-            await self._api_server.write_scaler_status(key, plan.scaler)
+        await self.events.publish(cluster, events)
+        if plan.scaler is not None and self.may_write(key):
+            await self.api_server.write_scaler_status(key, plan.scaler)
         if fault is not None:
             raise fault
         self._failing.pop(key, None)
@@ -226,30 +222,30 @@ class Reconciler:
 
         If it does, Kubernetes deletes what is created for it, and it looks new once more.
         """
-        if not types.creates(plan.steps) or not self._may_write(key):
+        if not types.creates(plan.steps) or not self.may_write(key):
             return True
         uid = str(cluster["metadata"]["uid"])
         first = new and self._began.get(key) != uid
         self._began[key] = uid
-        if not lifecycle.needs_live_check(self._store.reported_seconds(key, uid), first=first):
+        if not lifecycle.needs_live_check(self.store.reported_seconds(key, uid), first=first):
             return True
-        return await self._api_server.read_uid(key) == uid
+        return await self.api_server.read_uid(key) == uid
 
     async def _write_status(self, key: Key, cluster: Manifest, status: Manifest) -> float:
         """Write a status that changed; return how many seconds it has to wait instead."""
         before, moment = own_status(cluster.get("status")), time.monotonic()
         self._waiting.discard(key)
-        if status == before or not self._may_write(key):
+        if status == before or not self.may_write(key):
             return 0.0
         if not before:
             self._wrote.setdefault(key, moment)
         since_last = moment - self._wrote.get(key, -math.inf)
-        waiting = len(self._waiting) + self._queued()
+        waiting = len(self._waiting) + self.queued()
         if (wait := pace.wait_before_writing(before, status, since_last, waiting)) > 0:
             self._waiting.add(key)
             return wait
         metadata = cluster["metadata"]
         version = str(metadata.get("resourceVersion") or "")
-        await self._api_server.write_status(key, metadata["uid"], status, version)
+        await self.api_server.write_status(key, metadata["uid"], status, version)
         self._wrote[key] = moment
         return 0.0

@@ -17,12 +17,13 @@ event belongs to.
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set as AbstractSet
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Set as AbstractSet
 from typing import Any
 
 from pdcluster_operator.api.object_names import CLUSTER_LABEL, SCALER_KIND
 from pdcluster_operator.plan.connectors import is_shared_connector, shared_connectors_of
 from pdcluster_operator.plan.objects import ownership, shared_parts
+from pdcluster_operator.plan.objects.ownership import Reference
 from pdcluster_operator.runtime.interfaces import Key
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Store:
         self._absent: set[str] = set()
         self._gone: dict[str, tuple[str, float]] = {}  # version and moment by UID, oldest first
         self._listed: dict[tuple[str, str | None], str] = {}  # version of the last LIST of a watch
+        self._owners: dict[str, Reference | None] = {}  # of pods' workloads, by UID; None: gone
 
     def put(self, manifest: Manifest) -> Key | None:
         """Remember an object; return the key of the cluster for which it is news.
@@ -176,7 +178,37 @@ class Store:
         cluster = self.cluster(key)
         if cluster is None:
             return ()
-        return tuple(ownership.own_pods(cluster, self._at(POD_LABEL, *key), self.children(key)))
+        chains = self._ends_of_chains(key)
+        return tuple(pod for pod, end in chains if ownership.is_pod_of(cluster, pod, end))
+
+    async def learn_owners(
+        self, key: Key, read_owner: Callable[[str, Reference], Awaitable[Reference | None]]
+    ) -> None:
+        """Ask ``ApiServer.read_owner`` once for each of the pods' workloads that no watch reports.
+
+        These are ReplicaSets, and what was there before this process or has not our labels.
+        """
+        while unknown := {
+            end["uid"]: end
+            for _, end in self._ends_of_chains(key)
+            if end.get("kind") in ownership.WORKLOADS and end["uid"] not in self._owners
+        }:
+            for uid, reference in unknown.items():
+                self._owners[uid] = await read_owner(key.namespace, reference)
+
+    def _ends_of_chains(self, key: Key) -> list[tuple[Manifest, Reference]]:
+        """Return the pods with the cluster's label, and where the chain of each one ends."""
+
+        def owner_of(reference: Reference) -> Reference | None:
+            held = self._held((reference["kind"], key.namespace, reference["name"]))
+            if (owner := ownership.owner_in(held, reference)) is not None:
+                self._owners[reference["uid"]] = owner
+                return owner
+            owner = self._owners.get(reference["uid"])
+            return {} if owner is None and held is not None else owner  # another has its name
+
+        at = self._at(POD_LABEL, *key)
+        return [(pod, ownership.end_of_chain(pod, owner_of)) for pod in at]
 
     def connectors(self, namespace: str) -> tuple[Manifest, ...]:
         """Return the ConfigMaps with a connector that the namespace's PDClusters share."""
@@ -208,7 +240,10 @@ class Store:
 
     def _remove(self, identity: Identity) -> None:
         self._reported.pop(identity, None)
-        for place in places_of(self._objects[identity[0]].pop(identity)):
+        manifest = self._objects[identity[0]].pop(identity)
+        if owner := self._owners.pop(ownership.controller_uid(manifest), None):
+            self._owners.pop(str(owner.get("uid")), None)
+        for place in places_of(manifest):
             held = self._index.get(place, {})
             held.pop(identity, None)
             if not held:

@@ -56,6 +56,7 @@ async def observe(
         for manifest in listed:
             store.put(manifest)
     store.put(slim(cluster, PDCLUSTER))
+    await store.learn_owners(key, api.read_owner)
     children = store.children(key)
     engines, links = reports_in(cluster, children)
     policies = (one for one in children if one["kind"] == "NetworkPolicy")

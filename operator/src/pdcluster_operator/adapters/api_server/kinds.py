@@ -65,6 +65,7 @@ PREFILL_SCALER = Kind(
     optional=True,
 )
 POD = Kind("", "v1", "pods", "Pod")
+REPLICA_SET = Kind("apps", "v1", "replicasets", "ReplicaSet")
 SECRET = Kind("", "v1", "secrets", "Secret")
 LEASE = Kind("coordination.k8s.io", "v1", "leases", "Lease")
 EVENT = Kind("events.k8s.io", "v1", "events", "Event")
@@ -97,7 +98,7 @@ WATCHED = (
     POD,
 )
 BY_NAME: Mapping[str, Kind] = {
-    kind.name: kind for kind in (*WATCHED, SECRET, LEASE, EVENT, WEBHOOK_CONFIGURATION)
+    kind.name: kind for kind in (*WATCHED, REPLICA_SET, SECRET, LEASE, EVENT, WEBHOOK_CONFIGURATION)
 }
 
 

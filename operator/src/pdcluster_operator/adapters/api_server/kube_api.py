@@ -8,7 +8,7 @@ resourceVersion that were seen.
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pdcluster_operator.adapters import engine_authority
@@ -32,6 +32,7 @@ MARKER = f"{object_names.FIELD_MANAGER}-collector"
 """A field manager that owns the mark alone, so that its applies leave out the content."""
 
 
+@dataclass(eq=False)
 class KubeApi:
     """See :class:`pdcluster_operator.runtime.interfaces.ApiServer`.
 
@@ -41,22 +42,21 @@ class KubeApi:
             reconcile knows our own writes before the watch reports them.
     """
 
-    def __init__(
-        self,
-        client: KubeClient,
-        authority: engine_authority.EngineAuthority,
-        remember: Callable[[dict[str, Any]], object] | None = None,
-    ) -> None:
-        self._client = client
-        self._authority = authority
-        self._remember = remember or (lambda _: None)
+    client: KubeClient
+    authority: engine_authority.EngineAuthority
+    remember: Callable[[dict[str, Any]], object] = lambda _: None
 
     async def read_uid(self, key: Key) -> str | None:
         """Return the live cluster's UID; None if it is gone or is being deleted."""
-        live = await self._client.read(kinds.PDCLUSTER.path(key.namespace, key.name))
+        live = await self.client.read(kinds.PDCLUSTER.path(key.namespace, key.name))
         if live is None or ownership.is_being_deleted(live):
             return None
         return str(live["metadata"]["uid"])
+
+    async def read_owner(self, namespace: str, reference: Manifest) -> Manifest | None:
+        """Return the controller of the object that a reference means; None if it is gone."""
+        path = kinds.BY_NAME[reference["kind"]].path(namespace, reference["name"])
+        return ownership.owner_in(await self.client.read(path), reference)
 
     async def read_ticket_key(self, key: Key, uid: str) -> str | None:
         """Return what the cluster's Secret says beside its keys; None if it does not hold them."""
@@ -66,18 +66,18 @@ class KubeApi:
     async def read_certificates(self, key: Key, uid: str) -> types.HeldCertificates:
         """Return what the Secret with the engines' certificates says beside their keys."""
         live = await self._own_secret(key.namespace, object_names.certificates_name(key.name), uid)
-        return engine_authority.held_certificates(live, self._authority)
+        return engine_authority.held_certificates(live, self.authority)
 
     async def write_certificates(self, step: types.WriteCertificates) -> types.HeldCertificates:
         """Sign the certificates and apply the Secret; return what it says then."""
-        secret = await asyncio.to_thread(engine_authority.with_certificates, step, self._authority)
+        secret = await asyncio.to_thread(engine_authority.with_certificates, step, self.authority)
         return engine_authority.held_certificates(
-            await self.apply(secret, step.uid), self._authority
+            await self.apply(secret, step.uid), self.authority
         )
 
     async def _own_secret(self, namespace: str, name: str, uid: str) -> dict[str, Any] | None:
         """Return a Secret of the cluster ``uid``; None if there is none."""
-        live = await self._client.read(kinds.SECRET.path(namespace, name))
+        live = await self.client.read(kinds.SECRET.path(namespace, name))
         if live is not None and ownership.controller_uid(live) != uid:
             refusal = name_conflict(kinds.SECRET.name, name)
             raise ApiError(refusal.reason, refusal.message)
@@ -91,12 +91,12 @@ class KubeApi:
         if not step.rotate:
             try:
                 path, body = kinds.SECRET.path(namespace), with_a_new_key(step, None)
-                await self._client.call("POST", path, query=query, body=body)
+                await self.client.call("POST", path, query=query, body=body)
                 return
             except Conflict as error:
                 conflict = error
         path = kinds.SECRET.path(namespace, name)
-        live = await self._client.read(path)
+        live = await self.client.read(path)
         if (refusal := why_not_applied(step.manifest, live)) is not None:
             raise ApiError(refusal.reason, refusal.message)
         if live is None or (not step.rotate and held_ticket_key(live) is not None):
@@ -105,7 +105,7 @@ class KubeApi:
         version = live["metadata"]["resourceVersion"]
         annotations = body["metadata"]["annotations"]
         body["metadata"] = {"annotations": annotations, "resourceVersion": version}
-        await self._client.call("PATCH", path, query=query, body=body, content=MERGE)
+        await self.client.call("PATCH", path, query=query, body=body, content=MERGE)
 
     async def apply(self, manifest: Manifest, uid: str = "") -> dict[str, Any]:
         """Apply a child and return it, unless ``plan/name_conflicts.py`` objects.
@@ -133,7 +133,7 @@ class KubeApi:
                 if kind is kinds.POD:  # no right to patch pods is needed, and the name is generated
                     query = {"dryRun": "All", "fieldManager": object_names.FIELD_MANAGER}
                     path = kind.path(metadata["namespace"])
-                    await self._client.call("POST", path, query=query, body=manifest)
+                    await self.client.call("POST", path, query=query, body=manifest)
                 else:
                     path = kind.path(metadata["namespace"], metadata["name"])
                     await self._patch(path, manifest, dry_run=True)
@@ -155,7 +155,7 @@ class KubeApi:
             "preconditions": {"uid": step.uid, "resourceVersion": step.resource_version},
         }
         try:
-            await self._client.call("DELETE", kind.path(step.namespace, step.name), body=body)
+            await self.client.call("DELETE", kind.path(step.namespace, step.name), body=body)
         except NotFound:
             return
 
@@ -180,7 +180,7 @@ class KubeApi:
         await self._status_of_live(kinds.PREFILL_SCALER, key, scaler.uid, scaler.status)
 
     async def _status_of_live(self, kind: kinds.Kind, key: Key, uid: str, status: Manifest) -> None:
-        live = await self._client.read(kind.path(key.namespace, key.name))
+        live = await self.client.read(kind.path(key.namespace, key.name))
         if live is not None and live["metadata"]["uid"] == uid:
             await self._apply_status(kind, key, status, live["metadata"]["resourceVersion"])
 
@@ -209,7 +209,7 @@ class KubeApi:
         # Parts are shared now, because a list of all objects is large.
         return [
             shared_parts.with_shared_parts(kinds.slim(item, kind))
-            async for page in self._client.pages(kind.path(namespace), kind.selection, kind.page)
+            async for page in self.client.pages(kind.path(namespace), kind.selection, kind.page)
             for item in page.get("items") or ()
         ]
 
@@ -229,11 +229,11 @@ class KubeApi:
     def _keep(self, kind: kinds.Kind, live: Manifest) -> None:
         if kind is kinds.SECRET:  # whose content is not for the store
             return
-        self._remember(kinds.slim(live, kind))
+        self.remember(kinds.slim(live, kind))
 
     async def _apply_to_live(self, path: str, manifest: Manifest) -> dict[str, Any]:
         metadata = manifest["metadata"]
-        live = await self._client.read(path)
+        live = await self.client.read(path)
         if (refusal := why_not_applied(manifest, live)) is not None:
             raise ApiError(refusal.reason, refusal.message)
         if live is None:
@@ -260,7 +260,7 @@ class KubeApi:
         query = {"fieldManager": manager, "force": "true"}
         if dry_run:
             query["dryRun"] = "All"
-        return await self._client.call("PATCH", path, query=query, body=body, content=APPLY)
+        return await self.client.call("PATCH", path, query=query, body=body, content=APPLY)
 
     async def _disown(self, path: str, live: dict[str, Any]) -> dict[str, Any]:
         """Give up what the repair's manager owns; return the object as it is then."""
@@ -269,4 +269,4 @@ class KubeApi:
 
     async def _repair(self, path: str, patch: Manifest) -> dict[str, Any]:
         query = {"fieldManager": REPAIR_MANAGER}
-        return await self._client.call("PATCH", path, query=query, body=patch, content=MERGE)
+        return await self.client.call("PATCH", path, query=query, body=patch, content=MERGE)

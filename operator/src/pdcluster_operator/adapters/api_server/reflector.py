@@ -16,16 +16,12 @@ import math
 import random
 from collections.abc import Callable, Collection, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from pdcluster_operator.adapters.api_server.client import (
-    KubeClient,
-    NotFound,
-    classified,
-    without_depths,
-)
+from pdcluster_operator.adapters.api_server import client as api_client
 from pdcluster_operator.adapters.api_server.kinds import WATCHED, Kind, slim
 from pdcluster_operator.api.object_names import GROUP
 from pdcluster_operator.runtime import control_loop, store
@@ -64,7 +60,7 @@ def _read(text: bytes) -> _Line:
     try:
         return _LINE.decode(text)
     except RecursionError:
-        return _LINE.decode(without_depths(text))
+        return _LINE.decode(api_client.without_depths(text))
 
 
 class HistoryLostError(Exception):
@@ -74,6 +70,7 @@ class HistoryLostError(Exception):
     """
 
 
+@dataclass(eq=False)
 class Reflector:
     """Keeps the store equal to what the API server has of one kind.
 
@@ -87,21 +84,15 @@ class Reflector:
         why_not: why the last attempt failed; empty if it did not.
     """
 
-    def __init__(
-        self,
-        client: KubeClient,
-        loop: control_loop.ControlLoop,
-        kind: Kind,
-        namespace: Namespace,
-        age: float,
-        *,
-        elsewhere: bool = False,
-    ) -> None:
-        self._client, self._loop, self._store = client, loop, loop.store
-        self.kind, self._namespace = kind, namespace
-        self._path = kind.path(namespace)
-        self._age = age
-        self._elsewhere = elsewhere
+    client: api_client.KubeClient
+    loop: control_loop.ControlLoop
+    kind: Kind
+    namespace: Namespace
+    age: float
+    elsewhere: bool = False
+
+    def __post_init__(self) -> None:
+        self._path = self.kind.path(self.namespace)
         self._kopf_reports = False  # whether kopf has reported anything
         self._sooner = asyncio.Event()
         self._last = ""  # the version of the last LIST
@@ -132,11 +123,11 @@ class Reflector:
             try:
                 if not self._version or _now() >= self._due:
                     await self._list()
-                elif self._elsewhere and self._kopf_reports:
+                elif self.elsewhere and self._kopf_reports:
                     await self._wait_until_due()
                 elif not await self._follow():
                     pause = self._after_a_failure()
-            except NotFound as error:
+            except api_client.NotFound as error:
                 pause = self._not_served(error)
             except ApiError as error:
                 pause = self._after_a_failure()
@@ -151,7 +142,7 @@ class Reflector:
     def see(self, event: str | None, manifest: Mapping[str, Any]) -> None:
         """Take in what kopf reports; see :meth:`Reflectors.see`."""
         self._kopf_reports = True
-        self._loop.see(event or "MODIFIED", slim(manifest, self.kind))
+        self.loop.see(event or "MODIFIED", slim(manifest, self.kind))
         if event is None and self._due - _now() > SOON:
             self._due = _now() + SOON
             self._sooner.set()
@@ -159,17 +150,17 @@ class Reflector:
     async def _list(self) -> None:
         kind, due = self.kind, _now() + self._one_age()
         names: set[tuple[str, str]] = set()
-        async for page in self._client.pages(self._path, kind.selection, kind.page):
+        async for page in self.client.pages(self._path, kind.selection, kind.page):
             for item in page.get("items") or ():
                 names.add((item["metadata"].get("namespace", ""), item["metadata"]["name"]))
-                self._loop.see("MODIFIED", slim(item, kind))
+                self.loop.see("MODIFIED", slim(item, kind))
         version = str(page["metadata"]["resourceVersion"])
         if store.is_earlier(version, self._last):
             raise HistoryLostError(f"{self._path}: version {self._last} has become {version}")
         self._last = version
-        for gone in self._store.listed(kind.name, self._namespace, names, version):
-            self._loop.see("DELETED", gone)
-        self._loop.set_served(kind.name, served=True)
+        for gone in self.loop.store.listed(kind.name, self.namespace, names, version):
+            self.loop.see("DELETED", gone)
+        self.loop.set_served(kind.name, served=True)
         self._version, self._due = version, due
         self._listed, self.why_not = True, ""
 
@@ -197,12 +188,12 @@ class Reflector:
         }
         heard = False
         try:
-            async with aclosing(self._client.lines(self._path, query)) as lines:
+            async with aclosing(self.client.lines(self._path, query)) as lines:
                 async for line in lines:
                     self._take(line)
                     heard = True
                     self._failures, self.why_not = 0, ""
-                    if self._elsewhere and self._kopf_reports:
+                    if self.elsewhere and self._kopf_reports:
                         break
         except ValueError as error:
             raise ApiError("ApiServerUnreachable", f"GET {self._path}: {error}") from error
@@ -211,26 +202,26 @@ class Reflector:
     def _take(self, text: bytes) -> None:
         line = _read(text)
         if line.type == "ERROR":
-            raise classified(int(line.object.get("code") or 0), line.object)
+            raise api_client.classified(int(line.object.get("code") or 0), line.object)
         self._version = (line.object.get("metadata") or {}).get("resourceVersion", "")
         if line.type in REPORTED:
-            self._loop.see(line.type, slim(line.object, self.kind))
+            self.loop.see(line.type, slim(line.object, self.kind))
 
-    def _not_served(self, error: NotFound) -> float:
+    def _not_served(self, error: api_client.NotFound) -> float:
         """Note that the API server does not have the kind; return when to ask again, in seconds."""
         self._version = ""
         if not self.kind.optional:
             self._say(f"the CRD of {self.kind.name} is not installed: {error}")
             return self._after_a_failure()
-        for gone in self._store.listed(self.kind.name, self._namespace, set(), EVERY_VERSION):
-            self._loop.see("DELETED", gone)
-        self._loop.set_served(self.kind.name, served=False)
-        self._elsewhere = False  # kopf watches what was there when it started
+        for gone in self.loop.store.listed(self.kind.name, self.namespace, set(), EVERY_VERSION):
+            self.loop.see("DELETED", gone)
+        self.loop.set_served(self.kind.name, served=False)
+        self.elsewhere = False  # kopf watches what was there when it started
         self._listed = True
         return self._one_age()
 
     def _one_age(self) -> float:
-        return self._age * random.uniform(0.9, 1.1)  # noqa: S311 - no secret
+        return self.age * random.uniform(0.9, 1.1)  # noqa: S311 - no secret
 
     def _after_a_failure(self) -> float:
         self._failures += 1
@@ -257,7 +248,7 @@ class Reflectors:
 
     def __init__(
         self,
-        client: KubeClient,
+        client: api_client.KubeClient,
         loop: control_loop.ControlLoop,
         namespaces: Collection[str],
         age: float,

@@ -1,17 +1,25 @@
 """Who owns an object, whether it is being deleted, and the metadata of a new child.
 
-An object's owner is its controller, by UID. Labels can be copied, UIDs cannot.
+An object's owner is its controller, by UID. Names and labels can be copied, UIDs cannot.
 
-A pod belongs to a cluster through a workload: a StatefulSet of an engine, or the ReplicaSet of a
-router's Deployment.
+A pod belongs to a cluster through a chain of controllers: the StatefulSet of an engine, or the
+ReplicaSet of a router's Deployment.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pdcluster_operator.api.object_names import API_VERSION, KIND, EngineName, engine_of
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.types import Manifest
+
+Reference = Mapping[str, Any]
+"""An owner reference."""
+
+WORKLOADS = frozenset({"StatefulSet", "ReplicaSet", "Deployment"})
+"""What stands between a pod and its PDCluster, once or twice."""
+_NAME = re.compile("[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 
 
 def identity(manifest: Manifest) -> tuple[str, str]:
@@ -19,7 +27,7 @@ def identity(manifest: Manifest) -> tuple[str, str]:
     return str(manifest.get("kind")), str(manifest["metadata"]["name"])
 
 
-def controller_of(manifest: Manifest) -> Mapping[str, Any]:
+def controller_of(manifest: Manifest) -> Reference:
     """Return the owner reference of an object's controller; empty if it has none."""
     references = manifest["metadata"].get("ownerReferences") or ()
     return next((one for one in references if one.get("controller") is True), {})
@@ -46,45 +54,60 @@ def engines_of(manifests: Iterable[Manifest]) -> frozenset[EngineName]:
     return frozenset(name for name in map(engine_of, manifests) if name is not None)
 
 
-def own_pods(
-    cluster: Manifest, pods: Iterable[Manifest], children: Iterable[Manifest]
-) -> Iterator[Manifest]:
-    """Yield the pods that the cluster's workloads made.
+def end_of_chain(pod: Manifest, owner_of: Callable[[Reference], Reference | None]) -> Reference:
+    """Follow the controllers from a pod up to its PDCluster.
 
     Args:
-        pods: pods with the cluster's label.
-        children: the live objects that the cluster controls.
+        owner_of: returns the reference to the controller of the object that a reference means:
+            empty if it has none, None if that is not known, or if the object is gone.
 
-    The pods of a StatefulSet outlive it for a while, and they count: their engine still runs. Its
-    UID is unknown then. Only Kubernetes' garbage collector is left to care for such a pod, so a
-    stranger's pod of this kind does not stay. A pod that is older than the cluster does not count:
-    it belonged to a cluster of the same name, which was deleted.
+    Returns:
+        The reference to the PDCluster, or the first one of which ``owner_of`` knows nothing. Empty
+        if the pod was made by something else.
     """
-    born = _created(cluster)
-    workloads = {
-        (str(child["kind"]), str(child["metadata"]["name"])): str(child["metadata"].get("uid", ""))
-        for child in children
-        if child["kind"] in ("StatefulSet", "Deployment")
-    }
-    for pod in pods:
-        if _made_by(pod, workloads, born):
-            yield pod
+    reference = controller_of(pod)
+    for _ in WORKLOADS:  # anybody may write references that form a circle
+        group = str(reference.get("apiVersion", "apps")).partition("/")[0]
+        named = _NAME.fullmatch(str(reference.get("name")))
+        if not (named and group == "apps" and reference.get("kind") in WORKLOADS):
+            break
+        above = owner_of(reference)
+        if above is None:
+            return reference
+        reference = above
+    return reference if reference.get("kind") == KIND else {}
 
 
-def _made_by(pod: Manifest, workloads: Mapping[tuple[str, str], str], born: str) -> bool:
-    controller = controller_of(pod)
-    kind, name = str(controller.get("kind")), str(controller.get("name"))
-    if kind == "ReplicaSet":  # not watched: it has its Deployment's name and a hash
-        return ("Deployment", name.rpartition("-")[0]) in workloads
-    uid = str(controller.get("uid") or "")
-    if kind == "Deployment":  # local mode has no ReplicaSets
-        return bool(uid) and workloads.get((kind, name)) == uid
-    engine = engine_of(pod)
-    if kind != "StatefulSet" or not uid or engine is None or name != engine.stateful_set:
+def owner_in(live: Manifest | None, reference: Reference) -> Reference | None:
+    """Return the controller of the object that a reference means; None if that object is gone.
+
+    Args:
+        live: the object of this kind and name as it is now; None if there is none.
+    """
+    if live is None or live["metadata"].get("uid") != reference["uid"]:
+        return None
+    return controller_of(live)
+
+
+def is_pod_of(cluster: Manifest, pod: Manifest, end: Reference) -> bool:
+    """Whether a workload of the cluster made a pod with the cluster's label.
+
+    The pods of a workload outlive it for a while, and they count: their engine still runs. If
+    nobody knows the workload's owner any more, only Kubernetes' garbage collector is left to care
+    for the pod, so a stranger's pod of this kind does not stay. Such a pod does not count if it is
+    older than the cluster: it belonged to a cluster of the same name, which was deleted.
+
+    Args:
+        end: where the pod's chain of controllers ends; see :func:`end_of_chain`.
+    """
+    controller, engine = controller_of(pod), engine_of(pod)
+    of_engine = controller.get("kind") == "StatefulSet"
+    if (engine and engine.stateful_set) != (controller["name"] if of_engine else None):
         return False
-    if (kind, name) in workloads:
-        return workloads[kind, name] == uid
-    return (_created(pod) or born) >= born
+    if end.get("kind") == KIND:
+        return bool(end["uid"] == cluster["metadata"].get("uid"))
+    born = _created(cluster)
+    return bool(end) and (_created(pod) or born) >= born
 
 
 def _created(manifest: Manifest) -> str:
