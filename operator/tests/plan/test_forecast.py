@@ -89,9 +89,8 @@ def test_only_links_that_the_status_does_not_call_failed_count_as_established() 
     status = world.cluster["status"]
     failed = {"prefill": prefill[1].stateful_set, "decode": decode.stateful_set}
     status["failedLinks"] = [failed]
-    world.children["StatefulSet", prefill[2].stateful_set]["metadata"]["labels"][PAIRING_LABEL] = (
-        "another"
-    )
+    template = world.children["StatefulSet", prefill[2].stateful_set]["spec"]["template"]
+    template["metadata"]["labels"][PAIRING_LABEL] = "another"
     engines, links = reports_in(world.cluster, world.children.values())
     assert set(engines) == {one.logical for one in (*prefill, decode)}
     assert set(links) == {decode.logical}, "decode engines have links, prefill engines none"
