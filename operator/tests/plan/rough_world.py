@@ -25,6 +25,7 @@ from pdcluster_operator.adapters.api_server.kinds import BY_NAME, WATCHED, Kind,
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.object_names import (
     CERTIFICATES_ANNOTATION,
+    CERTIFICATES_HASH_ANNOTATION,
     ENGINE_LABEL,
     PAIRING_LABEL,
     POD_INDEX_LABEL,
@@ -35,7 +36,7 @@ from pdcluster_operator.api.object_names import (
 )
 from pdcluster_operator.plan.forecast.world import ready_engine, running
 from pdcluster_operator.plan.name_conflicts import name_conflict, why_not_applied
-from pdcluster_operator.plan.objects.ownership import controller_of, controller_uid
+from pdcluster_operator.plan.objects.ownership import controller_of, controller_uid, owner_in
 from pdcluster_operator.plan.types import (
     ConnectorBundle,
     Delete,
@@ -216,6 +217,9 @@ class World:
     async def read_uid(self, key: Key) -> str | None:
         return self.uid
 
+    async def read_owner(self, namespace: str, reference: Any) -> Any:
+        return owner_in(self.live(reference["kind"], reference["name"]), reference)
+
     async def read_ticket_key(self, key: Key, uid: str) -> str | None:
         return held_ticket_key(self._own_secret(ticket_key_name(NAME), uid))
 
@@ -244,8 +248,9 @@ class World:
 
     async def write_certificates(self, step: WriteCertificates) -> HeldCertificates:
         self._admit("Secret")
-        data = dict.fromkeys(step.engines, "signed")
-        named = {"apiVersion": "v1", "kind": "Secret", **step.manifest, "data": data}
+        metadata, data = copied(dict(step.manifest["metadata"])), dict.fromkeys(step.engines, "x")
+        metadata["annotations"][CERTIFICATES_HASH_ANNOTATION] = json.dumps(data)
+        named = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data}
         return _held(self._apply(named, step.uid))
 
     async def apply(self, wanted: Mapping[str, Any], uid: str = "") -> Manifest:
@@ -532,8 +537,11 @@ def merged(live: Any, before: Any, wanted: Any, field: str = "") -> Any:
 
 
 def _held(live: Manifest | None) -> HeldCertificates:
+    """As the adapter says it: entries that are not as they were written last do not count."""
     if live is None:
         return HeldCertificates("authority")
-    issue = (live["metadata"].get("annotations") or {}).get(CERTIFICATES_ANNOTATION)
-    engines = frozenset(live.get("data") or ())
+    annotations, data = live["metadata"].get("annotations") or {}, live.get("data") or {}
+    written = json.loads(annotations.get(CERTIFICATES_HASH_ANNOTATION, "{}"))
+    engines = frozenset(name for name in written if name in data)
+    issue = annotations.get(CERTIFICATES_ANNOTATION)
     return HeldCertificates("authority", issue or "", engines, live["metadata"]["uid"])

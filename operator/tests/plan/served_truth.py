@@ -175,6 +175,13 @@ class Judge:
     def ends_well(self, fresh: World) -> None:
         """Others have stopped: all is as in a fresh cluster, or a reason names what is wrong."""
         world, ready = self.world, self.world.condition("Ready")
+        progress = world.condition("Progressing")
+        if (
+            progress.get("reason") == "InsufficientCapacity"
+            and self._rollout()["type"] == "Replace"
+        ):
+            self.counts["no room"] += 1
+            return
         strangers = [
             name
             for name, one in sorted(world.objects.items())
@@ -185,13 +192,6 @@ class Judge:
             said = json.dumps(world.cluster["status"]["conditions"])
             if ready.get("status") != "True" and not any(name in said for _, name in strangers):
                 self.found.append(f"not Ready, and no condition names {strangers}: {said}")
-            return
-        progress = world.condition("Progressing")
-        if (
-            progress.get("reason") == "InsufficientCapacity"
-            and self._rollout()["type"] == "Replace"
-        ):
-            self.counts["no room"] += 1
             return
         self.counts["as fresh"] += 1
         if ready.get("status") != "True":

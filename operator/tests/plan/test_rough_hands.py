@@ -68,6 +68,7 @@ class Course:
                 if judge.found:
                     return judge.found
         hands.stop(mend=dice.random() < 0.7)
+        world.dice = None  # what is to be done is done at once, so rest is rest
         self._note(f"others stop: {json.dumps(spec_of(world))}")
         rest = 0
         for _ in range(QUIET_LOOKS):
