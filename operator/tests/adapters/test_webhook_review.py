@@ -158,6 +158,17 @@ def test_folders_of_nodes_need_the_operators_word():
     assert not judge(sly, host_paths=True).errors
 
 
+@pytest.mark.parametrize(("before", "after"), [("nobody", None), (None, "blue"), ("blue", "green")])
+def test_who_comes_from_another_class_is_judged_as_if_it_were_new(before, after):
+    """The webhook of the class before had other settings, or there was none."""
+
+    def of(name):
+        made = copy.deepcopy(BAD)
+        return made if name is None else {**made, "spec": {**made["spec"], "operatorClass": name}}
+
+    assert judge(of(after), of(before)).errors == judge(of(after)).errors
+
+
 def test_more_than_sixteen_warnings_are_not_shown():
     names = [f"VLLM_NIXL_SIDE_CHANNEL_{number}" for number in range(20)]
     many = manifest(engine={"env": [{"name": name, "value": "x"} for name in names]})

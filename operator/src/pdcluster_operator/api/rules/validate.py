@@ -21,7 +21,7 @@ from pdcluster_operator.api.rules import (
     resources,
 )
 from pdcluster_operator.api.spec.parse import parse_cluster
-from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER
+from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER, as_mapping
 from pdcluster_operator.api.spec.types import Cluster, Role
 
 LONGEST_WARNING = 256
@@ -154,7 +154,8 @@ def review(
     """Judge a PDCluster that is created (``old`` is None), changed, or deleted (no ``new``).
 
     When a rule becomes stricter, clusters that exist may break it. Users can still delete such a
-    cluster or change something else in it: only an error that the update adds refuses it.
+    cluster or change something else in it: only an error that the update adds refuses it. One that
+    comes from another class is judged as if it were new.
     """
     if new is None or (new.get("metadata") or {}).get("deletionTimestamp"):
         return Review((), ())
@@ -162,10 +163,14 @@ def review(
         return Review((), ())
     admits = {"host_paths": host_paths, "mounted_certificates": mounted_certificates}
     _, findings = check_manifest(new, **admits)
-    if old is None:
+    if old is None or _class_of(old) != _class_of(new):  # then nobody has judged it by our flags
         return Review(findings.errors, _lines(findings))
     _, before = check_manifest(old, **admits)
     return Review(added(findings.errors, before.errors), _lines(findings))
+
+
+def _class_of(manifest: Mapping[str, Any]) -> object:
+    return as_mapping(manifest.get("spec")).get("operatorClass") or ""
 
 
 def added(errors: tuple[FieldError, ...], before: tuple[FieldError, ...]) -> tuple[FieldError, ...]:
