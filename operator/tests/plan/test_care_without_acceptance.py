@@ -10,6 +10,7 @@ from simulated_cluster import SimulatedCluster, brought_up, manifest
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.plan.builders import router
 from pdcluster_operator.plan.observed.pods import LOST_SECONDS
 from pdcluster_operator.plan.types import Delete, Place, WriteCertificates, WriteTicketKey
 
@@ -193,3 +194,81 @@ def test_without_engines_nothing_is_made() -> None:
     world = SimulatedCluster(manifest(nonsense=True))
     assert world.step().steps == ()
     assert world.children == {}
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_no_router_is_made_of_a_spec_that_is_not_accepted(replicas: int) -> None:
+    """Not even one that mounts a folder of its node."""
+    world = brought_up(router={"replicas": 0})
+    folder = {"name": "root", "hostPath": {"path": "/"}}
+    wrong = {"replcas": replicas, "podTemplate": {"spec": {"volumes": [folder]}}}
+    world.edit(router=wrong)
+    assert world.step().steps == ()
+    assert world.condition("Accepted")["status"] == "False"
+    assert not [name for name in world.children if name[0] == "Deployment"]
+    assert world.condition("Available")["status"] == "True"
+
+
+def test_a_routers_deployment_that_somebody_deletes_waits_until_the_spec_is_accepted() -> None:
+    """The Deployment held the template that was accepted, and nothing else does."""
+    world = refused(router={"replicas": 2, "podTemplate": {"spec": {"hostNetwork": "yes"}}})
+    [deployment] = [name for name in world.children if name[0] == "Deployment"]
+    del world.children[deployment]
+    for _ in range(2):
+        assert world.step().steps == ()
+    assert ("Service", "llama-router") in world.children
+    assert world.condition("Available")["status"] == "False"
+    assert world.condition("Available")["reason"] == "RouterUnavailable"
+    world.cluster["spec"]["router"] = {"replicas": 2}
+    world.edit()
+    world.settle()
+    world.route()
+    world.settle()
+    assert world.condition("Ready")["status"] == "True"
+
+
+def test_routers_scaled_by_a_newer_operator_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = brought_up(router={"replicas": 1})
+    monkeypatch.setattr(router, "PROBE_SECONDS", 9)
+    world.settle()
+    world.edit(router={"replicas": 3})
+    world.settle()
+    world.route()
+    world.settle()
+    world.edit(nonsense=True)
+    assert world.step().steps == ()
+    [found] = [one for (kind, _), one in world.children.items() if kind == "Deployment"]
+    assert found["spec"]["replicas"] == 3
+    [container] = found["spec"]["template"]["spec"]["containers"]
+    assert container["readinessProbe"]["periodSeconds"] == 1, "no router was replaced"
+
+
+@pytest.mark.parametrize("how", ["Replace", "Recreate"])
+@pytest.mark.parametrize("rounds", range(6))
+def test_a_budget_that_exists_stays_as_it_is(how: str, rounds: int) -> None:
+    """Half-way through a rollout fewer engines exist than are wanted, and all of them count."""
+    world = brought_up(**TWO, rollout={"type": how})
+    world.edit(prefill={"replicas": 2, "engine": {"env": [{"name": "A", "value": "1"}]}})
+    for _ in range(rounds):
+        world.step()
+        world.others_act()
+    before = world.children["PodDisruptionBudget", "llama-prefill"]["spec"]
+    world.edit(nonsense=True)
+    for _ in range(2):
+        world.step()
+        world.others_act()
+    assert world.children["PodDisruptionBudget", "llama-prefill"]["spec"] == before
+
+
+def test_the_status_tells_nobody_to_end_a_pause_that_he_did_not_ask_for() -> None:
+    world = brought_up(transfer={"device": "CPU", "tls": "Disabled"})
+    world.edit(transfer={"device": "CPU", "tls": "Enabled"})
+    for _ in range(2):
+        world.step()
+    world.make_pods()
+    world.step()
+    assert "They are being replaced" in world.cluster["status"]["transfer"]["message"]
+    world.edit(nonsense=True)
+    world.step()
+    message = world.cluster["status"]["transfer"]["message"]
+    assert message.endswith("They stay until the spec is accepted.")

@@ -14,9 +14,11 @@ import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.findings import Rule
-from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION
+from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION, EngineName
 from pdcluster_operator.api.rules.resources import MOST_BYTES
 from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.spec.parse import parse_cluster
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan import renewals
 from pdcluster_operator.plan.types import WriteCertificates, WriteTicketKey
 
@@ -176,6 +178,24 @@ def test_certificates_are_for_engines_that_exist_before_those_that_wait(
     assert world.condition("Ready")["status"] == "True"
     assert not old & world.certificates.engines
     assert len(world.certificates.engines) == 2
+
+
+def test_new_engines_of_both_roles_get_the_certificates_that_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If those of one role got all, there would be no pair, and the rollout would never end."""
+    monkeypatch.setattr(renewals, "MOST_CERTIFICATES", 10)
+    observed = SimulatedCluster(manifest(transfer={"device": "CPU", "tls": "Enabled"})).observed()
+    cluster = parse_cluster(observed.cluster).cluster
+    wanted = [
+        EngineName("default", "llama", role, "abc", index) for role in Role for index in range(20)
+    ]
+    step = renewals.certificates_step(observed, cluster, wanted, 0.0)
+    assert step is not None
+    assert {role: sum(f"{role}-" in name for name in step.engines) for role in Role} == {
+        Role.PREFILL: 5,
+        Role.DECODE: 5,
+    }
 
 
 def test_a_rotation_that_is_asked_for_in_many_words_fits_beside_other_annotations() -> None:

@@ -72,6 +72,16 @@ def test_without_a_service_that_reaches_the_routers_nothing_is_available(world, 
     is_(world, "Ready", "True", "Ready")
 
 
+@pytest.mark.parametrize("key", [{}, {"apiKeySecretRef": {"name": "api"}}], ids=["open", "gated"])
+def test_nobody_sees_which_engines_routers_with_arguments_of_the_user_know(key):
+    own = {"name": "router", "args": ["--service-discovery", "--selector", "app=x"]}
+    template = {"spec": {"containers": [own]}}
+    world = SimulatedCluster(manifest(router={**key, "podTemplate": template}))
+    world.bring_up()
+    is_(world, "Available", "True", "Serving")
+    is_(world, "Ready", "True", "Ready")
+
+
 def test_a_status_is_made_of_what_is_seen_although_the_secrets_cannot_be_read(world):
     """A backup was restored without owner references, and then the engines die."""
     world.bring_up()
@@ -1162,7 +1172,7 @@ def test_one_link_that_is_not_measured_leaves_the_bandwidth_open(measured):
 def test_a_new_cluster_that_is_refused_is_not_scaled_to_zero():
     world = SimulatedCluster(manifest(decode={"replicas": -1}))
     world.step()
-    is_(world, "Available", "False", "RouterUnavailable")
+    is_(world, "Available", "False", "NoVerifiedPair")
     assert "progressingSince" not in world.cluster["status"]
 
 

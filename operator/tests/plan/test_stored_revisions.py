@@ -567,6 +567,58 @@ def test_a_label_that_somebody_changes_on_a_stored_revision_replaces_no_engine(l
         assert world.condition("Ready")["status"] == "True"
 
 
+@pytest.mark.parametrize("how", ["Surge", "Recreate"])
+def test_a_stored_revision_with_the_label_of_the_other_role_ends_no_engine(how: str) -> None:
+    world = up(rollout={"type": how})
+    world.edit(prefill=ONE_VARIABLE)
+    roll(world)
+    before = named(world, "StatefulSet")
+    name = f"llama-prefill-{world.leaders('prefill')[0].revision}"
+    world.children["ControllerRevision", name]["metadata"]["labels"][ROLE_LABEL] = "decode"
+    for _ in range(4):
+        assert not [one for one in world.step().steps if isinstance(one, Delete)]
+        assert named(world, "StatefulSet") == before
+    assert world.condition("Ready")["status"] == "True"
+
+
+@pytest.mark.parametrize("label", [ENGINE_LABEL, PAIRING_LABEL, REVISION_LABEL, ROLE_LABEL])
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_label_of_an_engines_service_ends_neither_it_nor_the_routers(
+    label: str, gone: bool
+) -> None:
+    """Half-way through a rollout, also that of an old engine that serves."""
+    world = up()
+    world.edit(engine={"blockSize": 32})
+    for old in (False, True):
+        if old:
+            world.step()
+            world.step()
+            world.make_pods()
+        order = sorted(world.children.items(), key=lambda item: item[0][0] == "Service")
+        world.children = dict(order)  # an operator that starts may list them last
+        for name in [one.stateful_set for one in world.leaders("decode")]:
+            labels = world.children["Service", name]["metadata"]["labels"]
+            labels[label] = "other"
+            if gone:
+                del labels[label]
+            for _ in range(3):
+                assert not [one for one in world.step().steps if isinstance(one, Delete)]
+                assert world.condition("Available")["status"] == "True"
+                world.route()
+
+
+def test_a_revision_that_is_made_again_from_its_engines_keeps_renew() -> None:
+    world = up(rollout={"type": "Recreate", "renew": "2026-10"})
+    before = named(world, "StatefulSet")
+    world.connector = NEWER
+    world.settle()
+    for name in named(world, "ControllerRevision"):
+        del world.children["ControllerRevision", name]
+    roll(world)
+    assert named(world, "StatefulSet") == before
+    assert world.condition("Ready")["status"] == "True"
+
+
 @pytest.fixture(scope="module")
 def running() -> SimulatedCluster:
     return up()

@@ -96,10 +96,9 @@ def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
         kind, name = ownership.identity(child)
         if kind not in MANAGED_KINDS or (kind, name) in wanted or ownership.is_being_deleted(child):
             continue
-        engine = object_names.engine_of(child)
-        if engine is not None and engine.stateful_set in kept_engines:
+        if kind in ("StatefulSet", "Service") and name in kept_engines:
             continue
-        if kind == "Service" and engine in leaving:
+        if kind == "Service" and name in {one.stateful_set for one in leaving}:
             # An engine that is leaving needs its name until its last pod is gone.
             continue
         if kind == REVISION_KIND and name not in desired.forgotten:

@@ -132,7 +132,7 @@ def _outcome(
         steps = [one for one in steps if isinstance(one, Apply) and observed.children]
     if observed.unread or not findings.ok:
         # No engine comes or goes: new ones would mount the Secrets, and changes wait. A policy that
-        # exists keeps its peers, because those of the spec may be what is wrong.
+        # exists keeps its peers: those of the spec may be what is wrong. A budget keeps its number.
         steps = [one for one in steps if _goes_on(one, findings)]
     judged = build.judge(observed, cluster, findings, desired, steps, lost)
     peers: dict[str, PeersDocument] = {}
@@ -151,8 +151,9 @@ def _outcome(
 def _goes_on(step: Step, findings: Findings) -> bool:
     if not isinstance(step, Apply):
         return not isinstance(step, Delete)
-    of_spec = step.manifest["kind"] == "NetworkPolicy" and step.uid and not findings.ok
-    return step.manifest["kind"] != "StatefulSet" and not of_spec
+    kind = step.manifest["kind"]
+    of_spec = kind in ("NetworkPolicy", "PodDisruptionBudget") and step.uid and not findings.ok
+    return kind != "StatefulSet" and not of_spec
 
 
 def _routed(observed: Observed, lost: AbstractSet[str]) -> frozenset[str]:

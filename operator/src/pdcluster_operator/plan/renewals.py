@@ -45,10 +45,9 @@ def certificates_step(
     """
     held = observed.certificates
     there = {*engine_sets(observed.children), *engines_of(observed.pods)}
-    names = sorted(
-        {*wanted, *there},
-        key=lambda name: (name not in there, secrets.entry_of(name) not in held.engines, name),
-    )
+    held_now = {name: secrets.entry_of(name) in held.engines for name in {*wanted, *there}}
+    # By index, so that both roles get some: those of one alone would be no pair.
+    names = sorted(held_now, key=lambda one: (one not in there, not held_now[one], one.index, one))
     engines = {secrets.entry_of(name): name.logical for name in names[:MOST_CERTIFICATES]}
     if not engines:
         return None

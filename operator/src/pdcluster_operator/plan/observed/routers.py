@@ -4,12 +4,13 @@ from collections.abc import Iterable, Iterator, Set as AbstractSet
 
 from pdcluster_operator.api.object_names import (
     PAIRING_LABEL,
+    RENDERED_ANNOTATION,
     EngineName,
     pairing_key_of,
     router_name,
 )
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.router import ROUTER_COMPONENT, router_selector
+from pdcluster_operator.plan.builders.router import PLACEHOLDERS, ROUTER_COMPONENT, router_selector
 from pdcluster_operator.plan.objects.ownership import identity
 from pdcluster_operator.plan.observed.pods import is_lost, metadata_of, pod_trouble, status_of
 from pdcluster_operator.plan.types import Apply, Manifest, Observed, Step
@@ -19,10 +20,10 @@ NOT_READY = "not every router pod is new and ready"
 
 
 def why_unreachable(observed: Observed, cluster: Cluster) -> str:
-    """Return why clients reach no router; empty if they do, or if the spec wants none."""
-    if cluster.spec.router.replicas == 0:
-        return ""
+    """Return why clients reach no router; empty if they do, or if none is wanted or offered."""
     key = served_key(observed, cluster)
+    if cluster.spec.router.replicas == 0 and not key:
+        return ""
     behind = [one for one in _deployments(observed) if not key or pairing_key_of(one) == key]
     if not any(status_of(one).get("availableReplicas") for one in behind):
         trouble = router_trouble(observed)
@@ -98,6 +99,16 @@ def listed_engines(
         for word in container.get("args") or ()
     }
     return frozenset(name for name in engines if name.api_url in known)
+
+
+def engines_are_listed(observed: Observed, key: str) -> bool:
+    """Whether a key's routers get engines as arguments, and not only those of the user's template.
+
+    The stored template has placeholders for them.
+    """
+    found = (metadata_of(one) for one in _deployments(observed) if pairing_key_of(one) == key)
+    stored = str([(one.get("annotations") or {}).get(RENDERED_ANNOTATION) for one in found])
+    return any(word in stored for word in PLACEHOLDERS.values())
 
 
 def routed_keys(observed: Observed) -> frozenset[str]:

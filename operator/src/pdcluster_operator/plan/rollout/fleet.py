@@ -8,7 +8,7 @@ from pdcluster_connector.protocol.launcher_documents import LinkState
 from pdcluster_operator.api.object_names import EngineName, engine_of, pairing_key_of
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES
 from pdcluster_operator.api.spec.types import Cluster, Role
-from pdcluster_operator.plan.objects.ownership import engines_of, is_being_deleted
+from pdcluster_operator.plan.objects.ownership import engine_sets, engines_of, is_being_deleted
 from pdcluster_operator.plan.observed import links, pods
 from pdcluster_operator.plan.observed.engines import EngineView, Live, known_ids, observe_engines
 from pdcluster_operator.plan.observed.links import PairView
@@ -246,7 +246,7 @@ def engine_keys(
     found: dict[EngineName, str] = {}
     for role, revision in revisions.items():
         found |= dict.fromkeys(wanted[role], revision.pairing_key)
-    for one in (*observed.pods, *observed.children):
+    for one in (*observed.pods, *engine_sets(observed.children).values()):
         name = engine_of(one)
         if name is not None:
             found[name] = pairing_key_of(one)

@@ -161,17 +161,16 @@ def is_pod_template(given: Any) -> TypeGuard[Mapping[str, Any]]:
 
 def _read(child: Manifest) -> Revision | None:
     """Return the revision that a ControllerRevision holds; None if it is not one of ours."""
-    labels, data = child["metadata"].get("labels") or {}, child.get("data")
+    data = child.get("data")
     if not isinstance(data, Mapping) or not is_pod_template(data.get("template")):
         return None
-    if labels.get(object_names.ROLE_LABEL) not in list(Role) or not labels.get(
-        object_names.REVISION_LABEL
-    ):
+    # Somebody may change labels. Nobody can change the name and the data.
+    _, role, name = f"--{child['metadata']['name']}".rsplit("-", 2)
+    if role not in list(Role):
         return None
     return Revision(
-        role=Role(labels[object_names.ROLE_LABEL]),
-        # Somebody may change labels. Nobody can change the name and the data.
-        name=child["metadata"]["name"].rpartition("-")[2],
+        role=Role(role),
+        name=name,
         pairing_key=object_names.pairing_key_of(data["template"]),
         connector=str(data.get("connector") or ""),
         nodes=data["nodes"] if isinstance(data.get("nodes"), int) else 1,

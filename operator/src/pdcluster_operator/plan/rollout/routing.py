@@ -120,11 +120,11 @@ def stored_templates(observed: Observed) -> dict[str, str]:
 
 
 def with_stored_router(observed: Observed, given: Manifest) -> dict[str, Any]:
-    """Return a spec with the fields of ``PARTS`` that the present routers were made from."""
+    """Return a spec with the ``PARTS`` that the present routers have, or without routers."""
     for text in stored_templates(observed).values():
         if then := _read(text, {}):
             return {**{n: given[n] for n in given if n not in PARTS}, **then["spec"]}
-    return dict(given)
+    return {**{n: given[n] for n in given if n != "router"}, "router": {"replicas": 0}}
 
 
 def router_template(
@@ -159,7 +159,7 @@ def router_template(
     if parsed.errors:
         return today
     meant = router.build_router_template(parsed.cluster, key, connector)
-    return then if meant == template else today
+    return {**then, "spec": spec} if meant == template else today
 
 
 def _read(text: str, selector: Mapping[str, str]) -> dict[str, Any] | None:

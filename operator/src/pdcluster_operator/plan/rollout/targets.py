@@ -101,7 +101,9 @@ def _find(observed: Observed, cluster: Cluster, live: Live) -> Targets:
     spec = revisions.spec_of_engines(observed.cluster)
     stored = revisions.stored_revisions(observed)
     names = {(one.role, one.name) for one in stored}
-    known = (*_of_engines_alone(observed, spec, live, names), *stored)
+    renew = cluster.spec.rollout.renew or ""
+    alone = _of_engines_alone(observed, spec, live, names)
+    known = (*(replace(one, renew=renew) for one in alone), *stored)
     usable = [one for one in known if _is_usable(one, observed, live)]
     fits = {role: list(_fitting(usable, observed, cluster, spec, role)) for role in Role}
     chosen = _of_one_key(fits)

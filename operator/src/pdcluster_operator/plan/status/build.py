@@ -83,6 +83,7 @@ def _change(
         unreachable=routers.why_unreachable(observed, cluster),
         router_behind=routers.router_behind(observed, steps),
         scaled_to_zero=empty[0] if accepted and empty else "",
+        accepted=accepted,
     )
 
 
@@ -169,7 +170,8 @@ def _verdicts(
 ) -> dict[ConditionType, Verdict]:
     key = routers.served_key(observed, cluster) if cluster.spec.router.replicas else ""
     served = {name for name, own in keys.items() if key in ("", own)}
-    if routers.routers_run(observed, key):  # nobody sees which engines older pods of routers know
+    # Nobody sees which engines older pods of routers know, or those with arguments of the user.
+    if routers.routers_run(observed, key) and routers.engines_are_listed(observed, key):
         served &= routers.listed_engines(observed, served, key)
     reached = [pair for pair in pairs if {pair.prefill.name, pair.decode.name} <= served]
     before = observed.cluster.get("status") or {}
@@ -299,7 +301,9 @@ def _not_after(observed: Observed, engines: Iterable[object_names.EngineName]) -
 
 def _without_tls(without: int, engines: int, cluster: Cluster, change: ChangeView) -> str:
     tls = cluster.spec.transfer.tls.value
-    if change.rollout.paused:
+    if not change.accepted:
+        remedy = "They stay until the spec is accepted"
+    elif change.rollout.paused:
         remedy = "Set spec.rollout.paused to false to replace them"
     elif change.desired.stale:
         remedy = "They are being replaced"

@@ -53,6 +53,7 @@ class ChangeView:
         unreachable: why clients reach no router; empty if they do, or if none is wanted.
         router_behind: what the routers' Deployment still has to do; empty if nothing.
         scaled_to_zero: the role of which no engine is wanted; empty if there is none.
+        accepted: whether the spec is.
     """
 
     desired: Desired
@@ -61,6 +62,7 @@ class ChangeView:
     unreachable: str
     router_behind: str
     scaled_to_zero: str
+    accepted: bool
 
 
 def progressing(
