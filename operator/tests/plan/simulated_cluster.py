@@ -42,6 +42,7 @@ from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.types import (
     Apply,
     ConnectorBundle,
+    Delete,
     HeldCertificates,
     Observed,
     Plan,
@@ -171,13 +172,13 @@ class SimulatedCluster:
 
     def step(self) -> Plan:
         """Plan, carry out, write the status."""
-        plan = self.plan()
+        plan, held = self.plan(), False
         for step in plan.steps:
             if isinstance(step, TryOut) and self.refused:
-                if step.first:
-                    break  # the executor stops, and says so in the status
+                held |= step.first  # the executor says so in the status
                 continue
-            self.perform(step)
+            if not held or isinstance(step, Delete):
+                self.perform(step)
         self.cluster["status"] = copied(dict(plan.status))
         for condition in plan.status["conditions"]:
             message = condition["message"]

@@ -129,6 +129,20 @@ async def test_engines_come_and_go_while_a_change_is_refused() -> None:
     assert engines(world) == old
 
 
+async def test_engines_leave_while_none_of_the_other_role_can_be_created() -> None:
+    world = brought_up(prefill={"replicas": 3})
+    server = Server(world, Role.DECODE)
+    world.edit(decode={"replicas": 0, "engine": {"env": [{"name": "A", "value": "b"}]}})
+    assert set(await server.round(8)) == {"TemplateRefused"}
+    assert len(engines(world)) == 3
+    world.edit(prefill={"replicas": 1})
+    assert set(await server.round(8)) == {"TemplateRefused"}
+    assert len(engines(world)) == 1
+    world.edit(prefill={"replicas": 0})
+    assert set(await server.round(8)) == {"TemplateRefused"}
+    assert engines(world) == set()
+
+
 def test_each_role_is_tried_out_and_stored_before_an_engine_is_deleted() -> None:
     world = brought_up(rollout={"type": "Recreate"})
     old = engines(world)

@@ -67,10 +67,13 @@ class Executor:
                 those of later stages if these do not need it.
         """
         failure: BaseException | None = None
+        refused = False  # what is tried out is not created, and the other role neither
         todo = types.stages(steps)
         if todo and not self.may_write(key):
             return False
         for stage in todo:
+            if refused and not isinstance(stage[0], types.Delete):
+                continue
             bound = asyncio.Semaphore(SIDE_BY_SIDE)
             done: list[str] = []
             ended = await self._while_lease_is_held(
@@ -84,7 +87,9 @@ class Executor:
             failed = [pair for pair in zip(stage, ended, strict=True) if pair[1] is not None]
             for step, error in sorted(failed, key=lambda pair: getattr(pair[1], "passing", False)):
                 if error is not None and types.is_needed(step):
-                    raise error
+                    if not isinstance(step, types.TryOut):
+                        raise error
+                    failure, refused = failure if refused else error, True
                 failure = failure or error
         if failure is not None:
             raise failure
