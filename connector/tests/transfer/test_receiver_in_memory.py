@@ -400,6 +400,7 @@ def test_data_parallel_ranks_live_side_by_side_and_are_retired_together(rig: Rig
     assert open_dlists(rig.fabric) == lists + grown // 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("broken", [NixlErrorKind.LOST, RuntimeError("x"), SystemExit("x")])
 def test_an_unseen_transfer_costs_the_agent_but_not_the_healthy(
     rig: Rig, broken: NixlErrorKind | BaseException

@@ -151,6 +151,7 @@ async def story(seed: int) -> list[object]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(4))
 def test_in_the_end_all_is_as_the_specs_say(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def now() -> float:
