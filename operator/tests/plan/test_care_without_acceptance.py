@@ -158,17 +158,23 @@ def test_a_network_policy_keeps_its_peers_while_the_spec_may_be_wrong() -> None:
     assert world.children["NetworkPolicy", "llama-router"]["spec"] == before["spec"]
 
 
-def test_routers_that_were_scaled_stay_so() -> None:
-    """More of them need no new template, so the stored spec is that of fewer."""
-    world = brought_up(router={"replicas": 1})
+def router_scaled_to_three(world: SimulatedCluster) -> dict[str, Any]:
+    """Return the routers' Deployment after a scale and a spec that is refused: it has stayed so."""
     world.edit(router={"replicas": 3})
     world.settle()
     world.route()
     world.settle()
     world.edit(nonsense=True)
     assert world.step().steps == ()
-    [router] = [one for (kind, _), one in world.children.items() if kind == "Deployment"]
-    assert router["spec"]["replicas"] == 3
+    [found] = [one for (kind, _), one in world.children.items() if kind == "Deployment"]
+    assert found["spec"]["replicas"] == 3
+    return found
+
+
+def test_routers_that_were_scaled_stay_so() -> None:
+    """More of them need no new template, so the stored spec is that of fewer."""
+    world = brought_up(router={"replicas": 1})
+    router_scaled_to_three(world)
 
 
 def test_a_rule_that_got_stricter_stops_no_care(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,14 +237,7 @@ def test_routers_scaled_by_a_newer_operator_stay_so(monkeypatch: pytest.MonkeyPa
     world = brought_up(router={"replicas": 1})
     monkeypatch.setattr(router, "PROBE_SECONDS", 9)
     world.settle()
-    world.edit(router={"replicas": 3})
-    world.settle()
-    world.route()
-    world.settle()
-    world.edit(nonsense=True)
-    assert world.step().steps == ()
-    [found] = [one for (kind, _), one in world.children.items() if kind == "Deployment"]
-    assert found["spec"]["replicas"] == 3
+    found = router_scaled_to_three(world)
     [container] = found["spec"]["template"]["spec"]["containers"]
     assert container["readinessProbe"]["periodSeconds"] == 1, "no router was replaced"
 
