@@ -273,14 +273,14 @@ class World:
         with self.watched("delete", name):
             self.remove(name)
 
-    async def write_status(self, key: Key, uid: str, status: Any, version: str = "") -> None:
+    async def write_status(
+        self, key: Key, uid: str, status: Any, version: str = "", kind: str = "PDCluster"
+    ) -> None:
+        assert kind == "PDCluster", "there is no PrefillScaler"
         self._admit("PDCluster")
         if uid == self.uid:
             self.writes.append("status")
             self.touch(CLUSTER)["status"] = copied(dict(status))
-
-    async def write_scaler_status(self, key: Key, scaler: Any) -> None:
-        raise AssertionError("there is no PrefillScaler")
 
     async def publish(self, cluster: Any, events: Any) -> None:
         list(events)

@@ -39,6 +39,7 @@ from pdcluster_operator.plan.connectors import is_shared_connector
 from pdcluster_operator.plan.forecast.world import ready_engine, running
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.status.progress import with_failure
 from pdcluster_operator.plan.types import (
     Apply,
     ConnectorBundle,
@@ -156,7 +157,7 @@ class SimulatedCluster:
             self.certificates,
             scaler=copied(self.scaler),
             connectors=tuple(copied(list(self.shared.values()))),
-            unread=self.unread,
+            unread=self.unread is not None,
         )
 
     def _look(self, name: tuple[str, str], live: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +169,12 @@ class SimulatedCluster:
         return look[1]
 
     def plan(self) -> Plan:
-        return make_plan(self.observed(), self.now, self.memo)
+        plan, why = make_plan(self.observed(), self.now, self.memo), self.unread
+        if why is None:
+            return plan
+        # The reconciler says so.
+        status = with_failure(plan.status, self.cluster, why.reason, why.message, self.now)
+        return replace(plan, status=status)
 
     def step(self) -> Plan:
         """Plan, carry out, write the status."""

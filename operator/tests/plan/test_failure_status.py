@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,10 +10,10 @@ import pytest
 from pdcluster_operator.api.conditions import ConditionType
 from pdcluster_operator.plan.status.progress import (
     FAILING_SECONDS,
-    SERVER_FAULTS,
     with_failure,
     without_plan,
 )
+from pdcluster_operator.runtime.interfaces import ApiError
 
 NOW = 1_800_000_000.0
 
@@ -56,11 +57,15 @@ def test_progressing_says_it_and_ready_is_not_true(ready: str) -> None:
         ("EngineFailed", "TemplateRefused", "EngineFailed"),
     ],
 )
-def test_a_refusal_is_why_engines_have_no_pods(why: str, reason: str, said: str) -> None:
-    """A fault that passes is not, and an engine that has pods has its own reason."""
+@pytest.mark.parametrize("seconds", [0.0, FAILING_SECONDS])
+def test_a_refusal_is_why_engines_have_no_pods(
+    why: str, reason: str, said: str, seconds: float
+) -> None:
+    """An outage is not, and an engine that has pods has its own reason."""
     ready = {**condition("Ready", "False"), "reason": why}
     planned = {"conditions": [condition("Progressing", "True"), ready]}
-    status = with_failure(planned, {"metadata": {}}, reason, "Duplicate value", NOW)
+    outage = seconds if ApiError(reason, "").is_outage else math.inf
+    status = with_failure(planned, {"metadata": {}}, reason, "Duplicate value", NOW, outage)
     assert [one["reason"] for one in status["conditions"]] == [reason, said]
 
 
@@ -96,7 +101,21 @@ def test_a_status_in_which_somebody_wrote_says_that_no_plan_was_made(status: Any
     assert [one["type"] for one in written["conditions"]] == list(ConditionType)
 
 
-@pytest.mark.parametrize("reason", [*sorted(SERVER_FAULTS), "Http429", "Http500", "Http502"])
+OUTAGES = (
+    *("ApiServerUnreachable", "InternalError", "ServerTimeout", "ServiceUnavailable", "Timeout"),
+    *("TooManyRequests", "Http429", "Http500", "Http502"),
+)
+REFUSALS = ("Invalid", "Forbidden", "BadRequest")
+OTHERS = ("Conflict", "NameConflict", "NamespaceTerminating", "NotFound", "Http413", "TimeoutXY")
+
+
+def test_a_reason_is_a_refusal_or_an_outage_or_neither() -> None:
+    for reason in (*OUTAGES, *REFUSALS, *OTHERS):
+        error = ApiError(reason, "why")
+        assert (error.refuses, error.is_outage) == (reason in REFUSALS, reason in OUTAGES), reason
+
+
+@pytest.mark.parametrize("reason", OUTAGES)
 @pytest.mark.parametrize("before", ["True", "False"])
 def test_a_fault_of_the_api_server_leaves_ready_for_half_a_minute(reason: str, before: str) -> None:
     """Nothing that was verified is gone, and the server is mostly back in seconds.
@@ -105,6 +124,6 @@ def test_a_fault_of_the_api_server_leaves_ready_for_half_a_minute(reason: str, b
     """
     planned = {"conditions": [condition(kind, "True") for kind in ("Progressing", "Ready")]}
     cluster = {"metadata": {}, "status": {"conditions": [condition("Ready", before)]}}
-    for failing, ready in ((0.0, before), (FAILING_SECONDS, "False")):
-        status = with_failure(planned, cluster, reason, "try again later", NOW, failing)
+    for outage, ready in ((0.0, before), (FAILING_SECONDS, "False"), (math.inf, "False")):
+        status = with_failure(planned, cluster, reason, "try again later", NOW, outage)
         assert [one["status"] for one in status["conditions"]] == ["False", ready]

@@ -7,7 +7,7 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import yes
 from pdcluster_operator.api.findings import FieldError, Findings
-from pdcluster_operator.plan.status.conditions import accepted, with_warnings
+from pdcluster_operator.plan.status.conditions import accepted
 
 
 def test_accepted_names_the_warnings():
@@ -39,7 +39,7 @@ def test_five_errors_are_shown_and_the_others_counted(count, tail):
 
 
 def test_without_a_warning_nothing_is_added():
-    assert with_warnings(yes("PartiallyChecked", "x"), Findings()) == yes("PartiallyChecked", "x")
+    assert accepted(Findings()) == yes("PartiallyChecked")
     warning = FieldError("spec.engine.image", "x", "ImageNotPinned", "moves", "Name a release.")
-    said = with_warnings(yes("PartiallyChecked"), Findings(warnings=(warning,)))
+    said = accepted(Findings(warnings=(warning,)))
     assert said.message == "Warnings: spec.engine.image [ImageNotPinned]."

@@ -933,7 +933,8 @@ def test_a_step_that_fails_for_a_moment_does_not_begin_the_deadline_anew():
     world.step()
     for _ in range(5):
         world.now += 8
-        status = with_failure(world.plan().status, world.cluster, "InternalError", "x", world.now)
+        planned = world.plan().status
+        status = with_failure(planned, world.cluster, "InternalError", "x", world.now, outage=0.0)
         world.cluster["status"] = status
         is_(world, "Progressing", "False", "InternalError")
         world.now += 8

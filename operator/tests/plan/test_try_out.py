@@ -199,6 +199,11 @@ def test_a_role_that_is_taken_waits_for_the_one_that_is_refused() -> None:
     assert engines(world) == old
 
 
+def judged(step: TryOut, kind: str, error: ApiError) -> str | None:
+    """Return why a revision is refused, as ``KubeApi.try_out`` finds it."""
+    return refusal(step, kind, str(error)) if error.refuses else None
+
+
 @pytest.mark.parametrize(
     ("beside", "reason", "message", "refused"),
     [
@@ -212,7 +217,7 @@ def test_a_role_that_is_taken_waits_for_the_one_that_is_refused() -> None:
     ],
 )
 def test_which_answers_refuse(beside: bool, reason: str, message: str, refused: bool) -> None:
-    found = refusal(TryOut((), {}, beside, ""), "Pod", reason, message)
+    found = judged(TryOut((), {}, beside, ""), "Pod", ApiError(reason, message))
     assert (found is not None) is refused
     if found is not None:
         assert message in found
@@ -227,7 +232,8 @@ def test_an_answer_refuses_only_if_the_objects_themselves_are_at_fault(
     reason: str, refused: bool
 ) -> None:
     """Another attempt may go well otherwise."""
-    found = refusal(TryOut((), {}, beside=True, why=""), "StatefulSet", reason, "x: unknown field")
+    error = ApiError(reason, "x: unknown field")
+    found = judged(TryOut((), {}, beside=True, why=""), "StatefulSet", error)
     if not refused:
         assert found is None
         return
@@ -238,7 +244,7 @@ def test_an_answer_refuses_only_if_the_objects_themselves_are_at_fault(
 
 def test_the_refusal_of_a_new_cluster_says_that_nothing_was_created() -> None:
     step = TryOut((), {}, beside=False, why="", first=True)
-    found = refusal(step, "StatefulSet", "Invalid", "Duplicate value")
+    found = refusal(step, "StatefulSet", "Duplicate value")
     assert found == (
         "the API server refuses the new StatefulSet, so no engine of either role is created: "
         "Duplicate value"

@@ -115,7 +115,7 @@ def test_a_launcher_that_was_silent_is_told_its_peers_again() -> None:
 
     async def story(launcher: Launcher, monitor: LauncherMonitor) -> None:
         monitor.follow(KEY, [D])
-        monitor.assign(KEY, {D.engine: PeersDocument(1, (PeerEntry("p", "h:1"),))})
+        monitor.assign(KEY, {D.engine: PeersDocument(1, (PeerEntry("p", "h:1"),))}, frozenset())
         await asyncio.sleep(5.5)
         assert len(launcher.moments("peers")) == 1
         launcher.fails["all"] = "refused"

@@ -148,11 +148,11 @@ async def test_peers_are_sent_once_and_again_when_they_or_the_engine_change() ->
     launchers = Launchers()
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [P, D])
-    monitor.assign(KEY, peers(1))
+    monitor.assign(KEY, peers(1), frozenset())
     await until(lambda: launchers.told)
     await asyncio.sleep(0.05)
     assert launchers.told == [("d/1", peers(1)[D.engine])]
-    monitor.assign(KEY, peers(2))
+    monitor.assign(KEY, peers(2), frozenset())
     await until(lambda: len(launchers.told) == 2)
     launchers.ids["http://d"] = "d/2"
     await until(lambda: len(launchers.told) == 3)
@@ -168,12 +168,12 @@ async def test_an_engine_is_told_whether_routers_may_send_it_requests() -> None:
     monitor.follow(KEY, [P, D])
     await until(lambda: len(monitor.engines(KEY)) == 2)
     assert launchers.routes == []
-    monitor.route(KEY, {P.engine, D.engine})
+    monitor.assign(KEY, {}, {P.engine, D.engine})
     await until(lambda: monitor.engines(KEY)[D.engine].routed)
     launchers.routed[D.url] = False  # its process starts again
     launchers.revision = "2"
     await until(lambda: len(launchers.routes) == 2)
-    monitor.route(KEY, {P.engine})
+    monitor.assign(KEY, {}, {P.engine})
     await until(lambda: len(launchers.routes) == 3)
     assert launchers.routes == [(D.engine, True), (D.engine, True), (D.engine, False)]
     await monitor.stop()
@@ -184,7 +184,7 @@ async def test_the_engines_of_a_cluster_that_was_deleted_wait_for_no_router() ->
     launchers.routed |= {D.url: False, P.url: False}
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [P, D])
-    monitor.route(KEY, {D.engine})
+    monitor.assign(KEY, {}, {D.engine})
     await until(lambda: (found := monitor.engines(KEY).get(D.engine)) and found.routed)
     monitor.dismiss(KEY)
     await until(lambda: launchers.routed[D.url] is False)
@@ -200,7 +200,7 @@ async def test_peers_that_an_older_document_replaced_are_sent_again() -> None:
     body = PeersDocument(2, (PeerEntry(P.engine, "h:1"),))
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [D])
-    monitor.assign(KEY, {D.engine: body})
+    monitor.assign(KEY, {D.engine: body}, frozenset())
     await until(lambda: len(launchers.told) >= 2)  # as long as its links do not name the peer
     launchers.linked = (LinkReport(prefill=P.engine, prefill_engine_id="p/1"),)
     await until(lambda: monitor.links(KEY)[D.engine].links)
@@ -220,7 +220,7 @@ async def test_peers_that_an_older_document_brought_back_are_taken_away_again() 
     body = PeersDocument(2, (PeerEntry(P.engine, "h:1"),))
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [D])
-    monitor.assign(KEY, {D.engine: body})
+    monitor.assign(KEY, {D.engine: body}, frozenset())
     await until(lambda: len(launchers.told) == 1)
     launchers.linked = (here, gone)
     await until(lambda: len(launchers.told) >= 2)
@@ -233,7 +233,7 @@ async def test_an_engine_without_links_is_not_told_that_there_are_no_peers() -> 
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [D])
     nobody = {D.engine: PeersDocument(1, ())}
-    monitor.assign(KEY, nobody)
+    monitor.assign(KEY, nobody, frozenset())
     await until(lambda: launchers.polls > 3)
     assert launchers.told == []
     launchers.linked = (LinkReport(prefill=P.engine),)  # another operator told it
@@ -246,7 +246,7 @@ async def test_refused_peers_are_sent_again() -> None:
     launchers.refuse_peers = True
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [D])
-    monitor.assign(KEY, peers(1))
+    monitor.assign(KEY, peers(1), frozenset())
     await until(lambda: len(launchers.told) >= 3)
     await monitor.stop()
 
@@ -393,9 +393,9 @@ async def test_new_peers_do_not_wait_for_news() -> None:
     monitor.follow(KEY, [D])
     await until(lambda: launchers.waits >= 2)
     for generation in (1, 2):
-        monitor.assign(KEY, peers(generation))
+        monitor.assign(KEY, peers(generation), frozenset())
         await until(lambda generation=generation: len(launchers.told) == generation)
-    monitor.assign(KEY, peers(2))
+    monitor.assign(KEY, peers(2), frozenset())
     waits = launchers.waits
     await until(lambda: launchers.waits >= waits + 3)
     assert len(launchers.told) == 2
@@ -409,7 +409,7 @@ async def test_news_that_come_with_all_that_is_told_need_no_other_question() -> 
     monitor.follow(KEY, [D])
     await until(lambda: launchers.waits)
     assert D.engine in monitor.links(KEY)
-    monitor.assign(KEY, peers(1))
+    monitor.assign(KEY, peers(1), frozenset())
     await until(lambda: launchers.told)
     assert launchers.asked == [(Role.DECODE, False), (Role.DECODE, True)], "one still waits"
     launchers.linked, launchers.revision = (LinkReport(prefill=P.engine),), "2"
@@ -426,7 +426,7 @@ async def test_an_engine_that_refused_peers_while_it_was_asked_for_news_is_follo
     monitor.follow(KEY, [D])
     await until(lambda: launchers.waits)
     launchers.refuse_peers = True
-    monitor.assign(KEY, peers(1))
+    monitor.assign(KEY, peers(1), frozenset())
     await until(lambda: len(launchers.told) >= 2)
     launchers.refuse_peers = False
     waits = launchers.waits
@@ -486,14 +486,14 @@ async def test_peers_that_change_while_others_are_sent_are_sent_next(revision: s
     class Slow(Launchers):
         async def put_peers(self, target: Target, document: PeersDocument) -> None:
             await super().put_peers(target, document)
-            monitor.assign(KEY, peers(2))
+            monitor.assign(KEY, peers(2), frozenset())
 
     launchers = Slow()
     launchers.revision = revision
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [D])
     await until(lambda: monitor.engines(KEY))
-    monitor.assign(KEY, peers(1))
+    monitor.assign(KEY, peers(1), frozenset())
     await until(lambda: launchers.told)
     await asyncio.sleep(0.1)
     assert [body.generation for _, body in launchers.told] == [1, 2]

@@ -57,7 +57,6 @@ from pdcluster_operator.plan.types import (
     Observed,
     Place,
     Plan,
-    ScalerStatus,
     TryOut,
     WriteCertificates,
     WriteTicketKey,
@@ -153,15 +152,16 @@ class RecordingApi:
         )
 
     async def write_status(
-        self, key: Key, uid: str, status: Mapping[str, Any], version: str = ""
+        self,
+        key: Key,
+        uid: str,
+        status: Mapping[str, Any],
+        version: str = "",
+        kind: str = "PDCluster",
     ) -> None:
-        assert version
-        self._write("status")
-        self.api.set_status("PDCluster", *key, dict(status), uid)
-
-    async def write_scaler_status(self, key: Key, scaler: ScalerStatus) -> None:
-        self._write("scaler status")
-        self.api.set_status("PrefillScaler", *key, dict(scaler.status), scaler.uid)
+        assert version or kind == "PrefillScaler"
+        self._write("status" if kind == "PDCluster" else "scaler status")
+        self.api.set_status(kind, *key, dict(status), uid)
 
     def _write(self, what: str) -> None:
         self.writes.append(what)
@@ -1118,9 +1118,8 @@ async def test_launchers_are_told_what_the_plan_says(monkeypatch: pytest.MonkeyP
     world = World()
     monkeypatch.setattr(world.monitor, "links", {KEY: links}.get)
     monkeypatch.setattr(world.monitor, "assign", lambda *said: told.append(said))
-    monkeypatch.setattr(world.monitor, "route", lambda *said: told.append(said))
     await world.reconcile()
-    assert told == [(KEY, peers), (KEY, frozenset({"an engine"}))]
+    assert told == [(KEY, peers, frozenset({"an engine"}))]
     assert seen[0].links == links
 
 

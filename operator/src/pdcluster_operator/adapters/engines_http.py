@@ -79,7 +79,7 @@ class EnginesHttp:
         path = f"/v1/changes?seen={quote(seen)}&wait={WAIT_SECONDS if wait else 0}"
         timeout = WAIT_TIMEOUT if wait else TIMEOUT
         report = launcher_documents.decode_changes(
-            await self._call("GET", target, path, (200,), timeout=timeout)
+            await self._call("GET", target, path, timeout=timeout)
         )
         if isinstance(report, messages.Malformed):
             raise LauncherError(
@@ -89,20 +89,18 @@ class EnginesHttp:
 
     async def put_peers(self, target: Target, document: launcher_documents.PeersDocument) -> None:
         """See :class:`..runtime.interfaces.Launchers`."""
-        await self._call(
-            "PUT", target, "/v1/peers", (200, 204), launcher_documents.encode_json(document)
-        )
+        body = launcher_documents.encode_json(document)
+        await self._call("PUT", target, "/v1/peers", body)
 
     async def tell_routed(self, target: Target, *, routed: bool) -> None:
         """See :class:`..runtime.interfaces.Launchers`."""
-        await self._call("PUT" if routed else "DELETE", target, "/v1/routed", (200, 204))
+        await self._call("PUT" if routed else "DELETE", target, "/v1/routed")
 
     async def _call(
         self,
         method: str,
         target: Target,
         path: str,
-        expected: tuple[int, ...],
         body: bytes | None = None,
         timeout: aiohttp.ClientTimeout | None = None,  # noqa: ASYNC109 - the session's own kind
     ) -> bytes:
@@ -118,7 +116,7 @@ class EnginesHttp:
                 **self._tls(target),
             ) as answer:
                 text = await _read(answer.content)
-                if answer.status not in expected:
+                if answer.status not in (200, 204):
                     said = text[:200].decode(errors="replace").strip()
                     raise LauncherError(f"{method} {url} answers {answer.status}: {said}")
                 return text

@@ -201,26 +201,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _command(options: argparse.Namespace) -> Callable[[argparse.Namespace], Exit]:
     # Each command imports only what it needs: lint starts in a tenth of a second.
     if options.command == "lint":
-        from pdcluster_operator.cli.lint import lint
-
-        return lint
-    if options.command == "rollout":
-        from pdcluster_operator.cli.rollout import rollout
-
-        return rollout
-    if options.command == "plan" and options.against is not None:
-        from pdcluster_operator.cli.against import show_plan_against
-
-        return show_plan_against
-    if options.command == "plan":
-        from pdcluster_operator.cli.plan import show_plan
-
-        return show_plan
-    if importlib.util.find_spec("pdcluster_operator.local") is None:
+        from pdcluster_operator.cli.lint import lint as command
+    elif options.command == "rollout":
+        from pdcluster_operator.cli.rollout import rollout as command
+    elif options.command == "plan" and options.against is not None:
+        from pdcluster_operator.cli.against import show_plan_against as command
+    elif options.command == "plan":
+        from pdcluster_operator.cli.plan import show_plan as command
+    elif importlib.util.find_spec("pdcluster_operator.local") is None:
         raise UserError(NO_LOCAL_MODE, Exit.MACHINE)
-    from pdcluster_operator.cli.up import up
-
-    return up
+    else:
+        from pdcluster_operator.cli.up import up as command
+    return command
 
 
 def _add(

@@ -18,7 +18,7 @@ from pdcluster_operator.api import object_names as names
 from pdcluster_operator.local import addresses, kubelet
 from pdcluster_operator.local.api_server import LocalApi, Manifest
 from pdcluster_operator.plan import types
-from pdcluster_operator.plan.objects.ownership import Reference, owner_in
+from pdcluster_operator.plan.objects.ownership import Reference, controller_uid, owner_in
 from pdcluster_operator.plan.observed.pods import is_pod_ready
 from pdcluster_operator.runtime import cluster_secrets, control_loop, interfaces, queue
 
@@ -173,14 +173,14 @@ class _ApiPort:
         self._api.delete(*where, uid=step.uid, resource_version=step.resource_version)
 
     async def write_status(
-        self, key: interfaces.Key, uid: str, status: Mapping[str, Any], version: str = ""
+        self,
+        key: interfaces.Key,
+        uid: str,
+        status: Mapping[str, Any],
+        version: str = "",
+        kind: str = names.KIND,
     ) -> None:
-        self._api.set_status(names.KIND, key.namespace, key.name, dict(status), uid)
-
-    async def write_scaler_status(self, key: interfaces.Key, scaler: types.ScalerStatus) -> None:
-        self._api.set_status(
-            names.SCALER_KIND, key.namespace, key.name, dict(scaler.status), scaler.uid
-        )
+        self._api.set_status(kind, key.namespace, key.name, dict(status), uid)
 
 
 class _Events:
@@ -225,7 +225,8 @@ class Workloads:
         wanted = int(owner["spec"].get("replicas", 1))
         prefix = f"{name}-{revision}" if replaces else name
         pods = self._pods(owner)
-        current = [pod for pod in pods if not replaces or _label(pod, HASH_LABEL) == revision]
+        updated = [pod for pod in pods if names.labels_of(pod).get(HASH_LABEL) == revision]
+        current = updated if replaces else pods
         for index in range(wanted):
             if self._api.get("Pod", namespace, f"{prefix}-{index}") is None:
                 labels = {HASH_LABEL: revision} | (
@@ -239,27 +240,24 @@ class Workloads:
             for pod in pods:
                 if pod not in current:
                     self._delete(pod)
-        self._write_status(owner, pods)
+        self._write_status(owner, pods, len(updated))
 
     def _pods(self, owner: Manifest) -> list[Manifest]:
         uid = owner["metadata"]["uid"]
-        return [
-            pod
-            for pod in self._api.list("Pod", owner["metadata"].get("namespace"))
-            if any(ref["uid"] == uid for ref in pod["metadata"].get("ownerReferences") or ())
-        ]
+        pods = self._api.list("Pod", owner["metadata"].get("namespace"))
+        return [pod for pod in pods if controller_uid(pod) == uid]
 
     def _delete(self, pod: Manifest) -> None:
         metadata = pod["metadata"]
         self._api.delete("Pod", metadata["namespace"], metadata["name"], uid=metadata["uid"])
 
-    def _write_status(self, owner: Manifest, pods: list[Manifest]) -> None:
-        revision, metadata = _template_hash(owner), owner["metadata"]
+    def _write_status(self, owner: Manifest, pods: list[Manifest], updated: int) -> None:
+        metadata = owner["metadata"]
         status = {
             "observedGeneration": metadata["generation"],
             "replicas": len(pods),
             "availableReplicas": sum(map(is_pod_ready, pods)),
-            "updatedReplicas": sum(_label(pod, HASH_LABEL) == revision for pod in pods),
+            "updatedReplicas": updated,
         }
         self._api.set_status(
             owner["kind"], metadata["namespace"], metadata["name"], status, metadata["uid"]
@@ -289,10 +287,6 @@ def _pod(owner: Manifest, name: str, labels: dict[str, str]) -> Manifest:
             "ownerReferences": [reference],
         },
     }
-
-
-def _label(pod: Manifest, name: str) -> str | None:
-    return (pod["metadata"].get("labels") or {}).get(name)
 
 
 def _template_hash(owner: Manifest) -> str:

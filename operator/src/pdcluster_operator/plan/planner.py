@@ -35,12 +35,12 @@ class _Outcome:
 
     Attributes:
         steps: of the plan.
-        refused: why some steps are left out; None if none is.
+        strange: ConfigMaps for which some steps are left out.
         certified: whether an engine has certificates of the operator, or is to have them.
     """
 
     steps: tuple[Step, ...]
-    refused: conditions.Verdict | None
+    strange: AbstractSet[str]
     judged: build.Judgement
     peers: Mapping[str, PeersDocument]
     routed: frozenset[str]
@@ -82,14 +82,14 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     inputs = observed, cluster, findings, desired, children, lost, period
     outcome = memo.get("outcome", inputs, _outcome)
     # Step 4: write the status, with the times of its changes, and say when to look again.
-    status = build.build_status(cluster, before, findings, outcome.judged, now)
-    if outcome.refused:
-        refused = outcome.refused
+    status = build.build_status(cluster, before, outcome.judged, now)
+    if outcome.strange:
+        refused = name_conflicts.why_strange(outcome.strange)
         status = with_failure(status, observed.cluster, refused.reason, refused.message, now)
     if known is seen:  # Otherwise nothing is new, so nothing is gone.
         memo.forget_unused()
     waits = (
-        _next_look(observed, status, outcome.judged.change, now, accepted=findings.ok),
+        _next_look(observed, status, outcome.judged.change, now),
         period + renewals.PERIOD_SECONDS - now if outcome.certified else None,
     )
     return Plan(
@@ -128,19 +128,17 @@ def _outcome(
     )
     if strange:
         steps = [step for step in steps if name_conflicts.may_be_taken(step, strange)]
-    if observed.unread:
-        steps = [one for one in steps if isinstance(one, Apply) and observed.children]
     if observed.unread or not findings.ok:
         # No engine comes or goes: new ones would mount the Secrets, and changes wait. A policy that
         # exists keeps its peers: those of the spec may be what is wrong. A budget keeps its number.
-        steps = [one for one in steps if _goes_on(one, findings)]
+        steps = [one for one in steps if _goes_on(one, observed, findings)]
     judged = build.judge(observed, cluster, findings, desired, steps, lost)
     peers: dict[str, PeersDocument] = {}
     for group in judged.groups:
         peers |= peers_and_canaries.assign_peers(cluster, *group, observed.links)
     return _Outcome(
         steps=tuple(steps),
-        refused=observed.unread or (name_conflicts.why_strange(strange) if strange else None),
+        strange=strange,
         judged=judged,
         peers=peers,
         routed=_routed(observed, lost),
@@ -148,9 +146,11 @@ def _outcome(
     )
 
 
-def _goes_on(step: Step, findings: Findings) -> bool:
+def _goes_on(step: Step, observed: Observed, findings: Findings) -> bool:
+    if observed.unread and not observed.children:
+        return False
     if not isinstance(step, Apply):
-        return not isinstance(step, Delete)
+        return not (isinstance(step, Delete) or observed.unread)
     kind = step.manifest["kind"]
     of_spec = kind in ("NetworkPolicy", "PodDisruptionBudget") and step.uid and not findings.ok
     return kind != "StatefulSet" and not of_spec
@@ -171,7 +171,7 @@ def _routed(observed: Observed, lost: AbstractSet[str]) -> frozenset[str]:
 
 
 def _next_look(
-    observed: Observed, status: Manifest, change: ChangeView, now: float, *, accepted: bool
+    observed: Observed, status: Manifest, change: ChangeView, now: float
 ) -> float | None:
     """Return in how many seconds to look again; None if an event will come.
 
@@ -179,7 +179,7 @@ def _next_look(
     that is being deleted counts as lost.
     """
     progress = conditions.find_condition(status, conditions.ConditionType.PROGRESSING)
-    if progress.get("reason") == conditions.StatusReason.COMPLETE or not accepted:
+    if progress.get("reason") == conditions.StatusReason.COMPLETE or not change.accepted:
         loss = pods.seconds_to_loss(observed.pods, now)
         return None if loss is None else loss + 1.0
     began = max(conditions.seconds(status.get("progressingSince")) or now, change.started or 0.0)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinksReport, PeersDocument
-from pdcluster_operator.api.conditions import Verdict
 
 Manifest = Mapping[str, Any]
 
@@ -98,8 +97,8 @@ class Observed:
         pod_groups: whether the API server serves PodGroups.
         rewrites: what something else made of children as they were applied, by kind and name.
         scaler: the PrefillScaler of the cluster's name; None if there is none.
-        unread: why the Secrets could not be read; None if they were. Then ``ticket_key`` and
-            ``certificates`` say nothing.
+        unread: whether the Secrets could not be read. Then ``ticket_key`` and ``certificates`` say
+            nothing. The status says why, as of a step that failed.
     """
 
     cluster: Manifest
@@ -115,7 +114,7 @@ class Observed:
     rewrites: Rewrites = field(default_factory=dict)
     scaler: Manifest | None = None
     connectors: tuple[Manifest, ...] = ()
-    unread: Verdict | None = None
+    unread: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,12 @@ Also the errors that their calls raise, and the key by which a PDCluster is know
 ``local`` implements them with memory and with processes of this machine.
 """
 
+import re
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from pdcluster_connector.protocol.launcher_documents import ChangesReport, PeersDocument
+from pdcluster_operator.api.object_names import KIND
 from pdcluster_operator.plan import launchers, types
 from pdcluster_operator.plan.objects.ownership import Reference
 from pdcluster_operator.plan.types import Manifest
@@ -38,6 +40,22 @@ class ApiError(Exception):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+    @property
+    def refuses(self) -> bool:
+        """Whether the API server does not take the object as it is."""
+        return self.reason in ("Invalid", "Forbidden", "BadRequest")
+
+    @property
+    def is_outage(self) -> bool:
+        """Whether nobody refused: the server, or what it asks, does not answer or has no time."""
+        return _OUTAGE.fullmatch(self.reason) is not None
+
+
+_OUTAGE = re.compile(
+    "ApiServerUnreachable|InternalError|ServerTimeout|ServiceUnavailable|Timeout|TooManyRequests"
+    "|Http429|Http5.."
+)
 
 
 class NamedError(ApiError):
@@ -110,16 +128,15 @@ class ApiServer(Protocol):
     async def delete(self, step: types.Delete) -> None:
         """Delete with UID and resourceVersion preconditions; an absent object is no error."""
 
-    async def write_status(self, key: Key, uid: str, status: Manifest, version: str = "") -> None:
-        """Replace the cluster's status, if it is still the object with this UID.
+    async def write_status(
+        self, key: Key, uid: str, status: Manifest, version: str = "", kind: str = KIND
+    ) -> None:
+        """Replace the status of a cluster or its PrefillScaler, if it is still that object.
 
         Args:
-            version: resourceVersion of the cluster as it was seen. While it is the latest, the
-                cluster need not be read.
+            version: resourceVersion of the object as it was seen. While it is the latest, the
+                object need not be read.
         """
-
-    async def write_scaler_status(self, key: Key, scaler: types.ScalerStatus) -> None:
-        """Replace the status of the PrefillScaler of this name, if it is still the one seen."""
 
 
 class Launchers(Protocol):

@@ -83,20 +83,20 @@ class LauncherMonitor:
         with contextlib.suppress(LauncherError):  # it waits no longer than a minute
             await self._launchers.tell_routed(target, routed=False)
 
-    def assign(self, key: Key, peers: Mapping[str, launcher_documents.PeersDocument]) -> None:
-        """Send each decode engine its peers when they change, and when the engine restarts."""
-        for engine, document in peers.items():
-            if (watch := self._watches.get(key, {}).get(engine)) is not None:
-                watch.assign(document)
-
-    def route(self, key: Key, routed: AbstractSet[str]) -> None:
-        """Tell each engine of a cluster whether routers may send it requests, when that changes.
+    def assign(
+        self,
+        key: Key,
+        peers: Mapping[str, launcher_documents.PeersDocument],
+        routed: AbstractSet[str],
+    ) -> None:
+        """Send each engine of a cluster what changes, and its peers also when it restarts.
 
         Args:
-            routed: logical ids of the engines that may get some.
+            peers: of decode engines, by logical id.
+            routed: logical ids of the engines that routers may send requests to.
         """
         for engine, watch in self._watches.get(key, {}).items():
-            watch.route(routed=engine in routed)
+            watch.assign(peers.get(engine, watch.peers), routed=engine in routed)
 
     def engines(self, key: Key) -> Mapping[str, launcher_documents.EngineReport]:
         """Return the last report of each reachable engine of a cluster."""
@@ -155,17 +155,11 @@ class LauncherWatch:
         self._waiting: asyncio.Task[launcher_documents.ChangesReport] | None = None
         self.task = asyncio.create_task(self._run(), name=f"links-{self.target.engine}")
 
-    def assign(self, peers: launcher_documents.PeersDocument) -> None:
-        """Send the launcher these peers soon."""
-        if self.peers != peers:
+    def assign(self, peers: launcher_documents.PeersDocument | None, *, routed: bool) -> None:
+        """Send the launcher soon its peers, and whether routers may send its engine requests."""
+        if (self.peers, self.routed) != (peers, routed):
             self._assigned.set()
-        self.peers = peers
-
-    def route(self, *, routed: bool) -> None:
-        """Send the launcher soon whether routers may send requests to its engine."""
-        if self.routed is not routed:
-            self._assigned.set()
-        self.routed = routed
+        self.peers, self.routed = peers, routed
 
     async def _run(self) -> None:
         try:
@@ -177,8 +171,7 @@ class LauncherWatch:
                     await self._send()
                     self._misses, self.heard, self._logged = 0, True, ""
                 except LauncherError as error:
-                    self._missed()
-                    self._log(str(error))
+                    self._missed(str(error))
                 except Exception:
                     # This is a bug of the operator. A task that ended would leave the last report
                     # as it is, also one that says Ready.
@@ -257,19 +250,17 @@ class LauncherWatch:
             await asyncio.gather(self._waiting, return_exceptions=True)
             self._waiting = None
 
-    def _missed(self) -> None:
+    def _missed(self, why: str = "") -> None:
+        """Count an answer that did not come. Log why if it is another reason than before."""
         self._rest()
         self._misses += 1
         if self._misses >= MISSES:
             self.heard = True
             self.report = self.links = None
             self._sent = None
-
-    def _log(self, problem: str) -> None:
-        """Log why an engine cannot be reached, if it is another reason than before."""
-        if self._misses >= MISSES and problem != self._logged:
-            self._logged = problem
-            log.info("%s does not answer: %s", self.target.engine, problem)
+            if why not in ("", self._logged):
+                self._logged = why
+                log.info("%s does not answer: %s", self.target.engine, why)
 
     async def _send(self) -> None:
         """Send routes and peers that differ."""

@@ -12,7 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdcluster_operator.api.conditions import no, own_status
+from pdcluster_operator.api.conditions import own_status
+from pdcluster_operator.api.object_names import SCALER_KIND
 from pdcluster_operator.plan import launchers, lifecycle, planner, types
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.memo import Memo
@@ -153,7 +154,7 @@ class Reconciler:
                 rewrites=self._executor.rewrites(key),
                 scaler=self.store.scaler(key),
                 connectors=self.store.connectors(key.namespace),
-                unread=None if failure is None else no(failure.reason, str(failure)),
+                unread=failure is not None,
             )
             plan = planner.make_plan(observed, now, self._memo(key))
         except Exception as error:
@@ -166,10 +167,8 @@ class Reconciler:
 
     def leave(self, key: Key) -> None:
         """Forget a cluster that is gone, or that another operator may change from now on."""
-        self._memos.pop(key, None)
-        self._began.pop(key, None)
-        self._wrote.pop(key, None)
-        self._failing.pop(key, None)
+        for held in (self._memos, self._began, self._wrote, self._failing):
+            held.pop(key, None)
         self._waiting.discard(key)
         self._secrets.forget(key)
         self._executor.forget(key)
@@ -200,17 +199,18 @@ class Reconciler:
         # A Conflict says nothing of a step that was not tried because of it.
         if fault is not None and (not fault.passing or key in self._failing):
             failing = time.monotonic() - self._failing.setdefault(key, time.monotonic())
-            status = progress.with_failure(status, cluster, fault.reason, str(fault), now, failing)
+            outage = failing if fault.is_outage else math.inf
+            status = progress.with_failure(status, cluster, fault.reason, str(fault), now, outage)
             found = transitions(cluster.get("status"), status, secured=True)
             flips = (*(one for one in flips if one.type == "Warning" and one not in found), *found)
-        self.monitor.assign(key, plan.peers)
-        self.monitor.route(key, plan.routed)
+        self.monitor.assign(key, plan.peers, plan.routed)
         wait = await self._write_status(key, cluster, status)
         if not wait:  # else the status of now is still the one before, and the next plan has them
             events = [*flips, *events]
         await self.events.publish(cluster, events)
         if plan.scaler is not None and self.may_write(key):
-            await self.api_server.write_scaler_status(key, plan.scaler)
+            uid, status = plan.scaler.uid, plan.scaler.status
+            await self.api_server.write_status(key, uid, status, kind=SCALER_KIND)
         if fault is not None:
             raise fault
         self._failing.pop(key, None)

@@ -148,7 +148,10 @@ class KubeClient:
                 break
         if not 200 <= status < 300:
             raise classified(status, _document(text))
-        return _answer(f"{method} {path}", text)
+        if (document := _object_of(text)) is None:  # an HTML page of a proxy, say
+            said = f"{method} {path}: the answer is no JSON object: {_beginning(text)}"
+            raise interfaces.ApiError("ApiServerUnreachable", said)
+        return document
 
     async def pages(
         self, path: str, selection: Mapping[str, str], most: int
@@ -341,22 +344,13 @@ def _causes(document: Mapping[str, Any]) -> list[object]:
     return [one.get("reason") for one in listed if isinstance(one, dict)]
 
 
-def _answer(request: str, text: bytes) -> dict[str, Any]:
-    """Return the JSON of a successful answer.
-
-    An HTML page of a proxy is an error, not an empty list.
-    """
-    if (document := _object_of(text)) is None:
-        said = text[:200].decode(errors="replace").strip()
-        raise interfaces.ApiError(
-            "ApiServerUnreachable", f"{request}: the answer is no JSON object: {said}"
-        )
-    return document
-
-
 def _document(text: bytes) -> dict[str, Any]:
     found = _object_of(text)
-    return {"message": text[:200].decode(errors="replace").strip()} if found is None else found
+    return {"message": _beginning(text)} if found is None else found
+
+
+def _beginning(text: bytes) -> str:
+    return text[:200].decode(errors="replace").strip()
 
 
 def _object_of(text: bytes) -> dict[str, Any] | None:

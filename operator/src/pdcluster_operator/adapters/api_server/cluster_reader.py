@@ -4,7 +4,7 @@ It has the rights of whoever runs the command. Only :func:`change_spec` writes.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +59,7 @@ async def observe(
     await store.learn_owners(key, api.read_owner)
     children = store.children(key)
     engines, links = reports_in(cluster, children)
+    ticket_key, certificates = await _secrets(api, key, cluster, children)
     policies = (one for one in children if one["kind"] == "NetworkPolicy")
     return types.Observed(
         cluster=slim(cluster, PDCLUSTER),
@@ -67,8 +68,8 @@ async def observe(
         engines=engines,
         links=links,
         connector=connector,
-        ticket_key=await _ticket_key(api, key, cluster) if children else None,
-        certificates=await _certificates(api, key, cluster, children),
+        ticket_key=ticket_key,
+        certificates=certificates,
         place=types.Place(next(filter(None, map(operator_namespace_in, policies)), None)),
         pod_groups=store.serves(POD_GROUP_KIND),
         scaler=store.scaler(key),
@@ -111,24 +112,18 @@ def lacks_a_right(error: ApiError) -> bool:
     return "User " in str(error) and " cannot " in str(error)
 
 
-async def _ticket_key(api: KubeApi, key: Key, cluster: types.Manifest) -> str | None:
+async def _secrets(
+    api: KubeApi, key: Key, cluster: types.Manifest, children: Sequence[types.Manifest]
+) -> tuple[str | None, types.HeldCertificates]:
+    """Return what the Secrets say: the ticket key's rotation, and certificates with their CA."""
+    uid = str(cluster["metadata"]["uid"])
     try:
-        return await api.read_ticket_key(key, str(cluster["metadata"]["uid"]))
+        ticket_key = await api.read_ticket_key(key, uid) if children else None
+        held = await api.read_certificates(key, uid)
     except ApiError as error:
         if error.reason != FORBIDDEN:
             raise
-    # Few people may read Secrets. The operator has made this one, and replaced it when asked.
-    return renewals.rotation_of(cluster)
-
-
-async def _certificates(
-    api: KubeApi, key: Key, cluster: types.Manifest, children: Iterable[types.Manifest]
-) -> types.HeldCertificates:
-    """Return what is held of the engines' certificates, and by which authority."""
-    try:
-        held = await api.read_certificates(key, str(cluster["metadata"]["uid"]))
-    except ApiError as error:
-        if error.reason != FORBIDDEN:
-            raise
-        return renewals.certificates_as_due(children, time.time())
-    return replace(held, authority=(held.issue or "").rpartition(".")[0])
+        # Few people may read Secrets. The operator has made these, and replaced them when asked.
+        ticket_key = renewals.rotation_of(cluster) if children else None
+        return ticket_key, renewals.certificates_as_due(children, time.time())
+    return ticket_key, replace(held, authority=(held.issue or "").rpartition(".")[0])

@@ -19,7 +19,7 @@ from pdcluster_operator.plan import types
 from pdcluster_operator.plan.connectors import MOUNTING_KINDS
 from pdcluster_operator.plan.name_conflicts import name_conflict, why_not_applied
 from pdcluster_operator.plan.objects import drift, ownership, shared_parts
-from pdcluster_operator.plan.rollout.wanted_children import REFUSALS, refusal
+from pdcluster_operator.plan.rollout.wanted_children import refusal
 from pdcluster_operator.runtime.cluster_secrets import held_ticket_key, with_a_new_key
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict, Invalid, Key
 
@@ -122,7 +122,8 @@ class KubeApi:
             answer = await self._apply_to_live(path, manifest)
         if drift.without_manager(answer, REPAIR_MANAGER) is not None:  # a repair that was cut off
             answer = await self._apply_to_live(path, manifest)
-        self._keep(kind, answer)
+        if kind is not kinds.SECRET:  # whose content is not for the store
+            self.remember(kinds.slim(answer, kind))
         return answer
 
     async def try_out(self, step: types.TryOut) -> None:
@@ -138,10 +139,10 @@ class KubeApi:
                     path = kind.path(metadata["namespace"], metadata["name"])
                     await self._patch(path, manifest, dry_run=True)
             except ApiError as error:
-                if (found := refusal(step, kind.name, error.reason, str(error))) is not None:
-                    raise ApiError(conditions.StatusReason.TEMPLATE_REFUSED, found) from error
-                if error.reason not in REFUSALS:
+                if not error.refuses:
                     raise
+                if (found := refusal(step, kind.name, str(error))) is not None:
+                    raise ApiError(conditions.StatusReason.TEMPLATE_REFUSED, found) from error
 
     async def delete(self, step: types.Delete) -> None:
         """Delete the very object that was seen. An object that is gone already is no error."""
@@ -159,30 +160,31 @@ class KubeApi:
         except NotFound:
             return
 
-    async def write_status(self, key: Key, uid: str, status: Manifest, version: str = "") -> None:
+    async def write_status(
+        self,
+        key: Key,
+        uid: str,
+        status: Manifest,
+        version: str = "",
+        kind: str = object_names.KIND,
+    ) -> None:
         """Apply the status to the very object that was seen, with a field manager of its own.
 
         The API server ignores the UID in a change of the status, but it checks the
-        resourceVersion. No two objects ever have the same one. A cluster that changed since is read
+        resourceVersion. No two objects ever have the same one. An object that changed since is read
         again. One that is gone, or was created again, is no error: its watch events start another
         reconcile.
         """
+        of = kinds.BY_NAME[kind]
         if version:
             try:
-                return await self._apply_status(kinds.PDCLUSTER, key, status, version)
+                return await self._apply_status(of, key, status, version)
             except Conflict:
                 pass
-        await self._status_of_live(kinds.PDCLUSTER, key, uid, status)
-        return None
-
-    async def write_scaler_status(self, key: Key, scaler: types.ScalerStatus) -> None:
-        """Apply the status of a PrefillScaler, if it is still the one that was seen."""
-        await self._status_of_live(kinds.PREFILL_SCALER, key, scaler.uid, scaler.status)
-
-    async def _status_of_live(self, kind: kinds.Kind, key: Key, uid: str, status: Manifest) -> None:
-        live = await self.client.read(kind.path(key.namespace, key.name))
+        live = await self.client.read(of.path(key.namespace, key.name))
         if live is not None and live["metadata"]["uid"] == uid:
-            await self._apply_status(kind, key, status, live["metadata"]["resourceVersion"])
+            await self._apply_status(of, key, status, live["metadata"]["resourceVersion"])
+        return None
 
     async def _apply_status(
         self, kind: kinds.Kind, key: Key, status: Manifest, version: str
@@ -202,7 +204,7 @@ class KubeApi:
             answer = await self._patch(path, body, manager=object_names.STATUS_FIELD_MANAGER)
         except NotFound:
             return
-        self._keep(kind, answer)
+        self.remember(kinds.slim(answer, kind))
 
     async def list(self, kind: kinds.Kind, namespace: str) -> list[dict[str, Any]]:
         """Return all objects of a kind and namespace that concern us."""
@@ -225,11 +227,6 @@ class KubeApi:
         metadata = step.manifest["metadata"]
         path = kinds.BY_NAME["ConfigMap"].path(metadata["namespace"], metadata["name"])
         await self._patch(path, step.manifest, manager=MARKER)
-
-    def _keep(self, kind: kinds.Kind, live: Manifest) -> None:
-        if kind is kinds.SECRET:  # whose content is not for the store
-            return
-        self.remember(kinds.slim(live, kind))
 
     async def _apply_to_live(self, path: str, manifest: Manifest) -> dict[str, Any]:
         metadata = manifest["metadata"]

@@ -107,8 +107,8 @@ def engines_are_listed(observed: Observed, key: str) -> bool:
     The stored template has placeholders for them.
     """
     found = (metadata_of(one) for one in _deployments(observed) if pairing_key_of(one) == key)
-    stored = str([(one.get("annotations") or {}).get(RENDERED_ANNOTATION) for one in found])
-    return any(word in stored for word in PLACEHOLDERS.values())
+    stored = [(one.get("annotations") or {}).get(RENDERED_ANNOTATION, "") for one in found]
+    return any(word in text for text in stored for word in PLACEHOLDERS.values())
 
 
 def routed_keys(observed: Observed) -> frozenset[str]:

@@ -238,7 +238,7 @@ def _choose(observed: Observed, cluster: Cluster, live: Live, memo: Memo) -> _Ch
         if wanted.number == 0 and {name.revision for name in live[role]} != {wanted.name}
         if not (paused and live[role])
     ]
-    hold = paused or any(live[role] for role in untried) or observed.unread is not None
+    hold = paused or any(live[role] for role in untried) or observed.unread
     serving = dict(targets.wanted)
     if hold:
         key = served_key(observed, cluster)

@@ -185,8 +185,6 @@ def wanted_children(
     )
 
 
-REFUSALS = frozenset({"Invalid", "Forbidden", "BadRequest"})
-"""The reasons with which an API server refuses an object. With any other, the call is repeated."""
 USED_UP = "exceeded quota"
 
 
@@ -207,14 +205,12 @@ def try_out(cluster: Cluster, revision: Revision, *, first: bool) -> TryOut:
     return TryOut((engine, _pod_of(engine)), stored, beside, why, first)
 
 
-def refusal(step: TryOut, kind: str, reason: str, message: str) -> str | None:
-    """Return why a revision is refused, in words; None if this answer does not refuse it.
+def refusal(step: TryOut, kind: str, message: str) -> str | None:
+    """Return why a revision is refused, in words; None if what it lacks may come by itself.
 
     Args:
-        reason, message: what the API server answered to the dry run of a ``kind``.
+        message: with which the API server refused the dry run of a ``kind``.
     """
-    if reason not in REFUSALS:
-        return None
     if USED_UP in message and not step.beside:
         return None
     remedy = f"; {moves.MAKE_ROOM}" if USED_UP in message else ""

@@ -123,7 +123,7 @@ def judge(
         "engines": [_engine(engine) for engine in (*prefill, *decode)][:MAX_ENGINES],
     }
     return Judgement(
-        _verdicts(observed, cluster, findings, engines, pairs, change, desired.keys),
+        _verdicts(observed, cluster, findings, engines, pairs, change),
         change,
         groups,
         fields,
@@ -133,7 +133,7 @@ def judge(
 
 
 def build_status(
-    cluster: Cluster, before: Mapping[str, Any], findings: Findings, judged: Judgement, now: float
+    cluster: Cluster, before: Mapping[str, Any], judged: Judgement, now: float
 ) -> dict[str, Any]:
     """Return the whole status. It is equal to the last one if nothing has changed.
 
@@ -142,7 +142,7 @@ def build_status(
     """
     since = progressing_since(before, cluster.generation, now)
     ready = judged.verdicts[ConditionType.READY]
-    progress = progressing(ready, judged.change, findings, since, now)
+    progress = progressing(ready, judged.change, since, now)
     verdicts = {**judged.verdicts, ConditionType.PROGRESSING: progress}
     ordered = [(kind, verdicts[kind]) for kind in ConditionType]
     status: dict[str, Any] = {
@@ -166,10 +166,9 @@ def _verdicts(
     engines: Mapping[Role, tuple[EngineView, ...]],
     pairs: Sequence[PairView],
     change: ChangeView,
-    keys: Mapping[object_names.EngineName, str],
 ) -> dict[ConditionType, Verdict]:
     key = routers.served_key(observed, cluster) if cluster.spec.router.replicas else ""
-    served = {name for name, own in keys.items() if key in ("", own)}
+    served = {name for name, own in change.desired.keys.items() if key in ("", own)}
     # Nobody sees which engines older pods of routers know, or those with arguments of the user.
     if routers.routers_run(observed, key) and routers.engines_are_listed(observed, key):
         served &= routers.listed_engines(observed, served, key)
@@ -177,16 +176,16 @@ def _verdicts(
     before = observed.cluster.get("status") or {}
     old = {kind: api_conditions.find_condition(before, kind) for kind in ConditionType}
     prefill, decode = (engines[role] for role in Role)
-    prefill_ready = conditions.role_ready(prefill, findings)
+    prefill_ready = conditions.role_ready(prefill, accepted=findings.ok)
     scaler = observed.scaler if findings.ok else None
     decides = prefill_scaler.who_decides(observed.cluster, scaler)
     words = "; ".join(filter(None, (prefill_ready.message, decides)))
     share = cluster.spec.verification.max_local_share
     interval = cluster.spec.verification.canary.interval_seconds
     verdicts = {
-        ConditionType.ACCEPTED: conditions.with_warnings(conditions.accepted(findings), findings),
+        ConditionType.ACCEPTED: conditions.accepted(findings),
         ConditionType.PREFILL_READY: replace(prefill_ready, message=words),
-        ConditionType.DECODE_READY: conditions.role_ready(decode, findings),
+        ConditionType.DECODE_READY: conditions.role_ready(decode, accepted=findings.ok),
         ConditionType.KV_LINKS_ESTABLISHED: conditions.links_established(
             pairs, old[ConditionType.KV_LINKS_ESTABLISHED]
         ),

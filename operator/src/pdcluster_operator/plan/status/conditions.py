@@ -16,7 +16,6 @@ because they change all the time.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from msgspec import UNSET
@@ -72,12 +71,16 @@ def accepted(findings: Findings) -> Verdict:
         if more:
             shown.append(f"and {more} more")
         return no(str(findings.errors[0].rule), "; ".join(shown))
-    return yes(StatusReason.PARTIALLY_CHECKED, unchecked_message(findings.unchecked))
+    message = unchecked_message(findings.unchecked)
+    if findings.warnings:  # users see them here if the webhook was down
+        named = ", ".join(f"{warning.path} [{warning.rule}]" for warning in findings.warnings)
+        message = " ".join(filter(None, (message, f"Warnings: {named}.")))
+    return yes(StatusReason.PARTIALLY_CHECKED, message)
 
 
-def role_ready(engines: Sequence[EngineView], findings: Findings) -> Verdict:
+def role_ready(engines: Sequence[EngineView], *, accepted: bool) -> Verdict:
     """Whether every wanted engine of a role is ready."""
-    if not engines and not findings.ok:
+    if not engines and not accepted:
         return no(StatusReason.NOT_ACCEPTED, "the spec is not accepted")
     if not engines:
         return yes(StatusReason.SCALED_TO_ZERO, "no engine is wanted")
@@ -94,15 +97,6 @@ def role_ready(engines: Sequence[EngineView], findings: Findings) -> Verdict:
     return yes(StatusReason.ENGINES_READY, count)
 
 
-def with_warnings(accepted: Verdict, findings: Findings) -> Verdict:
-    """Return Accepted with the warnings: users see them here if the webhook was down."""
-    if not findings.ok or not findings.warnings:
-        return accepted
-    named = ", ".join(f"{warning.path} [{warning.rule}]" for warning in findings.warnings)
-    parts = filter(None, (accepted.message, f"Warnings: {named}."))
-    return replace(accepted, message=" ".join(parts))
-
-
 CANARY_STANDS_SECONDS = 3600.0  # what a canary showed, after the next one was due
 MEGABYTE = 1_000_000
 # Slower than this over RDMA hardware means that another transport was taken.
@@ -111,8 +105,6 @@ RDMA_LEAST_MBPS = 1000
 
 def links_established(pairs: Sequence[PairView], before: Mapping[str, Any]) -> Verdict:
     """Whether each decode engine shook hands with each prefill engine and read its memory."""
-    if not pairs:
-        return unknown(StatusReason.NO_PAIRS, "there is no pair of engines")
     failed = [pair for pair in pairs if pair.state is LinkState.FAILED]
     if failed:
         first = failed[0]
@@ -133,8 +125,6 @@ def path_verified(
     Args:
         interval: seconds between two canaries of a link.
     """
-    if not pairs:
-        return unknown(StatusReason.NO_PAIRS, "there is no pair of engines")
     failed = [pair for pair in pairs if pair.canary_failed]
     if failed:
         return no(Reason.CANARY_FAILED, joined(failed[0].label, failed[0].canary.message))
@@ -184,10 +174,12 @@ def transport_healthy(pairs: Sequence[PairView], transfer: Transfer) -> Verdict:
 
 
 def _undecided(pairs: Sequence[PairView], before: Mapping[str, Any]) -> Verdict | None:
-    """Return the verdict of a pair of which nothing is decided; None if there is no such pair.
+    """Return why nothing is decided yet; None if each pair is established or has failed.
 
     A pair whose decode launcher does not answer comes before one that waits.
     """
+    if not pairs:
+        return unknown(StatusReason.NO_PAIRS, "there is no pair of engines")
     silent = next((pair for pair in pairs if pair.state is LinkState.UNKNOWN), None)
     if silent is not None:
         return unknown(silent.reason, silent.message)

@@ -4,13 +4,13 @@
 ``plan/observed/pods.py`` judges a pod, and ``conditions.py`` a role.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.api import conditions
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, Verdict
-from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.spec import pod_templates, types
 from pdcluster_operator.plan.observed.pods import IN_QUEUE
 from pdcluster_operator.plan.rollout.desired import Desired
@@ -26,20 +26,8 @@ HELD_BY_OTHERS = (
 )
 """The scheduler's messages contain one of these if other pods hold what the pod needs."""
 
-
-SERVER_FAULTS = frozenset(
-    {
-        "ApiServerUnreachable",
-        "InternalError",
-        "ServerTimeout",
-        "ServiceUnavailable",
-        "Timeout",
-        "TooManyRequests",
-    }
-)
-"""Reasons of steps that fail although nobody refuses them; also a bare 429 or 5xx."""
 FAILING_SECONDS = 30.0
-"""How long they may fail. An API server that restarts, or is overloaded, is back by then."""
+"""How long steps may fail that nobody refuses: an API server that restarts is back by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +53,13 @@ class ChangeView:
     accepted: bool
 
 
-def progressing(
-    ready: Verdict, change: ChangeView, findings: Findings, since: float, now: float
-) -> Verdict:
+def progressing(ready: Verdict, change: ChangeView, since: float, now: float) -> Verdict:
     """Whether something is on its way to Ready.
 
     Args:
         since: when it began, in seconds since the epoch; see :func:`progressing_since`.
     """
-    if not findings.ok:
+    if not change.accepted:
         return conditions.no(StatusReason.NOT_ACCEPTED, "the spec is not accepted")
     if ready.status is Status.TRUE or ready.reason == StatusReason.SCALED_TO_ZERO:
         return conditions.no(StatusReason.COMPLETE, "nothing is left to do")
@@ -140,7 +126,7 @@ def with_failure(
     reason: str,
     message: str,
     now: float,
-    failing: float = 0.0,
+    outage: float = math.inf,
 ) -> dict[str, Any]:
     """Return ``status`` with the failure in its Progressing condition.
 
@@ -151,15 +137,14 @@ def with_failure(
         status: the planned status.
         cluster: the live PDCluster; its Progressing condition says when that last changed.
         now: seconds since the epoch.
-        failing: for how many seconds steps have failed.
+        outage: for how many seconds steps have failed that nobody refuses; endless for a refusal.
     """
     ready = conditions.find_condition(status, ConditionType.READY)
-    passing = reason in SERVER_FAULTS or reason.startswith(("Http429", "Http5"))
     if ready.get("status") == Status.TRUE:
         was = conditions.find_condition(cluster.get("status"), ConditionType.READY).get("status")
-        lacks = not (passing and failing < FAILING_SECONDS and was == Status.TRUE)
+        lacks = outage >= FAILING_SECONDS or was != Status.TRUE
     else:
-        lacks = ready.get("reason") == StatusReason.PODS_MISSING and not passing
+        lacks = ready.get("reason") == StatusReason.PODS_MISSING and math.isinf(outage)
     kinds = (ConditionType.PROGRESSING, *([ConditionType.READY] if lacks else []))
     verdicts = [(kind, conditions.no(reason, message)) for kind in kinds]
     generation = cluster["metadata"].get("generation", 0)
