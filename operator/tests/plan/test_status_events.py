@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
+from rough_world import World
 
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason
 from pdcluster_operator.plan.status.events import transitions
+from pdcluster_operator.plan.types import Event
+from pdcluster_operator.runtime import reconcile
+from pdcluster_operator.runtime.interfaces import Invalid
 
 WAS = {"True": "False", "False": "True", "Unknown": "True"}
 
@@ -44,6 +49,46 @@ def test_only_what_is_bad_is_a_warning(
     assert (
         transitions(status(kind, value, "Before"), status(kind, value, reason), secured=True) == ()
     )
+
+
+@pytest.mark.parametrize(
+    ("was", "reason", "refused", "warned"),
+    [
+        ("Complete", "TemplateRefused", True, True),
+        ("Complete", "Forbidden", True, True),
+        ("Complete", "InsufficientCapacity", False, True),
+        ("Paused", "TemplateRefused", True, True),
+        ("NotAccepted", "Invalid", True, True),
+        ("Complete", "NotAccepted", False, False),  # Accepted says so
+        ("Complete", "Paused", False, False),
+        ("Complete", "StillBeingDeleted", True, False),
+        ("Complete", "ServiceUnavailable", False, False),
+        ("TemplateRefused", "ProgressDeadlineExceeded", False, False),
+        ("Forbidden", "TemplateRefused", True, False),
+    ],
+)
+def test_a_change_that_is_refused_is_a_warning_although_progressing_was_false(
+    was: str, reason: str, refused: bool, warned: bool
+) -> None:
+    """A cluster that is Ready has nothing left to do, so its Progressing is False."""
+    found = transitions(
+        status(ConditionType.PROGRESSING, Status.FALSE, was),
+        status(ConditionType.PROGRESSING, Status.FALSE, reason),
+        secured=True,
+        refused=refused,
+    )
+    assert [(one.type, one.reason, one.message) for one in found] == (
+        [("Warning", reason, "Progressing is False: so it is")] if warned else []
+    )
+
+
+def test_a_refusal_is_said_once_if_ready_repeats_it() -> None:
+    was = {"observedGeneration": 1, **all_of("True", "Complete", "False")}
+    now = {"observedGeneration": 2, **all_of("False", "Invalid", "False")}
+    found = transitions(was, now, secured=True, refused=True)
+    assert [(one.type, one.message) for one in found] == [
+        ("Warning", "Progressing is False: so it is")
+    ]
 
 
 @pytest.mark.parametrize("reason", ["TemplateRefused", "Complete", "PodsMissing"])
@@ -141,3 +186,50 @@ def test_only_a_flip_that_says_something_new_is_an_event(
     """An engine that starts takes its conditions through Unknown and False to True."""
     found = transitions(status(kind, before, "A"), status(kind, after, "B"), secured=True)
     assert [event.reason for event in found] == ["B"] * told
+
+
+class Audience(World):
+    """A world that keeps the events."""
+
+    heard: ClassVar[list[Event]] = []
+
+    async def publish(self, cluster: Any, events: Any) -> None:
+        self.heard += events
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("", {"engine": {"blockSize": 32}}),
+        ("StatefulSet", {"decode": {"replicas": 2}}),
+        ("Deployment", {"router": {"replicas": 2}}),
+        ("PodDisruptionBudget", {"decode": {"replicas": 2}}),
+    ],
+)
+async def test_a_change_of_a_ready_cluster_that_the_api_server_refuses_is_one_warning(
+    kind: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: World.monotonic)
+    monkeypatch.setattr(reconcile, "time", clock)
+    world = Audience({})
+
+    async def rounds(times: int) -> list[str]:
+        world.heard.clear()
+        for _ in range(times):
+            await world.reconcile()
+            world.turn(31.0)
+        return [f"{one.reason}: {one.message}" for one in world.heard if one.type == "Warning"]
+
+    await rounds(15)
+    assert world.condition("Ready")["status"] == "True"
+    if kind:
+        world.refusals[kind] = Invalid("the object is invalid")
+    else:
+        world.refused_template = "the object is invalid"
+    world.edit(**change)
+    reason = "Invalid" if kind else "TemplateRefused"
+    assert await rounds(10) == [f"{reason}: Progressing is False: the object is invalid"]
+    world.refusals.clear()
+    world.refused_template = ""
+    await rounds(15)
+    assert world.condition("Ready")["status"] == "True"

@@ -201,7 +201,8 @@ class Reconciler:
             failing = time.monotonic() - self._failing.setdefault(key, time.monotonic())
             outage = failing if fault.is_outage else math.inf
             status = progress.with_failure(status, cluster, fault.reason, str(fault), now, outage)
-            found = transitions(cluster.get("status"), status, secured=True)
+            refused = not (fault.is_outage or fault.passing)
+            found = transitions(cluster.get("status"), status, secured=True, refused=refused)
             flips = (*(one for one in flips if one.type == "Warning" and one not in found), *found)
         self.monitor.assign(key, plan.peers, plan.routed)
         wait = await self._write_status(key, cluster, status)

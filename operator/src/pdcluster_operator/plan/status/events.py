@@ -5,7 +5,7 @@ from typing import Any
 
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, find_condition
 from pdcluster_operator.api.findings import Rule
-from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
+from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT, STILL_BEING_DELETED
 from pdcluster_operator.plan.status import build, conditions
 from pdcluster_operator.plan.types import Event
 
@@ -14,20 +14,26 @@ GAVE_UP = (
     StatusReason.INSUFFICIENT_CAPACITY,
     StatusReason.TEMPLATE_REFUSED,
 )
+AT_REST = (StatusReason.COMPLETE, StatusReason.PAUSED, StatusReason.NOT_ACCEPTED)
+"""With these, Progressing is False although no step failed."""
 INSECURE = (
     "the engines speak without TLS (spec.transfer.tls is Disabled): whoever reaches their ports "
     "can read where their KV lies. Set it to Enabled, unless you trust the pod network"
 )
 
 
-def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> tuple[Event, ...]:
+def transitions(
+    before: object, after: Mapping[str, Any], *, secured: bool, refused: bool = False
+) -> tuple[Event, ...]:
     """Return one event for each condition whose status flipped, if users should see it.
 
-    Engines that should have TLS and do not, or may not, are one more event, and so is a name that
-    belongs to something else: it flips no condition where nothing changes.
+    Engines that should have TLS and do not, or may not, are one more event. So is a step that is
+    refused, and a name that belongs to something else: these flip no condition at rest, where
+    Progressing is False already.
 
     Args:
         secured: whether the engines of the spec speak TLS. If not, a new cluster gets a warning.
+        refused: whether Progressing says that the API server refuses a step.
     """
     events = []
     for condition in _reporting(before, after):
@@ -41,14 +47,13 @@ def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> t
         bad = bad and (not asked or condition["reason"] in conditions.NEED_HELP)
         text = f"{kind} is {status}: {condition['message']}"
         events.append(Event("Warning" if bad else "Normal", condition["reason"], text))
-    conflict = find_condition(after, ConditionType.PROGRESSING)
-    if (
-        conflict.get("reason") == NAME_CONFLICT
-        and find_condition(before, ConditionType.PROGRESSING).get("reason") != NAME_CONFLICT
-    ):
-        message = f"Progressing is False: {conflict['message']}"
-        events = [one for one in events if one.reason != NAME_CONFLICT]
-        events.append(Event("Warning", NAME_CONFLICT, message))
+    progress = find_condition(after, ConditionType.PROGRESSING)
+    reason, was = progress.get("reason", ""), find_condition(before, ConditionType.PROGRESSING)
+    at_rest = was.get("status") == Status.FALSE and was.get("reason") in AT_REST
+    gave_up = reason in GAVE_UP or (refused and reason != STILL_BEING_DELETED)
+    if NAME_CONFLICT == reason != was.get("reason") or (at_rest and gave_up):
+        events = [one for one in events if one.reason != reason]
+        events.append(Event("Warning", reason, f"Progressing is False: {progress['message']}"))
     of_spec = [find_condition(one, ConditionType.ACCEPTED) for one in (before, after)]
     if not (secured or of_spec[0]) and of_spec[1].get("status") == Status.TRUE:
         events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, INSECURE))
