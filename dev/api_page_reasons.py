@@ -93,7 +93,7 @@ REASONS: Mapping[R, tuple[str, str]] = {
         "`spec.rollout.type`, and the replicas of both roles.",
     ),
     R.TEMPLATE_REFUSED: (
-        "The API server refuses what engines are made from. Old ones serve on, no new one is made.",
+        "The API server refuses what new engines are made from. The old ones serve on.",
         "The message has the API server's words: a field, a policy, a quota, or Pod Security.",
     ),
     R.PROGRESS_DEADLINE_EXCEEDED: (

@@ -154,6 +154,8 @@ def test_what_kubernetes_takes_passes(role):
          "Give the containerPort."),
         (engine(resources={"limits": ["cpu"]}), "spec.containers[0].resources.limits",
          "WrongType", "Write a mapping."),
+        ({"spec": None}, "spec", "Required", "Leave spec out"),
+        ({"spec": {"containers": None}}, "spec.containers", "Required", "Leave containers out"),
         ({"spec": {"overhead": {"cpu": "1 core"}}}, "spec.overhead.cpu", "BadFormat",
          "Write for example"),
     ],

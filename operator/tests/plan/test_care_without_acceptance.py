@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from simulated_cluster import SimulatedCluster, brought_up, manifest
+from simulated_cluster import SimulatedCluster, brought_up, copied, manifest
 
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.api.object_names import ACCEPTED_ANNOTATION, EngineName
 from pdcluster_operator.plan.builders import router
 from pdcluster_operator.plan.observed.pods import LOST_SECONDS
 from pdcluster_operator.plan.types import Delete, Place, WriteCertificates, WriteTicketKey
@@ -225,6 +227,7 @@ def test_a_routers_deployment_that_somebody_deletes_waits_until_the_spec_is_acce
     assert ("Service", "llama-router") in world.children
     assert world.condition("Available")["status"] == "False"
     assert world.condition("Available")["reason"] == "RouterUnavailable"
+    assert "made again when the spec is accepted" in world.condition("Available")["message"]
     world.cluster["spec"]["router"] = {"replicas": 2}
     world.edit()
     world.settle()
@@ -271,3 +274,138 @@ def test_the_status_tells_nobody_to_end_a_pause_that_he_did_not_ask_for() -> Non
     world.step()
     message = world.cluster["status"]["transfer"]["message"]
     assert message.endswith("They stay until the spec is accepted.")
+
+
+NULLS: list[dict[str, Any]] = [{"spec": None}, {"spec": {"containers": None}}]
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+@pytest.mark.parametrize("template", NULLS)
+@pytest.mark.parametrize("part", ["prefill", "decode", "router"])
+def test_a_null_for_what_every_pod_needs_is_refused_and_changes_nothing(
+    part: str, template: dict[str, Any], forgotten: bool
+) -> None:
+    """Nobody asks the webhook where it is not installed, so such a spec may be stored."""
+    world = brought_up()
+    if forgotten:
+        for name in [one for one in world.children if one[0] == "ControllerRevision"]:
+            del world.children[name]
+    world.edit(**{part: {"podTemplate": template}})
+    assert world.step().steps == ()
+    said = world.condition("Accepted")
+    assert (said["status"], said["reason"]) == ("False", "Required")
+    assert f"spec.{part}.podTemplate.spec" in said["message"]
+    assert "= null: " in said["message"]
+    assert world.condition("Available")["status"] == "True"
+    new = SimulatedCluster(manifest(**{part: {"podTemplate": template}}))
+    assert new.step().steps == ()
+    assert new.condition("Ready")["reason"] == "Required"
+
+
+def each_null(given: Any) -> Iterator[Any]:
+    """Yield a document with each of its values in turn replaced by null."""
+    for key, value in given.items() if isinstance(given, dict) else enumerate(given):
+        changed = copied(given)
+        changed[key] = None
+        yield changed
+        if isinstance(value, dict | list):
+            for inner in each_null(value):
+                yield {**given, key: inner} if isinstance(given, dict) else [inner, *given[1:]]
+
+
+FULL_TEMPLATE: dict[str, Any] = {
+    "metadata": {"labels": {"a": "b"}, "annotations": {"a": "b"}},
+    "spec": {
+        "priorityClassName": "high",
+        "terminationGracePeriodSeconds": 3600,
+        "nodeSelector": {"a": "b"},
+        "securityContext": {"runAsUser": 1},
+        "volumes": [{"name": "shm", "emptyDir": {"sizeLimit": "1Gi"}, "configMap": {"name": "x"}}],
+        "containers": [
+            {
+                "name": "engine",
+                "image": "i",
+                "command": ["c"],
+                "args": ["a"],
+                "env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "x"}}}],
+                "ports": [{"containerPort": 8000, "name": "http"}],
+                "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+                "resources": {"limits": {"nvidia.com/gpu": 1}, "requests": {"cpu": 1}},
+                "readinessProbe": {"httpGet": {"path": "/"}, "periodSeconds": 1},
+                "securityContext": {"capabilities": {"add": ["A"]}},
+            }
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("part", ["prefill", "router"])
+def test_with_any_null_in_a_pod_template_there_is_a_plan(part: str) -> None:
+    ready = brought_up()
+    named = json.loads(json.dumps(FULL_TEMPLATE).replace('"engine"', f'"{OURS[part]}"'))
+    templates = list(each_null(named))
+    assert len(templates) > 40
+    for template in templates:
+        world = ready.twin()
+        world.edit(**{part: {"podTemplate": template}})
+        for _ in range(3):
+            world.step()
+            world.others_act()
+        assert world.condition("Available")["status"] == "True", template
+
+
+OURS = {"prefill": "engine", "router": "router"}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_how_the_kv_path_is_judged_stays_as_it_was_accepted(own: bool) -> None:
+    accepted = {"maxLocalShare": 100, "canary": {"intervalSeconds": 3600}} if own else {}
+    world = brought_up(**({"verification": accepted} if own else {}))
+    world.count_prompts(100, 90 if own else 0)
+    world.step()
+    healthy, peers = world.condition("TransportHealthy"), world.plan().peers
+    assert healthy["status"] == "True"
+    for wrong in ({"canary": {"intervalSeconds": "1h"}}, {"maxLocalShare": 1}, None, 7):
+        world.edit(verification=wrong, nonsense=True)
+        assert world.step().peers == peers, "its canaries, too"
+        assert world.condition("Accepted")["status"] == "False"
+        assert world.condition("TransportHealthy")["status"] == "True"
+    del world.cluster["spec"]["nonsense"]
+    world.edit(verification={"canary": {"intervalSeconds": 600}})
+    world.step()
+    assert world.plan().peers != peers
+
+
+@pytest.mark.parametrize("given", ["", "[", "7", '{"verification": 7}', '{"router": [1]}', "{}"])
+def test_without_what_was_accepted_the_defaults_hold(given: str) -> None:
+    """Somebody may delete it, or write something else."""
+    world = brought_up(verification={"maxLocalShare": 100})
+    world.count_prompts(100, 90)
+    world.step()
+    world.edit(verification={"maxLocalShare": 100}, nonsense=True)
+    account = world.children["ServiceAccount", "llama-pods"]
+    account["metadata"]["annotations"][ACCEPTED_ANNOTATION] = given
+    for _ in range(2):
+        world.step()
+    assert world.condition("TransportHealthy")["reason"] == "LocalPrefill"
+    assert world.step().steps == ()
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_policy_that_somebody_deletes_lets_in_whom_the_accepted_spec_names(replicas: int) -> None:
+    peers = [{"podSelector": {"matchLabels": {"app": "client"}}}]
+    world = brought_up(
+        router={"replicas": replicas, "allowFrom": peers}, monitoring={"scrapeFrom": peers}
+    )
+    policies = {name: one["spec"] for name, one in world.children.items() if "Policy" in name[0]}
+    everybody = [{"ipBlock": {"cidr": "0.0.0.0/0"}}]
+    world.edit(
+        router={"replicas": replicas, "allowFrom": everybody},
+        monitoring={"scrapeFrom": everybody},
+        nonsense=True,
+    )
+    assert world.step().steps == ()
+    for name in policies:
+        del world.children[name]
+    world.step()
+    assert policies == {name: world.children[name]["spec"] for name in policies}

@@ -70,6 +70,12 @@ def test_null_removes():
     assert "grace" not in merge(BASE, {"spec": {"grace": None}})["spec"]
 
 
+def test_what_every_pod_needs_is_not_removed():
+    """Admission refuses it. What is stored already must not be in the way of a plan."""
+    assert merge(BASE, {"spec": None}) == BASE
+    assert merge(BASE, {"spec": {"containers": None}}) == BASE
+
+
 def test_a_probe_has_one_handler():
     ours = {"startupProbe": {"httpGet": {"path": "/"}, "periodSeconds": 2}}
     theirs = {"startupProbe": {"tcpSocket": {"port": 1}}}

@@ -21,6 +21,7 @@ from pdcluster_operator.api.object_names import (
     RELEASED_BECAUSE_ANNOTATION,
     REVISION_LABEL,
     ROLE_LABEL,
+    EngineName,
     pairing_key_of,
 )
 from pdcluster_operator.api.rules import extra_args
@@ -37,7 +38,6 @@ from pdcluster_operator.plan.rollout.revisions import (
     revisions_in,
     spec_of_engines,
     stored_revisions,
-    why_replaced,
     with_spec_of_engines,
 )
 from pdcluster_operator.plan.types import Apply, ConnectorBundle, Delete, TryOut
@@ -429,6 +429,14 @@ def test_what_counts_as_a_change_of_an_engine() -> None:
     assert in_words(["a"]) == "a changed"
     assert in_words(["c", "b", "a"]) == "a, b, c changed"
     assert in_words("abcde") == "a, b, c and 2 more changed"
+
+
+def why_replaced(older, wanted, spec):
+    """Return why engines of these revisions are replaced; None stands for one that is not known."""
+    names = [one.name if one else "gone" for one in older]
+    engines = [EngineName("default", "llama", wanted.role, name, 0) for name in names]
+    known = targets.Targets({wanted.role: wanted}, tuple(one for one in older if one))
+    return known.causes(wanted.role, engines, spec)
 
 
 def revision(name, **changes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ from simulated_cluster import SimulatedCluster, brought_up, copied, manifest
 from pdcluster_operator.api.object_names import ROLE_LABEL
 from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.rollout.wanted_children import refusal
+from pdcluster_operator.plan.status.progress import with_failure
 from pdcluster_operator.plan.types import (
     Apply,
     Delete,
     HeldCertificates,
+    Plan,
     TryOut,
     WriteCertificates,
     WriteTicketKey,
@@ -69,10 +72,16 @@ class Server:
                 await executor.perform(Key("default", "llama"), plan.steps, [])
             except ApiError as error:
                 found.append(error.reason)
+                plan = replace(plan, status=self.failed(plan, error))
             self.world.cluster["status"] = copied(dict(plan.status))
             self.world.now += 1
             self.world.others_act()
         return found
+
+    def failed(self, plan: Plan, error: ApiError) -> dict[str, Any]:
+        """Return the status as the reconciler writes it."""
+        world = self.world
+        return with_failure(plan.status, world.cluster, error.reason, str(error), world.now)
 
     async def try_out(self, step: TryOut) -> None:
         if step.manifest["metadata"]["labels"][ROLE_LABEL] in self.refused:
@@ -127,6 +136,70 @@ async def test_engines_come_and_go_while_a_change_is_refused() -> None:
     world.edit(decode={"replicas": 3, **changed})
     assert set(await server.round(8)) == {"TemplateRefused"}
     assert engines(world) == old
+
+
+def lose(world: SimulatedCluster, role: Role) -> list[str]:
+    """Somebody deletes the StatefulSets of a role, and what runs for them."""
+    names = [name.stateful_set for name in world.leaders(role)]
+    for name in names:
+        del world.children["StatefulSet", name]
+        del world.pods[f"{name}-0"]
+    return names
+
+
+@pytest.mark.parametrize("paused", [False, True])
+@pytest.mark.parametrize("routers", [0, 1])
+@pytest.mark.parametrize("roles", [(Role.DECODE,), (Role.PREFILL,), tuple(Role)])
+@pytest.mark.parametrize("part", ["engine", "decode"])
+async def test_engines_that_somebody_deletes_come_back_while_a_change_is_refused(
+    part: str, roles: tuple[Role, ...], routers: int, paused: bool
+) -> None:
+    """With the last spec that was taken."""
+    world = brought_up(router={"replicas": routers})
+    before = engines(world)
+    server = Server(world, *Role)
+    env = {"env": [{"name": "A", "value": "b"}]}
+    world.edit(**({part: env} if part == "engine" else {part: {"engine": env}}))
+    if paused:
+        world.edit(rollout={"paused": True})
+    await server.round(3)
+    for role in roles:
+        assert lose(world, role)
+    await server.round(8)
+    assert engines(world) == before
+    assert world.condition("Available")["status"] == "True"
+    server.refused = ()
+    world.edit(rollout={"paused": False})
+    await server.round(30)
+    assert world.condition("Ready")["status"] == "True"
+
+
+async def test_what_nobody_knows_any_more_does_not_come_back_and_the_status_says_why() -> None:
+    world = brought_up()
+    server = Server(world, Role.DECODE)
+    world.edit(decode={"engine": {"env": [{"name": "A", "value": "b"}]}})
+    await server.round(2)
+    lose(world, Role.DECODE)
+    for name in [n for n in world.children if n[0] == "ControllerRevision" and "decode" in n[1]]:
+        del world.children[name]
+    assert set(await server.round(4)) == {"TemplateRefused"}
+    assert len(engines(world)) == 1
+    assert world.condition("Available")["status"] == "False"
+    assert world.condition("Ready")["reason"] == "TemplateRefused"
+    server.refused = ()
+    await server.round(12)
+    assert world.condition("Ready")["status"] == "True"
+
+
+async def test_engines_are_made_of_the_new_spec_if_nobody_has_refused_it_yet() -> None:
+    """They would be made of the old one, only to be replaced."""
+    world = brought_up(decode={"replicas": 0})
+    world.edit(decode={"replicas": 1, "engine": {"env": [{"name": "A", "value": "b"}]}})
+    server = Server(world)
+    old = {name for kind, name in world.children if kind == "ControllerRevision"}
+    await server.round(1)
+    [made] = world.leaders("decode")
+    assert f"llama-decode-{made.revision}" not in old
 
 
 async def test_engines_leave_while_none_of_the_other_role_can_be_created() -> None:

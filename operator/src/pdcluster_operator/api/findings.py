@@ -122,8 +122,8 @@ def under(path: str, parent: str) -> bool:
     return path == parent or path.startswith((parent + ".", parent + "["))
 
 
-def nearest(text: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is nearest to a misspelt one in any case; None if none is near."""
+def did_you_mean(text: str, known: Iterable[str]) -> str:
+    """Ask for the known name that is nearest to a misspelt one in any case; empty if none is."""
     folded = {name.lower(): name for name in known}
     near = difflib.get_close_matches(text.lower()[:100], folded, n=1, cutoff=0.5)
-    return folded[near[0]] if near else None
+    return f"Did you mean {folded[near[0]]}?" if near else ""

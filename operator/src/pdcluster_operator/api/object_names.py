@@ -157,6 +157,8 @@ APPLIED_ANNOTATION = f"{GROUP}/applied"
 RENDERED_ANNOTATION = f"{GROUP}/rendered"
 """On a router's Deployment: its pod template without the engines' addresses, and the template's
 inputs."""
+ACCEPTED_ANNOTATION = f"{GROUP}/accepted"
+"""On the ServiceAccount of a cluster's pods: accepted fields that nothing else holds."""
 RELEASED_ANNOTATION = f"{GROUP}/released-at"
 """On an engine's StatefulSet: since when it has no pods, because not all of them fit."""
 RELEASED_BECAUSE_ANNOTATION = f"{GROUP}/released-because"

@@ -132,10 +132,11 @@ def with_releases(
     found: dict[str, dict[str, Any]] = {}
     if not engines:
         return found
-    live = {_name(child): child for child in observed.children if child["kind"] == "StatefulSet"}
+    sets = (child for child in observed.children if child["kind"] == "StatefulSet")
+    live = {child["metadata"]["name"]: child for child in sets}
     latest = 0.0
     for engine in engines:
-        name = _name(engine)
+        name = engine["metadata"]["name"]
         moment, because = released(live.get(name))
         if moment is None or moment > now:  # a clock that was wrong
             continue
@@ -146,7 +147,7 @@ def with_releases(
         return found
     pods = pods_by_engine(observed.pods)
     for engine in reversed(engines):
-        name = _name(engine)
+        name = engine["metadata"]["name"]
         stuck = None if name in found else _stuck(pods.get(name, ()))
         if stuck is not None and now - stuck[0] > timeout:
             because = (
@@ -200,7 +201,3 @@ def _without_pods(engine: Manifest, moment: str, because: str) -> dict[str, Any]
         object_names.RELEASED_BECAUSE_ANNOTATION: because,
     }
     return {**engine, "metadata": metadata, "spec": {**engine["spec"], "replicas": 0}}
-
-
-def _name(manifest: Manifest) -> str:
-    return str(manifest["metadata"]["name"])

@@ -101,46 +101,31 @@ def _of_role(cluster: Cluster, role: Role) -> Iterator[FieldError]:
     volumes = _volumes(cluster, role)
     for number, mount, at_folder in mounts:
         named = volumes.get(str(mount.get("name")))
+        wrong: dict[str, tuple[str, str]] = {}
         if named is None:
-            yield FieldError(
-                f"{path}[{number}].name",
-                shown(mount.get("name")),
-                Rule.CERTIFICATE_NOT_MOUNTED,
-                "is no volume of the same podTemplate",
-                f"Add the volume to spec.{role}.podTemplate.spec.volumes.",
-            )
+            remedy = f"Add the volume to spec.{role}.podTemplate.spec.volumes."
+            wrong["name"] = "is no volume of the same podTemplate", remedy
         elif certificates_name(cluster.name) in _secrets(named[1]):
-            yield FieldError(
-                f"{path}[{number}].name",
-                shown(mount.get("name")),
-                Rule.CERTIFICATE_NOT_MOUNTED,
-                f"is the Secret {certificates_name(cluster.name)}, which the operator writes only "
-                f"while {TLS} is Enabled",
-                f"Mount a Secret of your own, or set {TLS} to Enabled without this mount.",
-            )
+            why = f"is the Secret {certificates_name(cluster.name)}, which the operator writes only"
+            remedy = f"Mount a Secret of your own, or set {TLS} to Enabled without this mount."
+            wrong["name"] = f"{why} while {TLS} is Enabled", remedy
         elif at_folder:
             yield from volume_errors(role, *named)
         for field in ("subPath", "subPathExpr"):
             if mount.get(field):
-                yield FieldError(
-                    f"{path}[{number}].{field}",
-                    shown(mount[field]),
-                    Rule.CERTIFICATE_NOT_MOUNTED,
-                    "never gets new files, because the kubelet does not update a subPath, and the "
-                    "certificate expires",
-                    "Mount the whole volume.",
-                )
+                why = "never gets new files, because the kubelet does not update a subPath"
+                wrong[field] = f"{why}, and the certificate expires", "Mount the whole volume."
+        for field, (why, remedy) in wrong.items():
+            value = shown(mount.get(field))
+            place = f"{path}[{number}].{field}"
+            yield FieldError(place, value, Rule.CERTIFICATE_NOT_MOUNTED, why, remedy)
 
 
 def _volumes(cluster: Cluster, role: Role) -> dict[str, Volume]:
     """Return the volumes of a role's pod template by name."""
-    volumes = pod_templates.as_list(
-        pod_templates.pod_spec(cluster.spec.role(role).pod_template).get("volumes")
-    )
+    volumes = pod_templates.mappings(cluster.spec.role(role).pod_template, "volumes")
     return {
-        str(one.get("name")): (f"spec.{role}.podTemplate.spec.volumes[{number}]", one)
-        for number, one in enumerate(volumes)
-        if isinstance(one, Mapping)
+        str(one.get("name")): (f"spec.{role}.podTemplate.{place}", one) for place, one in volumes
     }
 
 

@@ -91,16 +91,17 @@ def numbered_image_errors(cluster: Cluster) -> Iterator[FieldError]:
             )
 
 
-def idle_warnings(cluster: Cluster, role: Role) -> Iterator[FieldError]:
-    """Yield a role without engines: the other role's engines then serve nothing."""
-    if cluster.spec.role(role).replicas == 0:
-        yield FieldError(
-            f"spec.{role}.replicas",
-            "0",
-            Rule.NOTHING_TO_PAIR,
-            f"without {role} engines nothing is served",
-            "Set at least 1 to serve.",
-        )
+def idle_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield each role without engines: the other role's engines then serve nothing."""
+    for role in Role:
+        if cluster.spec.role(role).replicas == 0:
+            yield FieldError(
+                f"spec.{role}.replicas",
+                "0",
+                Rule.NOTHING_TO_PAIR,
+                f"without {role} engines nothing is served",
+                "Set at least 1 to serve.",
+            )
 
 
 # EngineShape field -> (field of EngineOverride, flags that can set it too)

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pdcluster_operator.api.findings import FieldError, Rule, nearest, quoted, shown
+from pdcluster_operator.api.findings import FieldError, Rule, did_you_mean, quoted, shown
 from pdcluster_operator.api.spec import pod_templates, resources
 from pdcluster_operator.api.spec.resolve import grace_period, router_grace_period
 from pdcluster_operator.api.spec.types import Cluster
@@ -68,27 +68,21 @@ def pod_template_warnings(cluster: Cluster) -> Iterator[FieldError]:
             )
 
 
-def overlay_warnings(
-    path: str, template: Mapping[str, Any] | None, ours: str
-) -> Iterator[FieldError]:
-    """Yield a command or arguments of a template that replace those of our container.
-
-    Args:
-        path: of the template.
-        ours: the name of our container.
-    """
-    for place, entry in pod_templates.containers(template):
-        if entry.get("name") != ours or not place.startswith("spec.containers"):
-            continue
-        for field in ("command", "args"):
-            if field in entry:
-                yield FieldError(
-                    f"{path}.{place}.{field}",
-                    shown(entry[field]),
-                    Rule.ARGUMENTS_OVERLAID,
-                    f"replaces the operator's own {field}, and no rule checks it",
-                    "Use engine.extraArgs instead if you can.",
-                )
+def overlay_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield commands and arguments of templates that replace those of our containers."""
+    for path, template, ours in pod_templates.pod_templates(cluster):
+        for place, entry in pod_templates.containers(template):
+            if entry.get("name") != ours or not place.startswith("spec.containers"):
+                continue
+            for field in ("command", "args"):
+                if field in entry:
+                    yield FieldError(
+                        f"{path}.{place}.{field}",
+                        shown(entry[field]),
+                        Rule.ARGUMENTS_OVERLAID,
+                        f"replaces the operator's own {field}, and no rule checks it",
+                        "Use engine.extraArgs instead if you can.",
+                    )
 
 
 def _grace(template: Mapping[str, object]) -> int | None:
@@ -124,7 +118,7 @@ def _life(path: str, template: Mapping[str, object]) -> Iterator[FieldError]:
 
 
 def _value(path: str, kind: str, value: object) -> Iterator[FieldError]:
-    """Yield errors in a value. ``null`` is right for every type: it removes a field."""
+    """Yield errors in a value. ``null`` fits every type: it removes a field."""
     if value is None or kind == "any":
         return
     if kind.startswith("["):
@@ -155,7 +149,11 @@ def _object(path: str, kind: str, value: object) -> Iterator[FieldError]:
         return
     known = pod_templates.FIELDS[kind]
     for key, inner in value.items():
-        if key in known:
+        if inner is None and pod_templates.KEPT_FIELDS.get(kind) == key:
+            message = "removes what every pod needs"
+            remedy = f"Leave {key} out, or write what is to be added to the operator's own."
+            yield FieldError(f"{path}.{key}", "null", Rule.REQUIRED, message, remedy)
+        elif key in known:
             yield from _value(f"{path}.{key}", known[key], inner)
         else:
             yield FieldError(
@@ -172,8 +170,7 @@ def _remedy(path: str, kind: str, key: str, known: Mapping[str, str]) -> str:
         return f"Write it as {path}.spec.{key}."
     if kind == "V1PodSpec" and key in pod_templates.FIELDS["V1Container"]:
         return f"Write it in an entry of {path}.containers."
-    near = nearest(key, known)
-    return f"Did you mean {near}?" if near else f"Known are: {', '.join(known)}."
+    return did_you_mean(key, known) or f"Known are: {', '.join(known)}."
 
 
 def _list(path: str, kind: str, value: object) -> Iterator[FieldError]:
@@ -223,10 +220,9 @@ def host_path_errors(cluster: Cluster) -> Iterator[FieldError]:
     if source is not None:
         yield _host_path("spec.model.source.hostPath.path", source.path)
     for path, template, _ in pod_templates.pod_templates(cluster):
-        volumes = pod_templates.as_list(pod_templates.pod_spec(template).get("volumes"))
-        for place, volume in enumerate(volumes):
-            if isinstance(volume, Mapping) and volume.get("hostPath") is not None:
-                yield _host_path(f"{path}.spec.volumes[{place}].hostPath", volume["hostPath"])
+        for place, volume in pod_templates.mappings(template, "volumes"):
+            if volume.get("hostPath") is not None:
+                yield _host_path(f"{path}.{place}.hostPath", volume["hostPath"])
 
 
 def _host_path(path: str, value: object) -> FieldError:

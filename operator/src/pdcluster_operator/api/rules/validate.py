@@ -21,8 +21,8 @@ from pdcluster_operator.api.rules import (
     resources,
 )
 from pdcluster_operator.api.spec.parse import parse_cluster
-from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER, as_mapping
-from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.api.spec.pod_templates import as_mapping
+from pdcluster_operator.api.spec.types import Cluster
 
 LONGEST_WARNING = 256
 """Characters of an admission warning that API servers pass on without cutting."""
@@ -110,14 +110,8 @@ def _warnings(cluster: Cluster) -> Iterator[FieldError]:
     yield from resources.resource_warnings(cluster)
     yield from pod_template.pod_template_warnings(cluster)
     yield from extra_args.variable_warnings(cluster)
-    for role in Role:
-        template = cluster.spec.role(role).pod_template
-        yield from pod_template.overlay_warnings(
-            f"spec.{role}.podTemplate", template, ENGINE_CONTAINER
-        )
-        yield from engines.idle_warnings(cluster, role)
-    router = cluster.spec.router.pod_template
-    yield from pod_template.overlay_warnings("spec.router.podTemplate", router, ROUTER_CONTAINER)
+    yield from pod_template.overlay_warnings(cluster)
+    yield from engines.idle_warnings(cluster)
     yield from network.rdma_warnings(cluster)
     yield from certificates.mount_warnings(cluster)
     yield from pod_template.exposure_warnings(cluster)

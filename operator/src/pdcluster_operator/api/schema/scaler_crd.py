@@ -52,25 +52,22 @@ def _spec() -> dict[str, Any]:
         "description": "spec is what the user, or an autoscaler, wants.",
         "required": ["replicas"],
         "properties": {
-            "replicas": _whole(
-                0,
-                MOST_REPLICAS,
-                "replicas is the number of prefill engines. It is used instead of "
+            "replicas": {
+                **whole(Whole(0, MOST_REPLICAS)),
+                "description": "replicas is the number of prefill engines. It is used instead of "
                 "spec.prefill.replicas of the PDCluster.",
-            ),
-            "minPercentOfDecode": _whole(
-                1,
-                MOST_PERCENT,
-                "minPercentOfDecode is a lower bound of the number, as a share of the "
-                "decode engines, rounded up: with 50 and five decode engines there are at "
+            },
+            "minPercentOfDecode": {
+                **whole(Whole(1, MOST_PERCENT)),
+                "description": "minPercentOfDecode is a lower bound of the number, as a share of "
+                "the decode engines, rounded up: with 50 and five decode engines there are at "
                 "least three prefill engines.",
-            ),
-            "maxPercentOfDecode": _whole(
-                1,
-                MOST_PERCENT,
-                "maxPercentOfDecode is an upper bound of the number, as a share of the "
-                "decode engines, rounded up.",
-            ),
+            },
+            "maxPercentOfDecode": {
+                **whole(Whole(1, MOST_PERCENT)),
+                "description": "maxPercentOfDecode is an upper bound of the number, as a share of "
+                "the decode engines, rounded up.",
+            },
         },
     }
     ordered = Cel(
@@ -79,10 +76,6 @@ def _spec() -> dict[str, Any]:
         "minPercentOfDecode must not be above maxPercentOfDecode",
     )
     return schema | validations([ordered])
-
-
-def _whole(least: int, most: int, description: str) -> dict[str, Any]:
-    return whole(Whole(least, most)) | {"description": description}
 
 
 def render() -> str:

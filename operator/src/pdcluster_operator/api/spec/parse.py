@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pdcluster_operator.api.findings import FieldError, Rule, nearest, quoted, shown
+from pdcluster_operator.api.findings import FieldError, Rule, did_you_mean, quoted, shown
 from pdcluster_operator.api.object_names import API_VERSION, KIND, name_errors
 from pdcluster_operator.api.spec import fields as spec_fields, pod_templates, resources
 from pdcluster_operator.api.spec.engine_types import EngineOverride, Model, ModelSource, RoleSpec
@@ -105,10 +105,8 @@ class Reader:
             known: the fields of that object.
             cls: the dataclass of that object, if it is one.
         """
-        remedy = where_it_belongs(path, str(key), cls)
-        if not remedy:
-            near = nearest(str(key), known)
-            remedy = f"Did you mean {near}?" if near else f"Known are: {', '.join(known)}."
+        remedy = where_it_belongs(path, str(key), cls) or did_you_mean(str(key), known)
+        remedy = remedy or f"Known are: {', '.join(known)}."
         where = f"{path}.{key}" if path else str(key)
         self.errors.append(
             FieldError(where, "", Rule.UNKNOWN_FIELD, "is not a field of this API", remedy)
@@ -182,8 +180,7 @@ class Reader:
         allowed = [member.value for member in field.item]
         if value in allowed:
             return field.item(value)
-        near = nearest(str(value), allowed)
-        remedy = f"Did you mean {near}?" if near else f"Write {' or '.join(allowed)}."
+        remedy = did_you_mean(str(value), allowed) or f"Write {' or '.join(allowed)}."
         self.error(path, value, Rule.NOT_ALLOWED, f"must be one of {', '.join(allowed)}", remedy)
         return _placeholder(field)
 
@@ -241,16 +238,12 @@ class Reader:
         item = field.item_info
         items = [self._read(item, entry, f"{path}[{n}]") for n, entry in enumerate(value)]
         if bounds.key:
-            self._distinct([getattr(entry, bounds.key) for entry in items], bounds.key, path)
+            names = [getattr(entry, bounds.key) for entry in items]
+            for n, name in enumerate(names):
+                if name and name in names[:n]:
+                    where = f"{path}[{n}].{bounds.key}"
+                    self.error(where, name, Rule.DUPLICATE, "is given twice", "Keep one of them.")
         return tuple(items)
-
-    def _distinct(self, keys: Sequence[str], key: str, path: str) -> None:
-        seen: set[str] = set()
-        for n, name in enumerate(keys):
-            if name and name in seen:
-                where = f"{path}[{n}].{key}"
-                self.error(where, name, Rule.DUPLICATE, "is given twice", "Keep one of them.")
-            seen.add(name)
 
     def _quantities(self, _field: FieldInfo, value: object, path: str) -> spec_fields.Quantities:
         read = spec_fields.Quantities()

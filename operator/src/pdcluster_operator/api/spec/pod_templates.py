@@ -44,11 +44,17 @@ def pod_spec(template: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 def containers(template: Mapping[str, Any] | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield a template's containers with their paths in it, init containers last."""
-    spec = pod_spec(template)
-    for field in ("containers", "initContainers"):
-        for place, entry in enumerate(as_list(spec.get(field))):
-            if isinstance(entry, Mapping):
-                yield f"spec.{field}[{place}]", entry
+    yield from mappings(template, "containers")
+    yield from mappings(template, "initContainers")
+
+
+def mappings(
+    template: Mapping[str, Any] | None, field: str
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the objects in a list of a template's ``spec``, with their paths in the template."""
+    for place, entry in enumerate(as_list(pod_spec(template).get(field))):
+        if isinstance(entry, Mapping):
+            yield f"spec.{field}[{place}]", entry
 
 
 def engine_container(cluster: Cluster, role: Role) -> tuple[str, Mapping[str, Any]]:
@@ -94,6 +100,8 @@ REQUIRED_KEYS = {
 KEYED_LISTS = {**REQUIRED_KEYS, "imagePullSecrets": "name"}
 # Such an item names one of several sources. Two items merged would name two of them.
 WHOLE_ITEMS = frozenset({"volumes", "env"})
+# Plans read these of every template. Admission refuses a null, and a stored one removes nothing.
+KEPT_FIELDS = {"V1PodTemplateSpec": "spec", "V1PodSpec": "containers"}
 PROBES = frozenset({"startupProbe", "readinessProbe", "livenessProbe"})
 HANDLERS = frozenset({"exec", "grpc", "httpGet", "tcpSocket"})
 
@@ -102,13 +110,15 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
     """Return ``base`` with ``overlay`` on top; neither is changed.
 
     Objects merge by key, the lists of ``KEYED_LISTS`` by the field that identifies an item (volumes
-    and variables as a whole). Every other list is replaced. ``null`` removes a key.
+    and variables as a whole). Every other list is replaced. ``null`` removes a key, but none of
+    ``KEPT_FIELDS``.
     """
     if isinstance(base, Mapping) and isinstance(overlay, Mapping):
         merged = _beside(base, overlay, key)
         for name, value in overlay.items():
             if value is None:
-                merged.pop(name, None)
+                if name not in KEPT_FIELDS.values():
+                    merged.pop(name, None)
             elif name in merged:
                 merged[name] = merge(merged[name], value, name)
             else:  # a null inside of it would reach the API server

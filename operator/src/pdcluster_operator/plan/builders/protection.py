@@ -3,23 +3,54 @@
 Without ``spec.transfer.tls``, only the NetworkPolicies protect the side channel and the launchers.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from pdcluster_operator.api import object_names
 from pdcluster_operator.api.spec.fields import as_manifest
+from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.router import ROUTER_COMPONENT, router_pods, router_selector
-from pdcluster_operator.plan.objects.ownership import child_object
+from pdcluster_operator.plan.objects.ownership import child_object, identity
+from pdcluster_operator.plan.types import Observed
+
+NOT_STORED = ("monitoring", "verification", "router")
+"""Parts of the spec with fields that are stored with neither engines nor routers."""
 
 
-def build_service_account(cluster: Cluster) -> dict[str, Any]:
-    """Return the ServiceAccount; nothing in the pods talks to the Kubernetes API."""
+def build_service_account(cluster: Cluster, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ServiceAccount; nothing in the pods talks to the Kubernetes API.
+
+    It exists as long as engines do. So it also carries the fields of ``NOT_STORED`` that have to
+    stay in force while another spec is not accepted.
+
+    Args:
+        given: the spec as the user wrote it.
+    """
     name = object_names.service_account_name(cluster.name)
     labels = object_names.cluster_labels(cluster.name, "identity")
-    return child_object(
+    account = child_object(
         cluster, "v1", "ServiceAccount", name, labels, automountServiceAccountToken=False
     )
+    fields = {part: given[part] for part in NOT_STORED[:2] if given.get(part)}
+    if peers := as_mapping(given.get("router")).get("allowFrom"):
+        fields["router"] = {"allowFrom": peers}
+    if fields:
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+        account["metadata"]["annotations"] = {object_names.ACCEPTED_ANNOTATION: text}
+    return account
+
+
+def accepted_fields(observed: Observed) -> Mapping[str, Any]:
+    """Return the fields of the last accepted spec that the ServiceAccount carries."""
+    name = object_names.service_account_name(observed.cluster["metadata"]["name"])
+    found = (one for one in observed.children if identity(one) == ("ServiceAccount", name))
+    annotations = as_mapping(next((one["metadata"].get("annotations") for one in found), {}))
+    try:
+        return as_mapping(json.loads(annotations.get(object_names.ACCEPTED_ANNOTATION, "{}")))
+    except (ValueError, RecursionError):
+        return {}
 
 
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"

@@ -25,6 +25,8 @@ def why_unreachable(observed: Observed, cluster: Cluster) -> str:
     if cluster.spec.router.replicas == 0 and not key:
         return ""
     behind = [one for one in _deployments(observed) if not key or pairing_key_of(one) == key]
+    if cluster.spec.router.replicas == 0 and not behind:  # it held the template that was accepted
+        return "the routers' Deployment is gone, and is made again when the spec is accepted"
     if not any(status_of(one).get("availableReplicas") for one in behind):
         trouble = router_trouble(observed)
         return f"no router pod is ready{trouble and ': '}{trouble}"

@@ -9,11 +9,13 @@ from collections.abc import Mapping, Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition
 from pdcluster_operator.api.object_names import QUEUE_LABEL, EngineName
 from pdcluster_operator.api.spec.engine_types import Switch
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Cluster, Role, RolloutType
+from pdcluster_operator.plan.builders import protection
 from pdcluster_operator.plan.connectors import config_maps_seen
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.ownership import engine_sets, engines_of
@@ -69,13 +71,15 @@ class _Choice:
 
     Attributes:
         serving: what engines are made from, by role.
-        untried: roles whose new revision was not tried out on the API server yet.
-        hold: no engine is replaced, because of ``rollout.paused`` or of ``untried``.
+        untried: roles whose new revision was not tried out on the API server yet, and whether
+            they have no engine and get none of a stored revision.
+        hold: no engine is replaced, because of ``rollout.paused``, of ``untried``, or because the
+            API server refuses what the spec asks for.
     """
 
     targets: Targets
     serving: Mapping[Role, Revision]
-    untried: list[Role]
+    untried: Mapping[Role, bool]
     hold: bool
 
     @property
@@ -99,7 +103,11 @@ def in_force(observed: Observed) -> tuple[Observed, Cluster]:
     stored = (
         one for one in revisions.stored_revisions(observed) if (one.role, one.name) in running
     )
-    spec: Manifest = as_mapping(observed.cluster.get("spec"))
+    given = as_mapping(observed.cluster.get("spec"))
+    spec: Manifest = {
+        **{name: given[name] for name in given if name not in protection.NOT_STORED},
+        **protection.accepted_fields(observed),
+    }
     if (newest := next(stored, None)) is not None:
         spec = revisions.with_spec_of_engines(spec, newest.spec)
     held = routers.with_stored_router(observed, spec)
@@ -193,6 +201,8 @@ def desire(
         given=observed.cluster.get("spec") or {},
         stored_routers=routers.stored_templates(observed),
     )
+    spec = revisions.spec_of_engines(observed.cluster)
+    causes = (choice.targets.causes(role, existing.engines, spec) for role in Role)
     # Engines of another revision are not applied: their StatefulSets stay as they are.
     skipped = kept | blocked
     children = memo.get(
@@ -209,13 +219,11 @@ def desire(
         kept=kept,
         stale=stale,
         trials=tuple(
-            try_out(cluster, choice.targets.newest(role), first=not existing.live[role])
-            for role in choice.untried
+            try_out(cluster, choice.targets.newest(role), first=first)
+            for role, first in choice.untried.items()
         ),
         forgotten=choice.targets.forgotten(cluster, existing.engines),
-        changed=revisions.in_words(_changed(choice.targets, existing.engines, observed))
-        if stale
-        else "",
+        changed=revisions.in_words(chain(*causes)) if stale else "",
         stuck=moves.stuck,
     )
 
@@ -238,7 +246,11 @@ def _choose(observed: Observed, cluster: Cluster, live: Live, memo: Memo) -> _Ch
         if wanted.number == 0 and {name.revision for name in live[role]} != {wanted.name}
         if not (paused and live[role])
     ]
-    hold = paused or any(live[role] for role in untried) or observed.unread
+    progress = find_condition(observed.cluster.get("status"), ConditionType.PROGRESSING)
+    refused = progress.get("reason") == StatusReason.TEMPLATE_REFUSED and (
+        progress.get("observedGeneration") == cluster.generation
+    )
+    hold = paused or any(live[role] or refused for role in untried) or observed.unread
     serving = dict(targets.wanted)
     if hold:
         key = served_key(observed, cluster)
@@ -248,11 +260,15 @@ def _choose(observed: Observed, cluster: Cluster, live: Live, memo: Memo) -> _Ch
             if found := reached or engines:
                 serving[role] = _serving(observed, targets, role, found)
                 key = serving[role].pairing_key
-        # A role that has no engine now gets those that pair with the other one's.
+        # A role that has no engine now gets those that pair with the other one's. Without engines
+        # and routers, it is the newest key of which both roles are stored.
+        keys = [[one.pairing_key for one in targets.stored if one.role is role] for role in Role]
+        key = key or next((one for one in keys[0] if one in keys[1]), "")
         paired = [one for one in targets.stored if one.pairing_key == key]
         empty = {one.role: one for one in reversed(paired) if not live[one.role]}
         serving |= empty
-    return _Choice(targets, serving, untried, hold)
+    first = {role: not live[role] and serving[role] is targets.wanted[role] for role in untried}
+    return _Choice(targets, serving, first, hold)
 
 
 def _pods(
@@ -297,12 +313,3 @@ def _queues(live: Live) -> dict[EngineName, str]:
         for found in live.values()
         for name, engine in found.items()
     }
-
-
-def _changed(targets: Targets, seen: AbstractSet[EngineName], observed: Observed) -> set[str]:
-    """Return the fields of the spec that made engines of older revisions be replaced."""
-    spec = revisions.spec_of_engines(observed.cluster)
-    changed: set[str] = set()
-    for role in Role:
-        changed |= targets.causes(role, (name for name in seen if name.role is role), spec)
-    return changed

@@ -181,7 +181,10 @@ def observe_fleet(
         role: engine_names(cluster, role, one.name, existing.live[role], existing.lost)
         for role, one in revisions.items()
     }
-    keys = engine_keys(observed, wanted, revisions)
+    keys = {name: one.pairing_key for role, one in revisions.items() for name in wanted[role]}
+    for one in (*observed.pods, *engine_sets(observed.children).values()):
+        if (name := engine_of(one)) is not None:
+            keys[name] = pairing_key_of(one)
     roles = {
         role: _side(observed, existing.live[role], wanted[role], revisions[role], existing.engines)
         for role in Role
@@ -235,22 +238,6 @@ def _unheard(
             or view.name not in listed
         )
     )
-
-
-def engine_keys(
-    observed: Observed,
-    wanted: Mapping[Role, tuple[EngineName, ...]],
-    revisions: Mapping[Role, Revision],
-) -> dict[EngineName, str]:
-    """Return the pairing key of each engine that exists or is wanted."""
-    found: dict[EngineName, str] = {}
-    for role, revision in revisions.items():
-        found |= dict.fromkeys(wanted[role], revision.pairing_key)
-    for one in (*observed.pods, *engine_sets(observed.children).values()):
-        name = engine_of(one)
-        if name is not None:
-            found[name] = pairing_key_of(one)
-    return found
 
 
 def _side(

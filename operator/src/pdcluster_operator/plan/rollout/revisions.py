@@ -273,29 +273,6 @@ def changed_fields(before: Any, after: Any, path: str = "") -> Iterator[str]:
         yield path
 
 
-def why_replaced(older: Iterable[Revision | None], wanted: Revision, spec: Manifest) -> set[str]:
-    """Return the fields because of which engines of older revisions get the wanted one.
-
-    The other role's fields count only if the pairing key is another one.
-
-    Args:
-        older: the revisions of one role that engines have; None for one that is not known.
-        spec: see :func:`spec_of_engines`.
-    """
-    other = Role.DECODE if wanted.role is Role.PREFILL else Role.PREFILL
-    fields: set[str] = set()
-    for old in older:
-        if old is None or old.name == wanted.name:
-            continue
-        rekeyed = old.pairing_key != wanted.pairing_key
-        for path in changed_fields(old.spec, spec):
-            if rekeyed or not path.startswith(f"{other.value}."):
-                fields.add(path)
-        if old.renew != wanted.renew:
-            fields.add("rollout.renew")
-    return fields
-
-
 def in_words(paths: Iterable[str]) -> str:
     """Return a few of the paths and how many there are beside them; empty if there are none."""
     unique = sorted(set(paths))

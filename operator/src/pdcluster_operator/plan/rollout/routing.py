@@ -15,6 +15,7 @@ from typing import Any
 
 from pdcluster_operator.api.object_names import API_VERSION, KIND, RENDERED_ANNOTATION, EngineName
 from pdcluster_operator.api.spec import parse, types
+from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.builders import router
 from pdcluster_operator.plan.connectors import mounted_connector
@@ -124,7 +125,7 @@ def with_stored_router(observed: Observed, given: Manifest) -> dict[str, Any]:
     for text in stored_templates(observed).values():
         if then := _read(text, {}):
             return {**{n: given[n] for n in given if n not in PARTS}, **then["spec"]}
-    return {**{n: given[n] for n in given if n != "router"}, "router": {"replicas": 0}}
+    return {**given, "router": {**as_mapping(given.get("router")), "replicas": 0}}
 
 
 def router_template(

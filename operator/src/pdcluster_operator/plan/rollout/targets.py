@@ -49,14 +49,26 @@ class Targets:
     stored: tuple[Revision, ...]
 
     def causes(self, role: Role, engines: Iterable[EngineName], spec: Manifest) -> set[str]:
-        """Return the fields of the spec because of which engines of a role are replaced.
+        """Return the fields of the spec because of which those engines of a role are replaced.
+
+        The other role's fields count only if the pairing key is another one.
 
         Args:
             spec: see :func:`.revisions.spec_of_engines`.
         """
-        names = {name.revision for name in engines}
-        older = (one for one in self.stored if one.role is role and one.name in names)
-        return revisions.why_replaced(older, self.wanted[role], spec)
+        names, wanted = {name.revision for name in engines if name.role is role}, self.wanted[role]
+        other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+        fields: set[str] = set()
+        for old in self.stored:
+            if old.role is not role or old.name not in names or old.name == wanted.name:
+                continue
+            rekeyed = old.pairing_key != wanted.pairing_key
+            for path in revisions.changed_fields(old.spec, spec):
+                if rekeyed or not path.startswith(f"{other.value}."):
+                    fields.add(path)
+            if old.renew != wanted.renew:
+                fields.add("rollout.renew")
+        return fields
 
     def newest(self, role: Role) -> Revision:
         """Return the wanted revision of a role, with a number that makes it the newest one."""

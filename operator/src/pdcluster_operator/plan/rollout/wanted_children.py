@@ -134,7 +134,7 @@ class Build:
 
     def _fences(self) -> Iterator[Apply]:
         """Yield what must exist before the first pod: its identity, and who may reach it."""
-        yield Apply(protection.build_service_account(self.cluster), "who the pods are")
+        yield Apply(protection.build_service_account(self.cluster, self.given), "who the pods are")
         policy = protection.build_engines_policy(self.cluster, self.operator_namespace)
         yield Apply(policy, "who may reach the engines")
         if (policy_of_router := protection.build_router_policy(self.cluster)) is not None:
