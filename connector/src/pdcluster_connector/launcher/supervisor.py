@@ -235,7 +235,7 @@ class Supervisor:
             if loss := self._followers.loss(time.monotonic()):
                 self._lose(loss)
             elif (rank := self._followers.leaving) is not None and not self._stops:
-                await self._drain()
+                await self._drain(self.options.drain_seconds)
                 if not self._stops:  # else the engine is being stopped, and need not be killed
                     self._lose(f"node {rank} of this engine was told to stop")
             await asyncio.sleep(ASK_EVERY)
@@ -264,7 +264,7 @@ class Supervisor:
             self._engine.kill()
             return
         if self.command.is_leader:
-            await self._drain()
+            await self._drain(self.options.drain_seconds)
         elif self._leader is not None:
             leader, watched = self._leader
             leader.leaving = True
@@ -278,14 +278,11 @@ class Supervisor:
 
     def _begin_drain(self) -> None:
         if self._draining is None and not self._stops:
-            self._draining = self._spawn(self._drain(forever=True))
+            self._draining = self._spawn(self._drain(inf))
 
-    async def _drain(self, *, forever: bool = False) -> None:
-        deadline = inf if forever else time.monotonic() + self.options.drain_seconds
-        close = self._door.close
-        await engine_api.wait_until_idle(
-            self._api, self._readiness, deadline, close, forever=forever
-        )
+    async def _drain(self, seconds: float) -> None:
+        deadline, close = time.monotonic() + seconds, self._door.close
+        await engine_api.wait_until_idle(self._api, self._readiness, deadline, close)
 
     # What runs beside the engine.
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, Final
 
 import aiohttp
@@ -216,24 +216,19 @@ QUIET_SECONDS: Final = 2.0
 
 
 async def wait_until_idle(
-    api: EngineApi,
-    readiness: Readiness,
-    deadline: float,
-    close: Callable[[], None],
-    *,
-    forever: bool = False,
+    api: EngineApi, readiness: Readiness, deadline: float, close: Callable[[], None]
 ) -> None:
     """Wait until nothing is left to do, and nothing more comes; say in ``readiness`` what is left.
 
     Args:
-        deadline: when to stop waiting, in seconds of the monotonic clock.
+        deadline: when to stop waiting, in seconds of the monotonic clock. Infinite: go on when
+            nothing is left, too, because the engine stays drained.
         close: has new requests turned away. It is called more than once.
-        forever: go on when nothing is left: the engine stays drained.
     """
     readiness.draining("draining")
     began = time.monotonic()
     calm, ends = Calm(began), False
-    while time.monotonic() < deadline and (forever or not ends):
+    while time.monotonic() < deadline and (deadline == inf or not ends):
         left: Work | None = None
         try:
             left = await api.work()
