@@ -96,6 +96,7 @@ def test_a_rank_that_asks_rarely_forgets_the_incarnation_before_when_it_meets_th
     server.stop()
     serve(AGAIN, port=server.port)
     assert isinstance(connect(book, server.port, AGAIN).wait(), m.EngineMetadata)
+    until(lambda: gone)
     ((engine_id, failure),) = gone
     assert (engine_id, failure.reason) == (PREFILL, Reason.PEER_RESTARTED)
     late = connect(book, server.port).wait()
@@ -125,6 +126,48 @@ def test_an_answer_that_comes_late_ends_nobody_who_has_answered_meanwhile(
     book._thread.call(held.set)
     assert isinstance(first.wait(), m.EngineMetadata)
     assert gone == []
+
+
+def asked_again(server: HeardServer, asked: int) -> None:
+    """Wait until a server has answered that it lives, more often than ``asked`` times."""
+    until(lambda: len(server.statuses("health")) > asked)
+
+
+def test_two_living_starts_of_one_engine_are_both_read(serve: Serve, books: Books) -> None:
+    """One process was replaced, but its node is cut off from the API server and goes on."""
+    old, new, book = serve(), serve(AGAIN), books(rank=(0, 1))
+    gone = watch(book)
+    assert isinstance(connect(book, old.port).wait(), m.EngineMetadata)
+    assert isinstance(connect(book, new.port, AGAIN).wait(), m.EngineMetadata)
+    asked_again(old, 0)
+    book.forget(PREFILL, Failure(Reason.BACKEND_ERROR, "a transport error"))
+    assert isinstance(connect(book, old.port).wait(), m.EngineMetadata)  # its ticket comes late
+    asked_again(new, 0)
+    for server, engine_id in ((old, PREFILL), (new, AGAIN)):
+        assert isinstance(connect(book, server.port, engine_id).wait(), m.EngineMetadata)
+    assert gone == []
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["refuses", "silent"])
+def test_a_start_that_answers_no_more_when_another_has_answered_elsewhere_is_replaced(
+    serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch, silent: bool
+) -> None:
+    old, book = Peer(silent=lambda *_: silent), books(rank=(0, 1))
+    try:
+        gone = watch(book)
+        assert isinstance(connect(book, old.port).wait(), m.EngineMetadata)
+        if not silent:
+            old.close()
+        monkeypatch.setattr(peers, "HEALTH_SECONDS", (0.3, 0.3))
+        new = serve(AGAIN)
+        assert isinstance(connect(book, new.port, AGAIN).wait(), m.EngineMetadata)
+        until(lambda: gone)
+        ((engine_id, failure),) = gone
+        assert (engine_id, failure.reason) == (PREFILL, Reason.PEER_RESTARTED)
+        assert f"{AGAIN} listens on 127.0.0.1:{new.port}" in failure.message
+    finally:
+        if silent:
+            old.close()
 
 
 def test_a_living_peer_stays_and_is_asked_over_one_connection(

@@ -556,6 +556,7 @@ def left_of(receiver: Any) -> dict[str, Any]:
         "probes": [*probing.runs, *probing.waiting],
         "words": FENCE_WORDS - len(connections.fence_words.free),
         "slots": sum(slots._count - len(slots.free) for slots in probing.scratch.values()),
+        "closing": connections.closing,
         "connections": len(opened) - len(PREFILLS),
         "broken": [one for one in opened if one.broken or one.stalled or one.transfers],
         "lists": len(agent.dlists) - lists,

@@ -340,6 +340,7 @@ def test_a_late_check_of_an_incarnation_that_is_gone_costs_its_successor_nothing
     before, after = bench.prefill("ns.c.prefill.r.0/1"), bench.prefill("ns.c.prefill.r.0/2")
     assert bench.send(before) in bench.take().received
     assert bench.send(after) in bench.take().received
+    bench.executor.gone(before.engine_id, Failure(Reason.PEER_RESTARTED, "its place is taken"))
     bench.hanging.add(after.engine_id)
     slow = bench.send(after)
     bench.hanging.clear()

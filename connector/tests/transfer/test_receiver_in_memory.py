@@ -380,22 +380,30 @@ def test_an_agent_that_survives_without_transfers_is_left_behind(rig: Rig) -> No
     assert rig.decode.fatal == []
 
 
-def test_a_new_incarnation_retires_the_old_one(rig: Rig) -> None:
+def gone(rig: Rig, *engine_ids: str) -> None:
+    assert rig.peers.on_gone is not None
+    for engine_id in engine_ids:
+        rig.peers.on_gone(engine_id, Failure(Reason.PEER_RESTARTED, "its place is taken"))
+
+
+def test_an_incarnation_that_is_gone_is_retired(rig: Rig) -> None:
     rig.works("before", seed=1)
     lists = open_dlists(rig.fabric)
+    gone(rig, "prefill/1")
     rig.works("after", rig.add_prefill("prefill/2"))
     assert open_dlists(rig.fabric) == lists
     rig.send("late", 2)
     assert "late" in rig.decode.wait("late").finished
 
 
-def test_data_parallel_ranks_live_side_by_side_and_are_retired_together(rig: Rig) -> None:
+def test_data_parallel_ranks_live_side_by_side_and_are_retired(rig: Rig) -> None:
     first, second = (rig.add_prefill(f"prefill/2_dp{rank}") for rank in range(2))
     lists = open_dlists(rig.fabric)
     for seed, rank in enumerate((first, second, first, second), start=1):
         rig.works(f"r{seed}", rank, seed=seed)
     grown = open_dlists(rig.fabric) - lists
     assert rig.peers.asked == [first.engine_id, second.engine_id], "no link was made anew"
+    gone(rig, first.engine_id, second.engine_id)
     rig.works("after", rig.add_prefill("prefill/3_dp1"), seed=5)
     assert open_dlists(rig.fabric) == lists + grown // 2
 

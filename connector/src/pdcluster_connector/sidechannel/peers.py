@@ -7,9 +7,10 @@ The first rank of an engine asks its peers every second whether they live. The o
 answer from the scheduler (``vllm/step_messages.py``) and ask rarely. So the questions that a
 prefill engine gets grow with the number of decode engines, not with the number of their ranks.
 
-A peer that refuses connections is gone, and so is one in whose place another incarnation answers. A
-peer that is silent may live: it may be starved, or packets get lost. So its link is reported as
-failed, but who waits for it goes on waiting while the lease stands. Only those that come after
+A peer that refuses connections is gone, and so is one at whose address another incarnation answers.
+If that answers elsewhere, both may live: the peer is asked, and is gone if it does not answer. Any
+other peer that is silent may live: it may be starved, or packets get lost. So its link is reported
+as failed, but who waits for it goes on waiting while the lease stands. Only those that come after
 SILENT_SECONDS of silence get an answer soon.
 """
 
@@ -17,7 +18,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
@@ -74,7 +75,7 @@ class Waiter:
         """Pass on how the handshake ended."""
         if self.timer is not None:
             self.timer.cancel()
-        call(self.done, outcome)
+        call([self.done], outcome)
 
 
 @dataclass(eq=False, slots=True)
@@ -84,11 +85,11 @@ class KnownPeer:
     Attributes:
         address: host and port of its side channel.
         metadata: what its handshake brought; None before that.
-        met_at: when that was.
         last_error: why the last attempt did not succeed.
         task: shakes hands, and then watches the peer.
         skew: by how many seconds its clock is ahead of ours; None while not known.
         hurry: somebody waits for a silent peer, which is asked at once whether it lives.
+        replaced: why it is gone if it does not answer now: another incarnation of its engine has.
         refused_at: since when its address refuses connections.
     """
 
@@ -96,11 +97,11 @@ class KnownPeer:
     address: tuple[str, int]
     waiters: list[Waiter] = field(default_factory=list)
     metadata: EngineMetadata | None = None
-    met_at: float = inf
     last_error: handshake.TryAgain | None = None
     task: asyncio.Task[None] | None = None
     skew: float | None = None
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    replaced: Failure | None = None
     refused_at: float = inf
 
     def answer_all(self, outcome: EngineMetadata | Failure) -> None:
@@ -110,12 +111,13 @@ class KnownPeer:
             waiter.answer(outcome)
 
 
-def call(callback: Callable[..., None], *args: object) -> None:
-    """Call a listener. A fault of it must not end the peers' thread."""
-    try:
-        callback(*args)
-    except Exception:
-        logger.exception("a callback of the peer book failed")
+def call(callbacks: Iterable[Callable[..., None]], *args: object) -> None:
+    """Call listeners. A fault of one must not end the peers' thread."""
+    for callback in callbacks:
+        try:
+            callback(*args)
+        except Exception:
+            logger.exception("a callback of the peer book failed")
 
 
 class PeerBook:
@@ -128,13 +130,13 @@ class PeerBook:
 
     Attributes:
         on_gone: called as ``on_gone(engine_id, failure)`` on the book's thread when a connected
-            incarnation has vanished; it must not block. May be None.
+            incarnation has vanished; it must not block.
     """
 
     def __init__(
         self, engine_id: str, shape: EngineShape, rank: tuple[int, int], tls: Tls | None = None
     ) -> None:
-        self.on_gone: OnGone | None = None
+        self.on_gone: OnGone = lambda engine_id, failure: None
         self.silence = handshake.Silence()
         self._me = handshake.introduction(engine_id, shape)
         self._tls = tls
@@ -248,9 +250,9 @@ class PeerBook:
                 self._drop(peer)
 
     async def _shake_hands(self, peer: KnownPeer) -> None:
-        pause, new = FIRST_RETRY_SECONDS, parse_engine_id(peer.engine_id)
+        pause, start = FIRST_RETRY_SECONDS, parse_engine_id(peer.engine_id)
         while peer.waiters:
-            asked, where = time.monotonic(), "{}:{}".format(*peer.address)
+            where = "{}:{}".format(*peer.address)
             outcome = await self.silence.asking(
                 peer.address,
                 handshake.shake_hands(
@@ -271,11 +273,11 @@ class PeerBook:
                 logger.warning("no KV from %s: %s", peer.engine_id, outcome)
                 self._drop(peer)
             else:
-                peer.metadata, peer.met_at = outcome, time.monotonic()
-                for old in list(self._peers.values()):  # one that had answered before is gone
-                    if old.met_at < asked and new.succeeds(parse_engine_id(old.engine_id)):
-                        restarted = handshake.restarted(old.engine_id, peer.engine_id, where)
-                        self._hear(old.engine_id, restarted)
+                peer.metadata = outcome
+                for other in self._peers.values():  # both may live: it is asked at once
+                    if other.metadata and start.succeeds(parse_engine_id(other.engine_id)):
+                        other.replaced = handshake.restarted(other.engine_id, peer.engine_id, where)
+                        other.hurry.set()
             peer.answer_all(outcome)
 
     async def _why_gone(self, peer: KnownPeer) -> Failure:
@@ -291,21 +293,22 @@ class PeerBook:
             if isinstance(reply, handshake.TryAgain):  # the second time over a fresh connection
                 reply = await self._health(peer, HEALTH_SECONDS[1])
             may_live = peer.waiters or self.silence.seconds(peer.address) < FORGET_SECONDS
+            may_live = may_live and peer.replaced is None
             if isinstance(reply, handshake.TryAgain) and reply.silent and may_live:
                 if not was_silent:
                     logger.warning("peer %s is silent: %s", peer.engine_id, reply.message)
-                    for listener in self._silence_listeners:
-                        call(listener, peer.engine_id, handshake.unreachable(reply))
+                    call(self._silence_listeners, peer.engine_id, handshake.unreachable(reply))
                 was_silent, peer.last_error = True, reply
                 continue
             was_silent = False
             if isinstance(reply, handshake.TryAgain):
-                return handshake.unreachable(reply)
+                return peer.replaced or handshake.unreachable(reply)
             if isinstance(reply, Failure):
                 return reply
             if reply.engine_id != peer.engine_id:
                 where = "{}:{}".format(*peer.address)
                 return handshake.restarted(peer.engine_id, reply.engine_id, where)
+            peer.replaced = None
             if peer.metadata is not None:  # to those that came while it was silent
                 peer.answer_all(peer.metadata)
 
@@ -334,9 +337,7 @@ class PeerBook:
         logger.warning("peer %s is gone: %s", peer.engine_id, failure)
         self._drop(peer)
         peer.answer_all(failure)
-        if self.on_gone is not None:
-            call(self.on_gone, peer.engine_id, failure)
-        self._tell_listeners(peer, failure)
+        call([self.on_gone, *self._listeners], peer.engine_id, failure)
 
     def _hear(self, engine_id: str, failure: Failure) -> None:
         peer = self._peers.get(engine_id)
@@ -345,10 +346,6 @@ class PeerBook:
         if peer.task is not None:
             peer.task.cancel()
         self._gone(peer, failure)
-
-    def _tell_listeners(self, peer: KnownPeer, failure: Failure) -> None:
-        for listener in self._listeners:
-            call(listener, peer.engine_id, failure)
 
     def _too_late(self, peer: KnownPeer, waiter: Waiter) -> None:
         if waiter in peer.waiters and waiter.deadline() > time.monotonic():
@@ -375,7 +372,7 @@ class PeerBook:
             peer.task.cancel()
         peer.answer_all(failure)
         if peer.metadata is not None:  # nobody watches it any more
-            self._tell_listeners(peer, failure)
+            call(self._listeners, engine_id, failure)
 
     def _drop(self, peer: KnownPeer) -> None:
         if self._peers.get(peer.engine_id) is peer:

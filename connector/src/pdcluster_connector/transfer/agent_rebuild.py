@@ -46,6 +46,7 @@ class AgentRebuild:
         self._executor = executor
         self._stall_seconds = executor.options.transfer_stall_seconds
         self._patience = self._stall_seconds  # before a hanging probe cuts receives under way
+        self._cut_again_at = -inf
 
     def ask(self, job: planned_reads.Job) -> None:
         """Have the agent destroyed soon: a transfer of ``job`` hangs."""
@@ -79,6 +80,21 @@ class AgentRebuild:
             if hanging > self._retry_at:
                 self._pause = RETRY_SECONDS
             self.renew_by = now + RENEWAL_SECONDS
+
+    def look_at_broken(self, seconds: float) -> None:
+        """Cut the reads over a broken connection that receives wait for: they keep it from closing.
+
+        That is done when none of them has landed for ``seconds``. All are read again over the next
+        agent. Two cuts lie half of ``stall_seconds`` apart: slow reads come to an end between them,
+        and no receive waits so long that it fails.
+        """
+        now = self._executor.clock()
+        for connection, since in self._executor.connections.closing.items():
+            moved = max([since, *(source.moved_at for source in connection.sources)])
+            is_due = now >= max(moved + seconds, self._cut_again_at)
+            if connection.waiting and is_due and self.by is None:
+                logger.error("receives wait for %s, over which a read hangs", connection.engine_id)
+                self.by, self._cut_again_at = now + HEALTHY_SECONDS, now + self._stall_seconds / 2
 
     def carry_out_if_due(self) -> bool:
         """Destroy the agent if it is due; returns whether it was."""

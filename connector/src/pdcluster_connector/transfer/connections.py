@@ -47,6 +47,7 @@ class Connections:
     Attributes:
         peers: where handshakes come from.
         by_engine: every connection, whatever its state, by the peer's engine id.
+        closing: those that an error of NIXL broke and that are still open, and since when.
         probing: its warm-ups, probes and checks.
         fence_words: the memory that lease words are read into.
     """
@@ -67,6 +68,7 @@ class Connections:
         self.peers = peers
         self._agent: ReadingAgent | None = None
         self.by_engine: dict[str, Connection] = {}
+        self.closing: dict[Connection, float] = {}
         self.probing = probing.Probing(self, options, clock, probe_memory)
         self._synchronize = probe_memory.synchronize
         self.fence_words = planned_reads.FenceWords()
@@ -92,7 +94,8 @@ class Connections:
         checked, connected = parse_engine_id(engine_id), self.by_engine
         for successor, connection in connected.items() if engine_id not in connected else ():
             if connection.broken is None and parse_engine_id(successor).succeeds(checked):
-                return _replaced(engine_id, successor)
+                message = f"{successor} has taken the place of {engine_id}"
+                return Failure(Reason.PEER_RESTARTED, message)
         return None
 
     def open(self, metadata: EngineMetadata) -> Connection:
@@ -104,7 +107,6 @@ class Connections:
         """
         if (connection := self.by_engine.get(metadata.engine_id)) is not None:
             return connection
-        self._retire_predecessors(metadata.engine_id)
         plan = peer_plan.plan_peer(self._shard, [shard.shard for shard in metadata.shards])
         connection = self.agent.open(metadata, plan)
         connection.notice = peer_plan.cost_notice(plan, metadata.shape.layout)
@@ -118,7 +120,9 @@ class Connections:
         """Start nothing new over ``connection``; it closes when its last transfer has ended."""
         if connection.broken is None or failure.reason not in SILENT:
             connection.broken = failure
-        if failure.reason is not Reason.BACKEND_ERROR:  # a warm-up may never end
+        if failure.reason is Reason.BACKEND_ERROR:
+            self.closing.setdefault(connection, self.probing.clock())
+        else:  # a warm-up may never end
             for go_on in connection.waiting or ():
                 go_on(failure)
         self.settle(connection)
@@ -128,6 +132,7 @@ class Connections:
         if connection.broken is not None and connection.transfers == 0 and self._agent is not None:
             if self.by_engine.get(connection.engine_id) is connection:
                 del self.by_engine[connection.engine_id]
+            self.closing.pop(connection, None)
             self._agent.close_connection(connection)
             waiting, connection.waiting = connection.waiting or (), None
             for go_on in waiting:
@@ -148,13 +153,6 @@ class Connections:
         for go_on in connection.waiting or ():
             go_on(failure)
         connection.waiting = None
-
-    def _retire_predecessors(self, engine_id: str) -> None:
-        """Break off connections to earlier incarnations of the engine that has just answered."""
-        answered = parse_engine_id(engine_id)
-        for connection in list(self.by_engine.values()):
-            if answered.succeeds(parse_engine_id(connection.engine_id)):
-                self.break_off(connection, _replaced(connection.engine_id, engine_id))
 
     def destroy_agent(
         self, failure: Failure, *, writing: bool, final: bool = False
@@ -182,6 +180,7 @@ class Connections:
             logger.exception("a reading agent could not be destroyed; it writes no KV")
         self._agent = None
         connections, self.by_engine = list(self.by_engine.values()), {}
+        self.closing.clear()
         cut = [go_on for connection in connections for go_on in connection.waiting or ()]
         stalled = [(one.metadata, one.stalled) for one in connections if not one.broken]
         for connection in connections:
@@ -206,8 +205,3 @@ class Connections:
         """Take in that a transfer found a connection broken; the next receive shakes hands."""
         self.break_off(connection, failure)
         self.peers.forget(connection.engine_id, failure)
-
-
-def _replaced(engine_id: str, successor: str) -> Failure:
-    message = f"{successor} has taken the place of {engine_id}"
-    return Failure(Reason.PEER_RESTARTED, message)

@@ -22,7 +22,7 @@ class ReceiverOptions:
 
     Attributes:
         drain_deadline_seconds: how long a failed request may wait for its transfers before
-            the reading agent is destroyed.
+            the reading agent is destroyed, and a new one for transfers over a broken connection.
         transfer_stall_seconds: how long a request may have transfers under way of which none
             lands. One transfer may be slow: it waits behind those of other requests.
         descriptors_per_transfer: larger requests are posted in several transfers, so that other

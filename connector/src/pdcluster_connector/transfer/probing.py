@@ -247,8 +247,8 @@ class Probing:
         """Check with a small read that a connection still carries data.
 
         If there is no connection, because the agent was destroyed, it is opened. Its warm-up then
-        shows the same. If the engine has restarted meanwhile, the check fails and opens none: that
-        would break off the connection to the new incarnation.
+        shows the same. If another incarnation of the engine is connected meanwhile, this one may
+        be gone: the check fails and opens no connection, of which the warm-up would hang.
         """
         failure = self.over or self._connections.replaced(metadata.engine_id)
         if failure is not None:

@@ -122,6 +122,8 @@ class ReceiveExecutor:
         if self._probing:
             moved = self.connections.probing.step() or moved
             self._agent_rebuild.look_at_probes(self.options.drain_deadline_seconds)
+        if self.connections.closing:
+            self._agent_rebuild.look_at_broken(self.options.drain_deadline_seconds)
         if self._draining:
             moved = self._agent_rebuild.carry_out_if_due() or moved
         return moved

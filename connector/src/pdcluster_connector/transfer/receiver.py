@@ -90,7 +90,7 @@ class Receiver:
         self._ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name=f"{name}-watchdog", daemon=True)
-        peers.on_gone = self._gone
+        peers.on_gone = lambda *gone: self._inbox.put(partial(self._executor.gone, *gone))
 
     def start(self) -> None:
         """Start the transfer thread and register the memory.
@@ -155,9 +155,6 @@ class Receiver:
         self._inbox.put(None)
         self._thread.join(STOP_SECONDS)
         return not self._thread.is_alive()
-
-    def _gone(self, engine_id: str, failure: Failure) -> None:
-        self._inbox.put(partial(self._executor.gone, engine_id, failure))
 
     # The transfer thread.
 
