@@ -7,7 +7,10 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -261,6 +264,14 @@ def test_drain_on_request_keeps_the_engine(launch, work):
 # Before the start.
 
 
+def report(engine, state: str) -> None:
+    """Report the one link of a decode engine, as its worker does."""
+    link = {"engine": PEER["engine"], "engine_id": f"{PEER['engine']}/aa", "state": state}
+    body = {"rank": [0, 0], "of": [1, 1], "links": [{**link, "reason": "PeerRestarted"}]}
+    token = engine.told()["environment"]["PDCLUSTER_CONTROL_TOKEN"]
+    assert http(f"{engine.url}/v1/reports", body, "POST", token)[0] == 204
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_routers_leave_out_a_decode_engine_whose_links_have_failed(launch, policy):
     """It stays ready, so nobody restarts it, and comes back without a request."""
@@ -268,31 +279,64 @@ def test_routers_leave_out_a_decode_engine_whose_links_have_failed(launch, polic
     engine.ready()
     environment = engine.told()["environment"]
     left_out = Path(f"{environment[inside_vllm.DOOR_VARIABLE]}-no-link")
-    token = environment["PDCLUSTER_CONTROL_TOKEN"]
     peers = {"generation": 1, "peers": [PEER], "model": "m", "canary_interval_seconds": 3600}
     assert http(f"{engine.url}/v1/peers", peers, "PUT")[0] == 204
 
-    def report(state: str) -> None:
-        link = {"engine": PEER["engine"], "engine_id": f"{PEER['engine']}/aa", "state": state}
-        body = {"rank": [0, 0], "of": [1, 1], "links": [{**link, "reason": "PeerRestarted"}]}
-        assert http(f"{engine.url}/v1/reports", body, "POST", token)[0] == 204
-
     time.sleep(1.5)
     assert not left_out.exists(), "a link that is still made is no failure"
-    report("Failed")
+    report(engine, "Failed")
     if policy == "recompute":
         time.sleep(2.5)
         assert not left_out.exists(), "it serves without prefill, too"
         return
     wait_for(left_out.exists, 10)
     assert engine.ready()["ready"]
-    report("Established")
+    report(engine, "Established")
     wait_for(lambda: not left_out.exists(), 10)
-    report("Failed")
+    report(engine, "Failed")
     wait_for(left_out.exists, 10)
     engine.process.send_signal(signal.SIGTERM)
     engine.end()
     assert not left_out.exists(), "nothing is left behind"
+
+
+def test_no_canary_runs_before_routers_send_requests_again(launch):
+    """A canary that passes makes the status Ready. By then no router may refuse requests."""
+    engine = launch(role="decode")
+    engine.ready()
+    environment = engine.told()["environment"]
+    left_out = Path(f"{environment[inside_vllm.DOOR_VARIABLE]}-no-link")
+    routed, seen, stop = [True], [], threading.Event()
+
+    def route() -> None:  # a router: it asks once a second
+        while not stop.wait(1.0):
+            routed[0] = not left_out.exists()
+
+    class Prefill(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            seen.append(routed[0])
+            self.send_error(503)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Prefill) as prefill, ThreadPoolExecutor(2) as pool:
+        pool.submit(prefill.serve_forever)
+        pool.submit(route)
+        try:
+            peer = {**PEER, "api": f"http://127.0.0.1:{prefill.server_port}"}
+            peers = {"generation": 1, "peers": [peer], "model": "m", "canary_interval_seconds": 60}
+            assert http(f"{engine.url}/v1/peers", peers, "PUT")[0] == 204
+            report(engine, "Failed")
+            wait_for(left_out.exists, 10)
+            wait_for(lambda: not routed[0], 10)
+            report(engine, "Established")
+            wait_for(lambda: seen, 10)
+        finally:
+            stop.set()
+            prefill.shutdown()
+    assert seen[0], "the canary came before the router"
+    engine.process.send_signal(signal.SIGTERM)
+    assert engine.end() == 0
 
 
 def test_every_obstacle_is_named_at_once(launch, tmp_path):

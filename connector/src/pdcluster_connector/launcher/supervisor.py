@@ -36,6 +36,8 @@ _LOADING_POLL: Final = 0.25
 _SERVING_POLL: Final = 1.0
 _PROMPTS_POLL: Final = 10.0
 _PATIENCE: Final = 3
+# Routers ask for /health each second. One second more is for their answers.
+_ROUTERS_RETURN: Final = _SERVING_POLL + 2.0
 
 
 async def watch_health(api: engine_api.EngineApi, readiness: Readiness) -> None:
@@ -102,6 +104,7 @@ class Supervisor:
         self._api: engine_api.EngineApi
         self._living: asyncio.Task[int]
         self._stops = 0
+        self._left_out = -inf  # when no link worked
         self._loss = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining: asyncio.Task[None] | None = None
@@ -179,9 +182,7 @@ class Supervisor:
                     kv_path.key_of(self._token),
                     self._key,
                 )
-                self._spawn(
-                    canaries.keep_running(self._links, session, lambda: self._readiness.ready)
-                )
+                self._spawn(canaries.keep_running(self._links, session, self._is_routed))
                 if not self.command.recomputes:
                     self._spawn(self._watch_links())
             if self._prompts is not None:
@@ -196,8 +197,15 @@ class Supervisor:
         Links are made and probed without requests, so it comes back by itself.
         """
         while True:
-            self._door.leave_out(self._links.why_none_works(time.monotonic()))
+            now = time.monotonic()
+            if why := self._links.why_none_works(now):
+                self._left_out = now
+            self._door.leave_out(why)
             await asyncio.sleep(_SERVING_POLL)
+
+    def _is_routed(self) -> bool:
+        """Whether routers send requests here. A canary before would say so too early."""
+        return self._readiness.ready and time.monotonic() >= self._left_out + _ROUTERS_RETURN
 
     def _start_engine(self, command: EngineCommand, control: str, token: str) -> None:
         arguments = [sys.executable, "-m", self.options.runner, *command.arguments]

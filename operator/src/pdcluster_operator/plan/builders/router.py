@@ -25,8 +25,8 @@ GATE_MODULE = "pdcluster_connector.launcher.router_gate"
 # The router listens only once every engine answers, and gives up after this long.
 WORKER_STARTUP_SECONDS = 86_400
 # The router leaves an engine out after three failed checks and takes it back after one good check.
-# Its pod is then unready within 7 s of the last engine's end. An engine needs longer to start, so
-# the status never says Ready while the router still leaves a new engine out.
+# Its pod is then unready within 7 s of the last engine's end. The status never says Ready while the
+# router still leaves an engine out: a start takes longer, and a launcher's canary waits that long.
 HEALTH_CHECK_SECONDS = 1
 HEALTH_CHECK_FAILURES = 3
 PROBE_SECONDS = 1
