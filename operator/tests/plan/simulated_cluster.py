@@ -43,7 +43,6 @@ from pdcluster_operator.plan.status.progress import with_failure
 from pdcluster_operator.plan.types import (
     Apply,
     ConnectorBundle,
-    Delete,
     HeldCertificates,
     Observed,
     Plan,
@@ -51,6 +50,8 @@ from pdcluster_operator.plan.types import (
     TryOut,
     WriteCertificates,
     WriteTicketKey,
+    needs,
+    stages,
 )
 
 GRACE = 30  # seconds that a pod has to end
@@ -142,6 +143,7 @@ class SimulatedCluster:
         self.scaler: dict[str, Any] | None = None
         self.memo = CheckedMemo()
         self.refused = ""
+        self.refuses: Callable[[Step], bool] = lambda _: False
         self.looks: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {}
         self.unread: Verdict | None = None
 
@@ -178,13 +180,14 @@ class SimulatedCluster:
 
     def step(self) -> Plan:
         """Plan, carry out, write the status."""
-        plan, held = self.plan(), False
-        for step in plan.steps:
-            if isinstance(step, TryOut) and self.refused:
-                held |= step.first  # the executor says so in the status
-                continue
-            if not held or isinstance(step, Delete):
-                self.perform(step)
+        plan = self.plan()
+        failed: list[Step] = []  # the executor says so in the status
+        for stage in stages(plan.steps):
+            for step in [one for one in stage if not any(needs(one, other) for other in failed)]:
+                if (isinstance(step, TryOut) and self.refused) or self.refuses(step):
+                    failed.append(step)
+                else:
+                    self.perform(step)
         self.cluster["status"] = copied(dict(plan.status))
         for condition in plan.status["conditions"]:
             message = condition["message"]

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from pdcluster_operator.api.object_names import EngineName, engine_labels
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.types import (
     Apply,
     Delete,
@@ -19,7 +21,7 @@ from pdcluster_operator.plan.types import (
 from pdcluster_operator.runtime import executor
 from pdcluster_operator.runtime.cluster_secrets import ClusterSecrets
 from pdcluster_operator.runtime.executor import SIDE_BY_SIDE, Executor
-from pdcluster_operator.runtime.interfaces import ApiError, Key
+from pdcluster_operator.runtime.interfaces import ApiError, Conflict, Key
 
 KEY = Key("ns", "tiny")
 
@@ -35,6 +37,8 @@ class Api:
         self.held: str | None = None
         self.certificates = HeldCertificates("authority")
         self.fail: set[str] = set()
+        self.reason = "Forbidden"
+        self.errors: dict[str, ApiError] = {}
         self.ours = True
         self.lose_after = 1_000
 
@@ -58,8 +62,10 @@ class Api:
         self.most = max(self.most, self.now)
         await self.go.wait()
         self.now -= 1
+        if (error := self.errors.get(manifest["metadata"]["name"])) is not None:
+            raise error
         if manifest["metadata"]["name"] in self.fail:
-            raise ApiError("Forbidden", manifest["metadata"]["name"])
+            raise ApiError(self.reason, manifest["metadata"]["name"])
         return {**manifest, "metadata": {**manifest["metadata"], "uid": "uid-of-what-was-made"}}
 
     async def try_out(self, step: TryOut) -> None:
@@ -94,13 +100,65 @@ async def test_a_stage_runs_side_by_side_within_its_bound_and_in_order() -> None
     assert api.begun[-1] == "engine"
 
 
-async def test_a_stage_that_failed_ends_and_no_other_begins() -> None:
+def engine(name: str, uid: str = "") -> Apply:
+    spec = {"serviceName": name, "template": {"spec": {"serviceAccountName": "tiny"}}}
+    return Apply({"kind": "StatefulSet", "metadata": {"name": name}, "spec": spec}, "a test", uid)
+
+
+def address_of(engine: Apply) -> Apply:
+    """Return the Service of an engine."""
+    name = engine.manifest["metadata"]["name"]
+    labels = engine_labels(EngineName("ns", "tiny", Role.DECODE, "a", 0), "key")
+    return Apply({"kind": "Service", "metadata": {"name": name, "labels": labels}}, "a test")
+
+
+async def test_a_refusal_stops_what_needs_it_and_nothing_else() -> None:
     api = Api()
-    api.fail = {"a"}
-    steps = [apply("a"), apply("b"), apply("engine", "StatefulSet")]
+    first, second = engine("decode-a-0"), engine("decode-a-1")
+    api.fail = {"decode-a-0"}
+    gone = Delete("StatefulSet", "ns", "old", "u", "1", "a test")
+    with pytest.raises(ApiError, match="decode-a-0"):
+        await executor_of(api).perform(KEY, [address_of(first), first, second, gone], [])
+    assert api.begun == ["decode-a-0", "decode-a-1", "delete old"]
+
+
+@pytest.mark.parametrize(
+    ("refused", "kind", "goes"),
+    [
+        ("Deployment", "StatefulSet", False),
+        ("Deployment", "Deployment", False),
+        ("Service", "Deployment", False),
+        ("Service", "StatefulSet", True),
+    ],
+)
+async def test_an_engine_goes_after_the_routers_and_they_after_the_address_for_clients(
+    refused: str, kind: str, goes: bool
+) -> None:
+    api = Api()
+    api.fail = {"tiny-router"}
+    gone = Delete(kind, "ns", "old", "u", "1", "a test")
+    with pytest.raises(ApiError, match="tiny-router"):
+        await executor_of(api).perform(KEY, [apply("tiny-router", refused, uid="u"), gone], [])
+    assert api.begun == ["tiny-router", *(["delete old"] * goes)]
+
+
+@pytest.mark.parametrize("reason", sorted(executor.STOP_ALL))
+async def test_nothing_more_is_asked_of_a_server_that_refuses_everything(reason: str) -> None:
+    api = Api()
+    api.fail, api.reason = {"a"}, reason
     with pytest.raises(ApiError, match="a"):
-        await executor_of(api).perform(KEY, steps, [])
-    assert api.begun == ["a", "b"]
+        await executor_of(api).perform(KEY, [apply("a"), apply("b"), engine("decode-a-0")], [])
+    assert api.begun == ["a", "b"], "the steps of one stage begin together"
+
+
+async def test_what_passes_by_itself_is_not_reported_if_something_else_does_not() -> None:
+    api = Api()
+    api.errors = {"a": Conflict("it has changed")}
+    api.fail = {"decode-a-0"}
+    with pytest.raises(ApiError, match="decode-a-0"):
+        await executor_of(api).perform(KEY, [apply("a"), engine("decode-a-0")], [])
+    with pytest.raises(Conflict):
+        await executor_of(api).perform(KEY, [apply("a"), engine("decode-a-1")], [])
 
 
 async def test_a_change_and_a_deletion_are_performed_in_order() -> None:

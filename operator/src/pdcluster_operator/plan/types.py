@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinksReport, PeersDocument
+from pdcluster_operator.api.object_names import engine_of
 
 Manifest = Mapping[str, Any]
 
@@ -236,8 +237,8 @@ class Plan:
     """What to do now.
 
     Attributes:
-        steps: in order; those of one stage (``plan.stages``) may be carried out side by side. The
-            executor begins no stage after one that failed.
+        steps: in order; those of one stage (:func:`stages`) may be carried out side by side. One
+            that failed stops those that need it (:func:`needs`).
         status: the whole ``status`` to write, also when a step failed.
         peers: decode engine's logical id -> the prefill engines that it reads from, for
             ``PUT /v1/peers``.
@@ -255,6 +256,9 @@ class Plan:
     requeue_after: float | None = None
     events: tuple[Event, ...] = ()
     scaler: ScalerStatus | None = None
+
+
+MAKE_PODS = ("StatefulSet", "Deployment")
 
 
 def stages(steps: Iterable[Step]) -> list[tuple[Step, ...]]:
@@ -279,18 +283,54 @@ def creates(steps: Iterable[Step]) -> bool:
     )
 
 
-def is_needed(step: Step) -> bool:
-    """Whether later stages need a step: no new ticket key, and no change that is held anyway."""
-    if isinstance(step, TryOut):
-        return step.first
-    return not (isinstance(step, WriteTicketKey) and step.rotate)
+def needs(step: Step, other: Step) -> bool:
+    """Whether a step is left out when another one of an earlier stage has failed.
+
+    A refusal stops its engine, its router or itself, and nothing else. So clients are sent to the
+    engines that serve, whatever child the API server refuses.
+    """
+    if isinstance(step, Delete):
+        # An engine goes when no router lists it, and a router when clients are sent to another one.
+        first = ("Deployment", "Service") if step.kind == "Deployment" else ("Deployment",)
+        return (
+            isinstance(other, Apply)
+            and other.manifest["kind"] in first
+            and engine_of(other.manifest) is None
+        )
+    if not isinstance(step, Apply) or step.manifest["kind"] not in MAKE_PODS:
+        return False
+    if isinstance(other, Apply):
+        return _is_used(other.manifest, step)
+    if isinstance(other, TryOut):  # while engines of its role exist, they serve on
+        return other.first and not step.uid
+    # While the present ticket key stays, pods start with it.
+    rotates = isinstance(other, WriteTicketKey) and other.rotate
+    return step.manifest["kind"] == "StatefulSet" and not rotates
+
+
+def _is_used(child: Manifest, step: Apply) -> bool:
+    """Whether the pods of a workload need a child: a fence, or an object that the workload names.
+
+    Pods of a workload that exists have started without the fence.
+    """
+    kind, workload = child["kind"], step.manifest
+    if kind in ("NetworkPolicy", "ServiceAccount"):
+        return not step.uid
+    pod = workload["spec"]["template"]["spec"]
+    named = {
+        ("ControllerRevision", workload["metadata"]["name"].rpartition("-")[0]),
+        ("Service", workload["spec"].get("serviceName")),
+        ("PodGroup", (pod.get("schedulingGroup") or {}).get("podGroupName")),
+    }
+    mounted = ((volume.get("configMap") or {}).get("name") for volume in pod.get("volumes") or ())
+    return (kind, child["metadata"]["name"]) in named.union(("ConfigMap", one) for one in mounted)
 
 
 def _stage(step: Step) -> int:
     if isinstance(step, WriteTicketKey | WriteCertificates):
         return 0
     if isinstance(step, Apply):
-        return 2 if step.manifest["kind"] in ("StatefulSet", "Deployment") else 0
+        return 2 if step.manifest["kind"] in MAKE_PODS else 0
     if isinstance(step, TryOut):
         return 1
     return 3

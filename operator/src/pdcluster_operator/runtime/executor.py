@@ -1,6 +1,7 @@
 """Carries out the steps of a plan: stage after stage, and the steps of one stage concurrently.
 
-It decides nothing. The planner says what to do, and the reconciler whether it may be done.
+A step that fails stops only those that need it. The executor decides nothing: the planner says what
+to do, and the reconciler whether it may be done.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from typing import Any
 from pdcluster_operator.plan import types
 from pdcluster_operator.plan.objects.drift import rewrite_of, rewritten_event
 from pdcluster_operator.runtime.cluster_secrets import ClusterSecrets
-from pdcluster_operator.runtime.interfaces import ApiServer, Key
+from pdcluster_operator.runtime.interfaces import ApiError, ApiServer, Key
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,10 @@ SIDE_BY_SIDE = 4
 are at most 96: the API server has other clients, too."""
 LEASE_CHECK_SECONDS = 1.0
 """How soon a step that is under way is cancelled after the Lease was lost."""
+
+
+STOP_ALL = frozenset({"ApiServerUnreachable", "NamespaceTerminating", "TooManyRequests"})
+"""Reasons for which every other step would fail, too."""
 
 
 class _LeaseLostError(Exception):
@@ -63,17 +68,15 @@ class Executor:
         Events of the steps themselves are added to ``events``.
 
         Raises:
-            ApiError: of the first step that failed. The other steps of its stage were tried, and
-                those of later stages if these do not need it.
+            ApiError: of the first step that failed. The others were tried, but for those that need
+                it, unless the API server or the namespace is gone.
         """
-        failure: BaseException | None = None
-        refused = False  # what is tried out is not created, and the other role neither
+        failed: list[tuple[types.Step, ApiError]] = []
         todo = types.stages(steps)
         if todo and not self.may_write(key):
             return False
-        for stage in todo:
-            if refused and not isinstance(stage[0], types.Delete):
-                continue
+        for planned in todo:
+            stage = [one for one in planned if not any(types.needs(one, of) for of, _ in failed)]
             bound = asyncio.Semaphore(SIDE_BY_SIDE)
             done: list[str] = []
             ended = await self._while_lease_is_held(
@@ -84,15 +87,13 @@ class Executor:
             if any(isinstance(one, _LeaseLostError) for one in ended):
                 log.warning("%s: the Lease of its namespace is lost; nothing more is done", key)
                 return False
-            failed = [pair for pair in zip(stage, ended, strict=True) if pair[1] is not None]
-            for step, error in sorted(failed, key=lambda pair: getattr(pair[1], "passing", False)):
-                if error is not None and types.is_needed(step):
-                    if not isinstance(step, types.TryOut):
-                        raise error
-                    failure, refused = failure if refused else error, True
-                failure = failure or error
-        if failure is not None:
-            raise failure
+            for step, error in zip(stage, ended, strict=True):
+                if isinstance(error, ApiError) and error.reason not in STOP_ALL:
+                    failed.append((step, error))
+                elif error is not None:
+                    raise error
+        if failed:
+            raise min((error for _, error in failed), key=lambda error: error.passing)
         return True
 
     async def _while_lease_is_held(

@@ -1,8 +1,7 @@
 """One reconcile: observe, plan, perform, and write the status, also when a step failed.
 
 What to do is not decided here: the plan is a pure function of what was observed. The executor
-carries it out, up to the stage in which a step fails. The status says so, unless the failure will
-pass by itself.
+carries it out. The status says that a step failed, unless the failure will pass by itself.
 """
 
 import logging
