@@ -126,16 +126,12 @@ GRID = {
 
 def _block_difference(prefill: EngineShape, decode: EngineShape) -> Clash | None:
     """Return the first known difference of the block grids, or None."""
-    for field, noun in GRID.items():
-        ours, theirs = getattr(prefill, field), getattr(decode, field)
-        if ours is not None and theirs is not None and ours != theirs:
-            message = f"{noun} differs (prefill {ours}, decode {theirs})"
-            return Clash(field, ours, theirs, message)
-    for name, have, want in _shared_groups(prefill, decode):
+    groups = [(f" of {name}", *both) for name, *both in _shared_groups(prefill, decode)]
+    for where, have, want in [("", prefill, decode), *groups]:
         for field, noun in GRID.items():
             ours, theirs = getattr(have, field), getattr(want, field)
-            if ours != theirs:
-                message = f"{noun} of {name} differs (prefill {ours}, decode {theirs})"
+            if None not in (ours, theirs) and ours != theirs:
+                message = f"{noun}{where} differs (prefill {ours}, decode {theirs})"
                 return Clash(field, ours, theirs, message)
     return None
 
@@ -224,15 +220,13 @@ def _prefix_caching_heterogeneous(prefill: EngineShape, decode: EngineShape) -> 
 
 
 def _interior(prefill: EngineShape, decode: EngineShape) -> Clash | None:
-    field = "token_sliceable"
-    ours, theirs = prefill.token_sliceable, decode.token_sliceable
-    if ours is None or theirs is None:
-        return Clash(field, ours, theirs, verdict=Verdict.UNKNOWN)
-    if ours == theirs:
-        return None
-    words = {True: "ordered by token", False: "packed"}
-    message = f"the inside of a block is {words[ours]} on prefill and {words[theirs]} on decode"
-    return Clash(field, ours, theirs, message)
+    clash = equal("token_sliceable", "the inside of a block")(prefill, decode)
+    if clash is None or clash.verdict is Verdict.UNKNOWN:
+        return clash
+    words: dict[object, str] = {True: "ordered by token", False: "packed"}
+    ours, theirs = words[prefill.token_sliceable], words[decode.token_sliceable]
+    message = f"the inside of a block is {ours} on prefill and {theirs} on decode"
+    return Clash(clash.field, clash.prefill, clash.decode, message)
 
 
 def _packing(prefill: EngineShape, decode: EngineShape) -> Clash | None:

@@ -103,8 +103,7 @@ class LauncherServer:
     async def _known_clients(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Let strangers ask for ``/readyz`` and nothing else."""
         if self.tls is not None and request.path != "/readyz":
-            transport = request.transport
-            certificate = None if transport is None else transport.get_extra_info("peercert")
+            certificate = request.get_extra_info("peercert")
             names = names_in(certificate)
             known = {OPERATOR_NAME, self.tls.server_name(self.tls.engine_id)}
             if not (known.intersection(names) if self.tls.named else certificate):

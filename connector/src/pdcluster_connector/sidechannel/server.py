@@ -165,8 +165,7 @@ class SideChannelServer:
         """Return the names in the client's certificate; None where names do not count."""
         if self.tls is None or not self.tls.named:
             return None
-        transport = request.transport
-        return names_in(None if transport is None else transport.get_extra_info("peercert"))
+        return names_in(request.get_extra_info("peercert"))
 
     # The answers.
 
