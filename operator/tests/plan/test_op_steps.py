@@ -9,6 +9,7 @@ from msgspec import structs
 from simulated_cluster import SimulatedCluster, brought_up, manifest
 
 from pdcluster_connector.protocol.launcher_documents import PeersDocument, decode_peers, encode_json
+from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.plan.renewals import DAY
 from pdcluster_operator.plan.types import (
     Apply,
@@ -323,3 +324,20 @@ def test_an_engine_that_somebody_scaled_to_nothing_is_missing_its_pods():
     condition = world.condition("DecodeReady")
     assert (condition["status"], condition["reason"]) == ("False", "PodsMissing")
     assert "0 of 1 pod so far" in condition["message"]
+
+
+def test_the_service_of_an_engine_stays_while_its_pods_end() -> None:
+    """Somebody deletes its StatefulSet. Until its pods are gone, they find each other by it."""
+    world = brought_up(decode={"replicas": 2})
+    name = world.leaders("decode")[0]
+    del world.children["StatefulSet", name.stateful_set]
+    before = dict(world.children)
+    for _ in range(2):
+        world.step()
+        assert world.children["Service", name.stateful_set] == before["Service", name.stateful_set]
+    world.pods[name.pod()]["metadata"]["deletionTimestamp"] = timestamp(world.now + 30)
+    world.step()
+    assert ("Service", name.stateful_set) in world.children
+    world.others_act()
+    world.step()
+    assert ("StatefulSet", name.stateful_set) in world.children

@@ -98,8 +98,8 @@ def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
             continue
         if kind in ("StatefulSet", "Service") and name in kept_engines:
             continue
-        if kind == "Service" and name in {one.stateful_set for one in leaving}:
-            # An engine that is leaving needs its name until its last pod is gone.
+        if kind == "Service" and name in {one.stateful_set for one in there}:
+            # An engine needs its name until its last pod is gone.
             continue
         if kind == REVISION_KIND and name not in desired.forgotten:
             continue
