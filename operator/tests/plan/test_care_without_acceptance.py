@@ -12,6 +12,9 @@ from simulated_cluster import SimulatedCluster, brought_up, copied, manifest
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.object_names import ACCEPTED_ANNOTATION, EngineName
+from pdcluster_operator.api.rules.engines import within_links
+from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.builders import router
 from pdcluster_operator.plan.observed.pods import LOST_SECONDS
 from pdcluster_operator.plan.types import Delete, Place, WriteCertificates, WriteTicketKey
@@ -409,3 +412,31 @@ def test_a_policy_that_somebody_deletes_lets_in_whom_the_accepted_spec_names(rep
         del world.children[name]
     world.step()
     assert policies == {name: world.children[name]["spec"] for name in policies}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "made"),
+    [(5, 1000, (5, 819)), (1000, 1000, (64, 64)), (128, 64, (64, 64)), (80, 60, (68, 60))],
+)
+def test_numbers_that_links_do_not_allow_are_cut_and_said(
+    prefill: int, decode: int, made: tuple[int, int]
+) -> None:
+    """The scale subresource passes no webhook, so an autoscaler can write them."""
+    world = brought_up(prefill={"replicas": min(prefill, 2)})
+    world.edit(prefill={"replicas": prefill}, decode={"replicas": decode})
+    status = world.plan().status
+    world.cluster["status"] = status
+    accepted = world.condition("Accepted")
+    assert accepted["status"] == "True"
+    said = f"({made[0]} prefill and {made[1]} decode engines are made) [TooManyLinks]"
+    assert said in accepted["message"]
+    assert status["prefill"].endswith(f"/{made[0]}")
+    assert status["decode"].endswith(f"/{made[1]}")
+
+
+def test_links_to_data_parallel_ranks_are_counted() -> None:
+    asked = manifest(prefill={"replicas": 200, "parallelism": {"data": 8}}, decode={"replicas": 8})
+    cluster, findings = within_links(*check_manifest(asked))
+    assert findings.ok
+    assert [cluster.spec.role(role).replicas for role in Role] == [128, 8]
+    assert [str(one.rule) for one in findings.warnings].count("TooManyLinks") == 1

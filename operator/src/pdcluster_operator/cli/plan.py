@@ -18,7 +18,6 @@ from pdcluster_operator.plan import types
 from pdcluster_operator.plan.planner import make_plan
 
 PLACEHOLDER_UID = "00000000-0000-0000-0000-000000000000"
-LONGEST_BINARY = 64
 
 
 def show_plan(options: argparse.Namespace) -> exits.Exit:
@@ -80,11 +79,6 @@ def in_words(step: types.Step) -> tuple[str, str, str]:
 
 def _shortened(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the manifest for people: the connector's bytes as a note of their length."""
-    binary = manifest.get("binaryData")
-    if not binary:
-        return dict(manifest)
-    noted = {
-        name: f"({len(data)} characters of base64)" if len(data) > LONGEST_BINARY else data
-        for name, data in binary.items()
-    }
-    return {**manifest, "binaryData": noted}
+    binary = (manifest.get("binaryData") or {}).items()
+    noted = {name: f"({len(data)} characters of base64)" for name, data in binary}
+    return {**manifest, "binaryData": noted} if noted else dict(manifest)

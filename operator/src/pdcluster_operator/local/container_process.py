@@ -83,7 +83,7 @@ class Container:
             self.log.replace(self.log.with_suffix(".previous.log"))
         last_words = self.folder / "termination-log"
         last_words.write_bytes(b"")
-        self._killed_because, started = "", _now()
+        self._killed_because, started = "", timestamp(time.time())
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -111,7 +111,7 @@ class Container:
         ended = {
             "exitCode": code,
             "startedAt": started,
-            "finishedAt": _now(),
+            "finishedAt": timestamp(time.time()),
             "reason": "Error" if code else "Completed",
             "message": self._killed_because or self._last_words(last_words, code),
         }
@@ -176,10 +176,6 @@ class Container:
         if any(self.status.get(key) != value for key, value in changes.items()):
             self.status |= changes
             self.changed()
-
-
-def _now() -> str:
-    return timestamp(time.time())
 
 
 async def passes(probe: Mapping[str, Any], container: Mapping[str, Any], address: str) -> bool:

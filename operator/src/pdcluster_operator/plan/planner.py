@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pdcluster_connector.protocol.launcher_documents import PeersDocument
 from pdcluster_operator.api import conditions
 from pdcluster_operator.api.findings import Findings
+from pdcluster_operator.api.rules.engines import within_links
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan import name_conflicts, peers_and_canaries, prefill_scaler, renewals
@@ -188,7 +189,7 @@ def _next_look(
 
 
 def _checked(observed: Observed, memo: Memo) -> tuple[Cluster, Findings]:
-    """Return the parsed spec and the rules that it breaks."""
+    """Return the parsed spec, with as many engines as may be made, and the rules that it breaks."""
     live = observed.cluster
     names = ("name", "namespace", "uid", "generation")
     known = {key: value for key, value in live.items() if key != "status"}
@@ -199,4 +200,5 @@ def _checked(observed: Observed, memo: Memo) -> tuple[Cluster, Findings]:
         "mounted_certificates": observed.place.mounted_certificates,
         "pod_groups": observed.pod_groups,
     }
-    return memo.get("checked", (known, allowed), lambda *_: check_manifest(known, **allowed))
+    inputs = known, allowed
+    return memo.get("checked", inputs, lambda *_: within_links(*check_manifest(known, **allowed)))

@@ -19,7 +19,6 @@ from pdcluster_operator.plan.forecast.world import merge_patch, reports_in, serv
 from pdcluster_operator.runtime.interfaces import ApiError, Key
 from pdcluster_operator.runtime.store import Store
 
-FORBIDDEN = "Forbidden"
 MANAGER = "pdcluster"
 
 
@@ -121,7 +120,7 @@ async def _secrets(
         ticket_key = await api.read_ticket_key(key, uid) if children else None
         held = await api.read_certificates(key, uid)
     except ApiError as error:
-        if error.reason != FORBIDDEN:
+        if error.reason != "Forbidden":
             raise
         # Few people may read Secrets. The operator has made these, and replaced them when asked.
         ticket_key = renewals.rotation_of(cluster) if children else None

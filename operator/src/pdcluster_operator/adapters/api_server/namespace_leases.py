@@ -70,11 +70,10 @@ class NamespaceLeases:
     async def stop(self) -> None:
         """Release all Leases, so that the next process need not wait."""
         claims = list(self._claims.values())
-        for claim in claims:
-            if claim.task is not None:
-                claim.task.cancel()
-        await asyncio.gather(*(claim.task for claim in claims if claim.task is not None),
-                             return_exceptions=True)  # fmt: skip
+        tasks = [claim.task for claim in claims if claim.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(self._give_back(claim) for claim in claims))
         self._claims.clear()
 

@@ -7,6 +7,8 @@ other.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from math import isqrt
 
 from pdcluster_connector.compat.check import check, check_engine
 from pdcluster_connector.compat.findings import Finding, Verdict, counted
@@ -48,6 +50,32 @@ def size_errors(cluster: Cluster) -> Iterator[FieldError]:
             f"channels that each decode worker keeps a link to; {MOST_SIDE_CHANNELS} are allowed",
             "Use fewer data-parallel ranks or replicas, or several clusters.",
         )
+
+
+def within_links(cluster: Cluster, findings: Findings) -> tuple[Cluster, Findings]:
+    """Return a cluster with as many engines as its links allow; too many are a warning then.
+
+    An autoscaler may have set the numbers, and no webhook has seen them. To refuse the whole spec
+    because of them would hold back every other change.
+    """
+    spec, ranks = cluster.spec, cluster.spec.prefill.parallelism.data
+    many = [error for error in findings.errors if error.rule == Rule.TOO_MANY_LINKS]
+    if not many:
+        return cluster, findings
+    prefill, decode = min(spec.prefill.replicas, MOST_SIDE_CHANNELS // ranks), spec.decode.replicas
+    most = MOST_LINKS // max(1, min(isqrt(MOST_LINKS), prefill, decode))
+    prefill, decode = min(prefill, most), min(decode, most)
+    made = replace(
+        spec,
+        prefill=replace(spec.prefill, replicas=prefill),
+        decode=replace(spec.decode, replicas=decode),
+    )
+    words = f" ({prefill} prefill and {decode} decode engines are made)"
+    return replace(cluster, spec=made), replace(
+        findings,
+        errors=tuple(error for error in findings.errors if error not in many),
+        warnings=(*(replace(one, path=one.path + words) for one in many), *findings.warnings),
+    )
 
 
 def _workers(cluster: Cluster, role: Role) -> Iterator[FieldError]:
