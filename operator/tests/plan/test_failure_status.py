@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pdcluster_operator.api.conditions import ConditionType
+from pdcluster_operator.plan.status.events import transitions
 from pdcluster_operator.plan.status.progress import (
     FAILING_SECONDS,
     with_failure,
@@ -127,3 +128,23 @@ def test_a_fault_of_the_api_server_leaves_ready_for_half_a_minute(reason: str, b
     for outage, ready in ((0.0, before), (FAILING_SECONDS, "False"), (math.inf, "False")):
         status = with_failure(planned, cluster, reason, "try again later", NOW, outage)
         assert [one["status"] for one in status["conditions"]] == ["False", ready]
+
+
+def test_a_name_that_belongs_to_others_is_one_event_while_steps_are_refused() -> None:
+    """The plan says it each time, and the refusal comes after it."""
+    cluster: dict[str, Any] = {"metadata": {}, "status": {}}
+    published = []
+    for reason in ("", "Forbidden", "", "Forbidden", "Forbidden"):
+        ready = [condition(kind, "True") for kind in ("Progressing", "Ready")]
+        why = "NameConflict", "ConfigMap c is missing"
+        planned = with_failure({"conditions": ready}, cluster, *why, NOW)
+        published += transitions(cluster["status"], planned, secured=True)
+        written = planned
+        if reason:
+            written = with_failure(planned, cluster, reason, "no quota", NOW)
+            published += transitions(cluster["status"], written, secured=True, refused=True)
+            [progress, _] = written["conditions"]
+            assert progress["reason"] == "NameConflict"
+            assert progress["message"] == "ConfigMap c is missing; Forbidden: no quota"
+        cluster["status"] = written
+    assert [one.reason for one in published] == ["NameConflict"]

@@ -10,6 +10,7 @@ import ssl
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,7 @@ class WebhookProcess:
 
     async def start(self) -> None:
         """Serve health and metrics, and wait for a certificate that can serve."""
-
-        async def readiness() -> str | None:
-            return await ask_review(self.options.port)
-
+        readiness = partial(ask_review, self.options.port)
         async with self._stack as stack:
             await serve_pages(stack, self.options, readiness, self.metrics)
             watched = await _certificate(self.options.folder)

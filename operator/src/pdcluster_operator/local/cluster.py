@@ -220,11 +220,11 @@ class Workloads:
             self._dirty.set()
 
     def _sync(self, owner: Manifest) -> None:
-        name, namespace = owner["metadata"]["name"], owner["metadata"]["namespace"]
+        name, namespace, uid = (owner["metadata"][one] for one in ("name", "namespace", "uid"))
         revision, replaces = _template_hash(owner), owner["kind"] == "Deployment"
         wanted = int(owner["spec"].get("replicas", 1))
         prefix = f"{name}-{revision}" if replaces else name
-        pods = self._pods(owner)
+        pods = [pod for pod in self._api.list("Pod", namespace) if controller_uid(pod) == uid]
         updated = [pod for pod in pods if names.labels_of(pod).get(HASH_LABEL) == revision]
         current = updated if replaces else pods
         for index in range(wanted):
@@ -241,11 +241,6 @@ class Workloads:
                 if pod not in current:
                     self._delete(pod)
         self._write_status(owner, pods, len(updated))
-
-    def _pods(self, owner: Manifest) -> list[Manifest]:
-        uid = owner["metadata"]["uid"]
-        pods = self._api.list("Pod", owner["metadata"].get("namespace"))
-        return [pod for pod in pods if controller_uid(pod) == uid]
 
     def _delete(self, pod: Manifest) -> None:
         metadata = pod["metadata"]

@@ -8,6 +8,7 @@ resourceVersion that were seen.
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,10 +156,8 @@ class KubeApi:
             "propagationPolicy": "Background",
             "preconditions": {"uid": step.uid, "resourceVersion": step.resource_version},
         }
-        try:
+        with suppress(NotFound):
             await self.client.call("DELETE", kind.path(step.namespace, step.name), body=body)
-        except NotFound:
-            return
 
     async def write_status(
         self,
@@ -177,10 +176,8 @@ class KubeApi:
         """
         of = kinds.BY_NAME[kind]
         if version:
-            try:
+            with suppress(Conflict):
                 return await self._apply_status(of, key, status, version)
-            except Conflict:
-                pass
         live = await self.client.read(of.path(key.namespace, key.name))
         if live is not None and live["metadata"]["uid"] == uid:
             await self._apply_status(of, key, status, live["metadata"]["resourceVersion"])

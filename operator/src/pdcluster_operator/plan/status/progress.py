@@ -12,6 +12,7 @@ from typing import Any
 from pdcluster_operator.api import conditions
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, Verdict
 from pdcluster_operator.api.spec import pod_templates, types
+from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
 from pdcluster_operator.plan.observed.pods import IN_QUEUE
 from pdcluster_operator.plan.rollout.desired import Desired
 from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
@@ -139,6 +140,9 @@ def with_failure(
         now: seconds since the epoch.
         outage: for how many seconds steps have failed that nobody refuses; endless for a refusal.
     """
+    planned = conditions.find_condition(status, ConditionType.PROGRESSING)
+    if planned.get("reason") == NAME_CONFLICT != reason:  # it stays while others come and go
+        reason, message = NAME_CONFLICT, f"{planned['message']}; {reason}: {message}"
     ready = conditions.find_condition(status, ConditionType.READY)
     if ready.get("status") == Status.TRUE:
         was = conditions.find_condition(cluster.get("status"), ConditionType.READY).get("status")
