@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 
+import pytest
 from msgspec import structs
 from simulated_cluster import SimulatedCluster, brought_up, manifest
 
@@ -326,17 +327,20 @@ def test_an_engine_that_somebody_scaled_to_nothing_is_missing_its_pods():
     assert "0 of 1 pod so far" in condition["message"]
 
 
-def test_the_service_of_an_engine_stays_while_its_pods_end() -> None:
-    """Somebody deletes its StatefulSet. Until its pods are gone, they find each other by it."""
-    world = brought_up(decode={"replicas": 2})
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_engine_whose_statefulset_is_not_seen_serves_until_its_pods_end(replicas: int) -> None:
+    """Somebody deletes it, or takes the label away by which the operator watches it."""
+    world = brought_up(decode={"replicas": replicas})
     name = world.leaders("decode")[0]
     del world.children["StatefulSet", name.stateful_set]
-    before = dict(world.children)
     for _ in range(2):
-        world.step()
-        assert world.children["Service", name.stateful_set] == before["Service", name.stateful_set]
+        assert world.step().steps == ()
+    assert world.condition("Available")["status"] == "True"
     world.pods[name.pod()]["metadata"]["deletionTimestamp"] = timestamp(world.now + 30)
     world.step()
+    routers = [one for (kind, _), one in world.children.items() if kind == "Deployment"]
+    assert name.api_url not in str([one["spec"] for one in routers])
+    # Until its pods are gone, they find each other by it.
     assert ("Service", name.stateful_set) in world.children
     world.others_act()
     world.step()

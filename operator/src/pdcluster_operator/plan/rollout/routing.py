@@ -94,10 +94,12 @@ def _members(fleet: Fleet, moves: Moves, key: str, *, hold: bool) -> Members:
     known = verified | fleet.listed
     found = {}
     for role, side in fleet.roles.items():
+        # One that is wanted serves until its pods end, whatever became of its StatefulSet.
+        gone = moves.leaving | (side.going - (set(side.wanted) - fleet.ending))
         staying = {
             name
             for name in (*side.live, *side.wanted)
-            if fleet.keys[name] == key and name not in side.going and name not in moves.leaving
+            if fleet.keys[name] == key and name not in gone
         }
         proven = {name for name in staying if name in known or not (hold or name in side.wanted)}
         if proven & verified:
