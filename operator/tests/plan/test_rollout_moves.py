@@ -411,6 +411,20 @@ def test_what_a_superseded_rollout_left_goes_first() -> None:
     assert world.names() == wanted(world.spec)
 
 
+def test_of_old_engines_those_leave_first_that_were_never_seen_to_move_kv() -> None:
+    """Here one of a superseded rollout, which runs. The others serve, whatever their names are."""
+    world = fresh(SURGE, Spec((1, 2)))
+    world.change(replace(ENV, replicas=(1, 2), revisions=("p1", "a2")))
+    for write in world.writes():
+        world.write(*write)
+    half = name(Role.DECODE, "a2", 0)
+    world.ready.add(half)
+    world.change(replace(ENV, replicas=(1, 2), revisions=("p1", "d3")))
+    assert world.moves().leaving == {half}
+    world.settle()
+    assert world.names() == wanted(world.spec)
+
+
 def test_scaling_down_while_rolling_takes_old_engines_first() -> None:
     world = fresh(SURGE, Spec((1, 3)))
     world.change(replace(ENV, replicas=(1, 3)))

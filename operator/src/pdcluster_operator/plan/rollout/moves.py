@@ -139,7 +139,8 @@ def _affordable(side: RoleFleet, surge: int) -> set[EngineName]:
 def _replaced(side: RoleFleet, fleet: Fleet, leaving: set[EngineName]) -> set[EngineName]:
     """Return the old engines whose work new ones do."""
     fresh = fleet.fresh(side)
-    old = [name for name in side.old if name not in leaving]
+    # Of old ones, those of no verified pair leave first.
+    old = sorted(set(side.old) - leaving, key=lambda name: (name not in fleet.proven, name))
     found: set[EngineName] = set()
     for name in reversed(old[max(0, len(side.wanted) - len(fresh)) :]):
         served = fleet.scaled_to_zero or all(fleet.reached(other) for other in fresh)
