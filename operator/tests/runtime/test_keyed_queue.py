@@ -123,6 +123,27 @@ async def test_a_key_that_was_worked_on_rests_and_a_change_wakes_it() -> None:
     assert times["b"][1] < second
 
 
+async def test_a_key_rests_longer_while_a_crowd_waits() -> None:
+    loop = asyncio.get_running_loop()
+    times: list[float] = []
+
+    async def handler(key: Key) -> None:
+        if key == A:
+            times.append(loop.time())
+            if len(times) == 1:
+                queue.add(A)
+
+    queue = KeyedQueue(handler, workers=1, rest=0.05)
+    for key in (A, B, Key("ns", "c"), Key("ns", "d")):
+        queue.add(key)
+    queue.start()
+    async with asyncio.timeout(60):
+        while len(times) < 2:  # noqa: ASYNC110 - the handler is the queue's
+            await asyncio.sleep(0.001)
+    await queue.stop()
+    assert times[1] - times[0] >= 0.2
+
+
 async def test_a_key_that_rests_waits_once_whoever_asks_for_it() -> None:
     async def handler(_: Key) -> None:
         return
