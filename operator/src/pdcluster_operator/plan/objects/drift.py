@@ -84,23 +84,27 @@ def differences(
 
     They are as few and as deep as possible.
     """
-    if live == desired or (_is_empty(desired) and _is_empty(live)):
+    if _is_empty(desired) and _is_empty(live):
         return
     quantities = quantities or key in QUANTITY_FIELDS
     other = key in SELECTORS and isinstance(live, Mapping) and not live.keys() <= desired.keys()
     if isinstance(live, Mapping) and isinstance(desired, Mapping) and desired and not other:
         for name, value in desired.items():
-            below = f"{path}.{name}" if path else name
-            yield from differences(live.get(name), value, name, below, quantities=quantities)
+            if (found := live.get(name)) != value:  # most are equal: look no deeper
+                below = f"{path}.{name}" if path else name
+                yield from differences(found, value, name, below, quantities=quantities)
         return
     field = KEYED_LISTS.get(key)
     ours, theirs = _by_key(desired, field), _by_key(live, field)
     if ours and theirs:
         for name, item in ours.items():
-            yield from differences(theirs.get(name), item, "", f"{path}[{name}]")
+            if theirs.get(name) != item:
+                yield from differences(theirs.get(name), item, "", f"{path}[{name}]")
         for name in theirs.keys() - ours.keys():
             yield f"{path}[{name}]", theirs[name]
-    elif not (_covers_items(live, desired) or (quantities and _same_quantity(live, desired))):
+    elif live != desired and not (
+        _covers_items(live, desired) or (quantities and _same_quantity(live, desired))
+    ):
         yield path, live
 
 
