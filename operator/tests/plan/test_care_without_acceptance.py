@@ -220,14 +220,19 @@ def test_no_router_is_made_of_a_spec_that_is_not_accepted(replicas: int) -> None
     assert world.condition("Available")["status"] == "True"
 
 
-def test_a_routers_deployment_that_somebody_deletes_waits_until_the_spec_is_accepted() -> None:
+@pytest.mark.parametrize("address", [True, False])
+def test_a_routers_deployment_that_somebody_deletes_waits_until_the_spec_is_accepted(
+    address: bool,
+) -> None:
     """The Deployment held the template that was accepted, and nothing else does."""
     world = refused(router={"replicas": 2, "podTemplate": {"spec": {"hostNetwork": "yes"}}})
     [deployment] = [name for name in world.children if name[0] == "Deployment"]
     del world.children[deployment]
+    if not address:
+        del world.children["Service", "llama-router"]
     for _ in range(2):
         assert world.step().steps == ()
-    assert ("Service", "llama-router") in world.children
+    assert (("Service", "llama-router") in world.children) is address
     assert world.condition("Available")["status"] == "False"
     assert world.condition("Available")["reason"] == "RouterUnavailable"
     assert "made again when the spec is accepted" in world.condition("Available")["message"]

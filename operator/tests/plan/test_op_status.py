@@ -150,10 +150,10 @@ def test_a_label_that_a_webhook_adds_to_selector_and_pods_changes_nothing(world)
     desired = copy.deepcopy(world.children[name])
     world.children[name]["spec"]["selector"]["tenant"] = "blue"
     seen, cluster = world.observed(), parse_cluster(manifest()).cluster
-    assert why_unreachable(seen, cluster)
+    assert why_unreachable(seen, cluster, accepted=True)
     note = rewrite_of(slim(copy.deepcopy(world.children[name]), BY_NAME["Service"]), desired)
     noted = replace(seen, rewrites={name: note})
-    assert why_unreachable(noted, cluster) == ""
+    assert why_unreachable(noted, cluster, accepted=True) == ""
     assert served_key(noted, cluster)
 
 

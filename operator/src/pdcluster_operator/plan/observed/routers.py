@@ -19,13 +19,15 @@ CHANGED = "the routers' Deployment has changed"
 NOT_READY = "not every router pod is new and ready"
 
 
-def why_unreachable(observed: Observed, cluster: Cluster) -> str:
+def why_unreachable(observed: Observed, cluster: Cluster, *, accepted: bool) -> str:
     """Return why clients reach no router; empty if they do, or if none is wanted or offered."""
     key = served_key(observed, cluster)
-    if cluster.spec.router.replicas == 0 and not key:
+    # The status keeps the address while another spec is not accepted.
+    offered = key or (not accepted and status_of(observed.cluster).get("endpoint"))
+    if cluster.spec.router.replicas == 0 and not offered:
         return ""
     behind = [one for one in _deployments(observed) if not key or pairing_key_of(one) == key]
-    if cluster.spec.router.replicas == 0 and not behind:  # it held the template that was accepted
+    if not (accepted or behind):  # it held the template that was accepted
         return "the routers' Deployment is gone, and is made again when the spec is accepted"
     if not any(status_of(one).get("availableReplicas") for one in behind):
         trouble = router_trouble(observed)

@@ -80,7 +80,7 @@ def _change(
         desired=desired,
         rollout=cluster.spec.rollout,
         started=max((moment for moment in created if moment is not None), default=None),
-        unreachable=routers.why_unreachable(observed, cluster),
+        unreachable=routers.why_unreachable(observed, cluster, accepted=accepted),
         router_behind=routers.router_behind(observed, steps),
         scaled_to_zero=empty[0] if accepted and empty else "",
         accepted=accepted,
