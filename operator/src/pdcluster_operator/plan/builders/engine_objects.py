@@ -111,7 +111,9 @@ def build_engine_pod(
     cluster: types.Cluster, engine: resolve.Engine, name: EngineName, pairing_key: str, digest: str
 ) -> dict[str, Any]:
     """Return the pod template, with the user's own merged over it by container name."""
-    labels = object_names.engine_labels(name, pairing_key) | secrets.tls_labels(cluster)
+    labels = object_names.engine_labels(name, pairing_key)
+    if (tls := cluster.spec.transfer.tls) is types.TlsMode.MOUNTED:
+        labels[object_names.TLS_LABEL] = tls.value
     signed = secrets.certificates_of(cluster) is types.Certificates.OPERATOR
     bundled = engine.connector is engine_types.ConnectorSource.BUNDLED
     config_map = object_names.connector_name(digest)

@@ -40,12 +40,6 @@ def has_certificates(cluster: Cluster) -> bool:
     return certificates_of(cluster) is not Certificates.NONE
 
 
-def tls_labels(cluster: Cluster) -> dict[str, str]:
-    """Return the labels by which pods with mounted certificates are known."""
-    tls = cluster.spec.transfer.tls
-    return {object_names.TLS_LABEL: tls.value} if tls is TlsMode.MOUNTED else {}
-
-
 def build_secret(cluster: Cluster, component: str, annotations: dict[str, str]) -> dict[str, Any]:
     """Return the Secret ``certificates`` or ``ticket-key`` without its data."""
     labels = object_names.cluster_labels(cluster.name, component)
