@@ -1069,3 +1069,22 @@ def test_the_service_moves_when_all_new_routers_are_ready(status: dict[str, int]
     new["status"] = {"observedGeneration": 2, "updatedReplicas": 1, "availableReplicas": 1}
     world.step()
     assert selector(world) != key
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_an_engine_that_somebody_scales_serves_on(paused: bool) -> None:
+    """Its StatefulSet gets one pod too many, which takes part in nothing."""
+    rollout = {"type": "Replace", "paused": paused}
+    world = brought_up(decode={"replicas": 1}, rollout=rollout)
+    world.edit(engine={"blockSize": 32})
+    world.settle()
+    [engine] = world.leaders("decode")
+    world.children["StatefulSet", engine.stateful_set]["spec"]["replicas"] = 2
+    world.make_pods()  # the second one is not scheduled
+    world.settle()
+    assert world.leaders("decode") == [engine]
+    assert world.condition("Available")["status"] == "True"
+    assert world.condition("DecodeReady")["status"] == ("True" if paused else "False")
+    assert world.condition("Progressing")["reason"] == (
+        "Paused" if paused else "InsufficientCapacity"
+    )

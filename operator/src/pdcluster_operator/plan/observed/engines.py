@@ -6,12 +6,14 @@ ready and its launcher does not answer the operator.
 
 from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.protocol.launcher_documents import EngineReport
 from pdcluster_operator.api import object_names
 from pdcluster_operator.api.conditions import StatusReason, Verdict, no, seconds, unknown, yes
 from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.objects.ownership import engine_sets
 from pdcluster_operator.plan.observed import pods
@@ -71,8 +73,8 @@ def observe_engines(
 ) -> dict[Role, tuple[EngineView, ...]]:
     """Return a view of each engine, by role.
 
-    An engine that exists is judged by the number of pods that its StatefulSet has, not by the spec:
-    a change of the spec may be paused.
+    An engine that exists is judged by the number of pods that its template asks for. A change of
+    the spec may be paused, and somebody may scale the StatefulSet.
 
     Args:
         held: engines that are not created before the first pair has its nodes.
@@ -82,11 +84,12 @@ def observe_engines(
     sets = engine_sets(observed.children)
 
     def view(name: EngineName) -> EngineView:
-        own = sorted(by_engine.get(name.stateful_set, ()), key=_name)
         report = observed.engines.get(name.logical)
         asked = cluster.spec.role(name.role).parallelism
-        replicas = sets[name]["spec"].get("replicas") if name in sets else None
-        nodes = replicas if isinstance(replicas, int) and replicas >= 1 else asked.nodes
+        nodes = nodes_of(sets[name]["spec"]["template"]) if name in sets else asked.nodes
+        theirs = {name.pod(node) for node in range(nodes)}
+        found_pods = by_engine.get(name.stateful_set, ())
+        own = sorted((pod for pod in found_pods if _name(pod) in theirs), key=_name)
         kept_back = HELD if name in held else released(sets.get(name))[1]
         found = (
             no(StatusReason.UNSCHEDULABLE, kept_back)
@@ -106,6 +109,14 @@ def observe_engines(
         )
 
     return {role: tuple(map(view, names[role])) for role in Role}
+
+
+def nodes_of(template: Manifest) -> int:
+    """Return how many pods an engine has. A StatefulSet has none while its engine is released."""
+    containers = (one for one in template["spec"]["containers"] if one["name"] == ENGINE_CONTAINER)
+    words = [word for one in containers for word in one.get("args") or ()]
+    nodes = dict(pairwise(words)).get("--nnodes", "")
+    return int(nodes) if nodes.isdecimal() else 1
 
 
 def _judge(

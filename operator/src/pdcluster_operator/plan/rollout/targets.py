@@ -15,20 +15,18 @@ differ, and would replace them for nothing.
 
 from collections.abc import Iterable, Iterator, Mapping, Set as AbstractSet
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from pdcluster_operator.api import object_names
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, find_condition
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec import parse, resolve
-from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.engine_objects import build_engine_pod
 from pdcluster_operator.plan.connectors import config_maps_seen, mounted_connector
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.drift import covers
-from pdcluster_operator.plan.observed.engines import Live
+from pdcluster_operator.plan.observed.engines import Live, nodes_of
 from pdcluster_operator.plan.rollout import revisions
 from pdcluster_operator.plan.rollout.revisions import Revision
 from pdcluster_operator.plan.types import Manifest, Observed
@@ -236,18 +234,10 @@ def of_engines(
         name=name.revision,
         pairing_key=object_names.pairing_key_of(engine),
         connector=digest,
-        nodes=_nodes_of(template),
+        nodes=nodes_of(template),
         template=template,
         spec=dict(spec),
     )
-
-
-def _nodes_of(template: Manifest) -> int:
-    """Return how many pods an engine has. A StatefulSet has none while its engine is released."""
-    containers = (one for one in template["spec"]["containers"] if one["name"] == ENGINE_CONTAINER)
-    words = [word for one in containers for word in one.get("args") or ()]
-    nodes = dict(pairwise(words)).get("--nnodes", "")
-    return int(nodes) if nodes.isdecimal() else 1
 
 
 def _is_settled(cluster: Mapping[str, Any]) -> bool:
