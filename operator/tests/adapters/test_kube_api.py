@@ -28,6 +28,7 @@ from pdcluster_operator.plan.types import (
     Event,
     HeldCertificates,
     Observed,
+    TryOut,
     WriteCertificates,
     WriteTicketKey,
 )
@@ -93,6 +94,20 @@ async def test_every_child_is_accepted_and_a_second_look_finds_nothing_to_do(rea
         _, kept = read(real, step.manifest)
         kept["kind"] = step.manifest["kind"]
         assert is_settled(kept, step.manifest, None), step.why
+
+
+async def test_a_revision_that_lost_its_labels_gets_them_back_and_keeps_its_data(real, api, live):
+    """No watch reports it then, and what is made again from its engines may lack something."""
+    plan = make_plan(Observed(live, (), (), {}, {}, CONNECTOR), 1_800_000_000.0)
+    revision = next(step.manifest for step in plan.steps if isinstance(step, TryOut))
+    await api.apply(revision)
+    kept = read(real, revision)[1]
+    path = CHILDREN["ControllerRevision"].format(kept["metadata"]["namespace"])
+    bare = {"metadata": {"labels": None}}
+    real.call("PATCH", f"{path}/{kept['metadata']['name']}", bare, "application/merge-patch+json")
+    answer = await api.apply({**revision, "data": {**revision["data"], "spec": {}}})
+    assert answer["data"] == kept["data"]
+    assert answer["metadata"]["labels"] == kept["metadata"]["labels"]
 
 
 async def test_what_is_known_is_written_without_a_look(real, api, live, calls):

@@ -231,6 +231,8 @@ class KubeApi:
         if live is None:
             return await self._patch(path, {**manifest, "metadata": {**metadata, **ABSENT}})
         body = {**manifest, "metadata": {**metadata, "uid": live["metadata"]["uid"]}}
+        if manifest["kind"] == "ControllerRevision":  # it lost its labels; its data is immutable
+            body["data"] = live["data"]
         live = await self._disown(path, live)
         try:
             return await self._patch(path, body)
