@@ -12,7 +12,7 @@ from simulated_cluster import SimulatedCluster, brought_up, copied, manifest
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.object_names import ACCEPTED_ANNOTATION, EngineName
-from pdcluster_operator.api.rules.engines import within_links
+from pdcluster_operator.api.rules.engines import MOST_LINKS, within_links
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.builders import router
@@ -439,9 +439,50 @@ def test_numbers_that_links_do_not_allow_are_cut_and_said(
     assert status["decode"].endswith(f"/{made[1]}")
 
 
+@pytest.mark.parametrize(
+    ("there", "asked", "made"),
+    [
+        ((100, 40), (100, 60), (100, 40)),
+        ((40, 100), (60, 100), (40, 100)),
+        ((100, 40), (200, 200), (100, 40)),
+        ((102, 40), (200, 200), (102, 40)),
+        ((100, 40), (90, 60), (90, 45)),  # fewer are asked for
+        ((103, 40), (200, 200), (102, 40)),  # a surge
+        ((65, 65), (200, 200), (64, 64)),
+        ((100, 0), (100, 60), (100, 40)),
+        ((0, 1000), (5, 1000), (4, 1000)),
+        ((10, 3), (200, 200), (64, 64)),
+    ],
+)
+def test_where_links_allow_no_more_engines_those_that_exist_stay(
+    there: tuple[int, int], asked: tuple[int, int], made: tuple[int, int]
+) -> None:
+    spec = manifest(**{role: {"replicas": n} for role, n in zip(Role, asked, strict=True)})
+    cluster, findings = within_links(*check_manifest(spec), dict(zip(Role, there, strict=True)))
+    assert tuple(cluster.spec.role(role).replicas for role in Role) == made
+    assert f"({made[0]} prefill and {made[1]} decode" in findings.warnings[0].path
+    assert made[0] * made[1] <= MOST_LINKS
+
+
+def test_an_autoscaler_that_asks_for_too_many_of_one_role_ends_none_of_the_other() -> None:
+    world = brought_up(prefill={"replicas": 100}, decode={"replicas": 40})
+    assert world.condition("Ready")["message"] == "what the spec wants is there and verified"
+    world.edit(decode={"replicas": 60})
+    world.settle()
+    assert [len(world.leaders(role.value)) for role in Role] == [100, 40]
+    ready = world.condition("Ready")
+    assert (ready["status"], ready["message"]) == (
+        "True",
+        "as many engines as links allow are there and verified",
+    )
+    world.edit(decode={"replicas": 40})
+    world.settle()
+    assert world.condition("Ready")["message"] == "what the spec wants is there and verified"
+
+
 def test_links_to_data_parallel_ranks_are_counted() -> None:
     asked = manifest(prefill={"replicas": 200, "parallelism": {"data": 8}}, decode={"replicas": 8})
-    cluster, findings = within_links(*check_manifest(asked))
+    cluster, findings = within_links(*check_manifest(asked), dict.fromkeys(Role, 0))
     assert findings.ok
     assert [cluster.spec.role(role).replicas for role in Role] == [128, 8]
     assert [str(one.rule) for one in findings.warnings].count("TooManyLinks") == 1

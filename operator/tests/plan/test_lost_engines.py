@@ -1,7 +1,8 @@
-"""An engine whose node is gone is replaced under another index."""
+"""An engine whose node is gone is replaced under another index. One without StatefulSet serves."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, strategies as st
 from simulated_cluster import SimulatedCluster, brought_up
 
@@ -146,3 +147,18 @@ def test_a_lost_engine_of_another_revision_goes_although_no_new_one_runs_yet() -
     world.step()
     assert old not in world.leaders("decode")
     assert len(world.leaders("decode")) == 1
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_engines_wait_for_routers_also_when_one_has_lost_its_statefulset(role: str) -> None:
+    """Somebody deleted it with ``--cascade orphan``, and its pods serve on."""
+    world = brought_up(prefill={"replicas": 2}, decode={"replicas": 2})
+    before = world.plan().routed
+    assert len(before) == 4
+    orphan = world.leaders(role)[0]
+    del world.children["StatefulSet", orphan.stateful_set]
+    assert world.plan().routed == before
+    plan = world.settle()
+    [routers] = [one for (kind, _), one in world.children.items() if kind == "Deployment"]
+    assert orphan.api_url in str(routers["spec"]["template"])
+    assert plan.routed == before

@@ -12,7 +12,7 @@ from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.types import Role, RolloutType
 from pdcluster_operator.plan.observed.pods import gpus
 from pdcluster_operator.plan.rollout.fleet import Fleet, RoleFleet, choose_indexes
-from pdcluster_operator.plan.rollout.moves import Moves, next_moves
+from pdcluster_operator.plan.rollout.moves import Moves, frozen, next_moves
 
 SURGE, REPLACE, RECREATE = RolloutType.SURGE, RolloutType.REPLACE, RolloutType.RECREATE
 
@@ -370,6 +370,25 @@ def test_replace_takes_no_engine_that_serves_while_one_that_stopped_makes_room()
     world.change(replace(ENV, replicas=(1, 3)))
     assert world.moves().leaving == {third}
     assert world.moves().stuck == ""
+
+
+def test_replace_takes_an_engine_that_never_moved_kv_before_one_that_serves() -> None:
+    """It runs. Only its links to decode do not work."""
+    world = fresh(REPLACE, Spec((3, 1)))
+    first = name(Role.PREFILL, "p1", 0)
+    world.linked = {pair for pair in world.linked if first not in pair}
+    world.change(Spec((3, 1), revisions=("p2", "d1")))
+    assert world.moves().leaving == {first}
+    world.settle()
+    assert world.names() == wanted(world.spec)
+
+
+def test_of_too_many_in_a_rollout_that_is_held_those_leave_first_that_move_no_kv() -> None:
+    world = fresh(SURGE, Spec((1, 3)))
+    first = name(Role.DECODE, "d1", 0)
+    world.linked = {pair for pair in world.linked if first not in pair}
+    world.change(ENV)
+    assert frozen(world.fleet(), SURGE).leaving == {first}
 
 
 def test_recreate_makes_new_engines_when_the_old_pods_are_gone() -> None:

@@ -8,6 +8,7 @@ as wanted is not applied.
 from collections import Counter
 from collections.abc import Mapping, Set as AbstractSet
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from pdcluster_connector.protocol.launcher_documents import PeersDocument
 from pdcluster_operator.api import conditions
@@ -17,9 +18,9 @@ from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan import name_conflicts, peers_and_canaries, prefill_scaler, renewals
 from pdcluster_operator.plan.builders.secrets import has_certificates
-from pdcluster_operator.plan.children import children_now, steps_to
+from pdcluster_operator.plan.children import children_now, existing_engines, steps_to
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.objects.ownership import engine_sets, is_being_deleted
+from pdcluster_operator.plan.objects.ownership import engine_sets, engines_of, is_being_deleted
 from pdcluster_operator.plan.observed import pods, routers
 from pdcluster_operator.plan.rollout.desired import Desired, desire, in_force
 from pdcluster_operator.plan.status import build, events
@@ -116,10 +117,9 @@ def _outcome(
     certified = renewals.are_needed(observed, cluster)
     steps: list[Step] = []
     # Pods mount the Secrets, so these come first.
-    there = findings.ok or desired.children
-    if there and (key := renewals.ticket_key_step(observed, cluster)):
+    if (findings.ok or desired.children) and (key := renewals.ticket_key_step(observed, cluster)):
         steps.append(key)
-    names = (name for role in Role for name in desired.names[role])
+    names = chain(*desired.names.values())
     if certified and (renewal := renewals.certificates_step(observed, cluster, names, period)):
         steps.append(renewal)
     steps += steps_to(observed, desired, children)
@@ -142,7 +142,7 @@ def _outcome(
         strange=strange,
         judged=judged,
         peers=peers,
-        routed=_routed(observed, lost),
+        routed=_routed(observed, desired, lost),
         certified=certified,
     )
 
@@ -157,15 +157,16 @@ def _goes_on(step: Step, observed: Observed, findings: Findings) -> bool:
     return kind != "StatefulSet" and not of_spec
 
 
-def _routed(observed: Observed, lost: AbstractSet[str]) -> frozenset[str]:
+def _routed(observed: Observed, desired: Desired, lost: AbstractSet[str]) -> frozenset[str]:
     """Return the logical ids of the engines that should not end before routers forget them.
 
-    Routers never forget the only engine of a role. One that the operator removed waits for nobody:
-    its StatefulSet is gone. With ``pdcluster up``, routers and engines end together.
+    Routers never forget the only engine of a role. One that the operator removed waits for nobody.
+    A wanted one serves without its StatefulSet, too. With ``pdcluster up``, all end together.
     """
     if observed.place.one_node:
         return frozenset()
-    live = engine_sets(observed.children)
+    wanted = chain(*desired.names.values())
+    live = engines_of(observed.pods).intersection(wanted).union(engine_sets(observed.children))
     engines = Counter(name.role for name in live)
     routed = routers.routed_engines(observed, live, lost)
     return frozenset(name.logical for name in routed if engines[name.role] > 1)
@@ -190,15 +191,16 @@ def _next_look(
 
 def _checked(observed: Observed, memo: Memo) -> tuple[Cluster, Findings]:
     """Return the parsed spec, with as many engines as may be made, and the rules that it breaks."""
-    live = observed.cluster
     names = ("name", "namespace", "uid", "generation")
-    known = {key: value for key, value in live.items() if key != "status"}
-    known["metadata"] = {name: live["metadata"].get(name) for name in names}
+    known = {key: value for key, value in observed.cluster.items() if key != "status"}
+    known["metadata"] = {name: known["metadata"].get(name) for name in names}
     allowed = {
         "host_paths": observed.place.host_path_models,
         "one_node": observed.place.one_node,
         "mounted_certificates": observed.place.mounted_certificates,
         "pod_groups": observed.pod_groups,
     }
-    inputs = known, allowed
-    return memo.get("checked", inputs, lambda *_: within_links(*check_manifest(known, **allowed)))
+    checked = memo.get("checked", (known, allowed), lambda *_: check_manifest(known, **allowed))
+    if checked[1].ok:
+        return checked
+    return within_links(*checked, {one: existing_engines(observed.children, one) for one in Role})

@@ -52,19 +52,29 @@ def size_errors(cluster: Cluster) -> Iterator[FieldError]:
         )
 
 
-def within_links(cluster: Cluster, findings: Findings) -> tuple[Cluster, Findings]:
+def within_links(
+    cluster: Cluster, findings: Findings, there: Mapping[Role, int]
+) -> tuple[Cluster, Findings]:
     """Return a cluster with as many engines as its links allow; too many are a warning then.
 
     An autoscaler may have set the numbers, and no webhook has seen them. To refuse the whole spec
-    because of them would hold back every other change.
+    because of them would hold back every other change. Engines that are ``there`` stay.
     """
     spec, ranks = cluster.spec, cluster.spec.prefill.parallelism.data
     many = [error for error in findings.errors if error.rule == Rule.TOO_MANY_LINKS]
     if not many:
         return cluster, findings
-    prefill, decode = min(spec.prefill.replicas, MOST_SIDE_CHANNELS // ranks), spec.decode.replicas
-    most = MOST_LINKS // max(1, min(isqrt(MOST_LINKS), prefill, decode))
-    prefill, decode = min(prefill, most), min(decode, most)
+    asked = min(spec.prefill.replicas, MOST_SIDE_CHANNELS // ranks), spec.decode.replicas
+    most = MOST_LINKS // max(1, min(isqrt(MOST_LINKS), *asked))
+    prefill, decode = (min(number, most) for number in asked)
+    old = [min(number, there[role]) for number, role in zip(asked, Role, strict=True)]
+    # A rollout has more of them for a while. If these are too many, the longer side is cut.
+    if old[0] > prefill and old[1] <= decode:
+        prefill = min(old[0], MOST_LINKS // max(1, old[1]))
+        decode = min(asked[1], MOST_LINKS // prefill)
+    elif old[1] > decode and old[0] <= prefill:
+        decode = min(old[1], MOST_LINKS // max(1, old[0]))
+        prefill = min(asked[0], MOST_LINKS // decode)
     made = replace(
         spec,
         prefill=replace(spec.prefill, replicas=prefill),
@@ -189,27 +199,24 @@ def _paths(cluster: Cluster, finding: Finding, shapes: Mapping[Role, EngineShape
             found.append(f"spec.{role}.engine.extraArgs")
         elif name and getattr(own, attribute) is not None:
             found.append(f"spec.{role}.engine.{name}")
-    shared = f"spec.engine.{name}" if name else "spec.engine.extraArgs"
-    return [*found, shared]
+    return [*found, f"spec.engine.{name or 'extraArgs'}"]
 
 
 def one_sided_warnings(cluster: Cluster) -> Iterator[FieldError]:
     """Yield settings of one role only: vLLM chooses the other role's, which may differ."""
+    engines = {role: resolve_engine(cluster, role) for role in Role}
+    shapes = {role: engine_shape(cluster, engines[role]) for role in Role}
     for field in CHOSEN_BY_VLLM:
         attribute, flags = SOURCES[field]
         name = camel(attribute)
-        engines = {role: resolve_engine(cluster, role) for role in Role}
-        values = {
-            role: getattr(engine_shape(cluster, engine), field) for role, engine in engines.items()
-        }
-        named = [role for role in Role if values[role] is not None]
+        named = [role for role in Role if getattr(shapes[role], field) is not None]
         if len(named) != 1:
             continue
         (role,) = named
         flag = next((flag for flag in flags if engines[role].last(flag) is not None), None)
         yield FieldError(
             flag_path(cluster, role, flag) if flag else f"spec.{role}.engine.{name}",
-            shown(values[role]),
+            shown(getattr(shapes[role], field)),
             Rule.SET_ON_ONE_ROLE,
             f"only the {role} engines have it; vLLM chooses a value for the others, and engines "
             "with different values refuse each other",

@@ -11,7 +11,7 @@ change:
 :mod:`.fleet` sorts the engines of a side. The last one leaves first.
 """
 
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Set as AbstractSet
 from dataclasses import dataclass
 
 from pdcluster_operator.api.object_names import EngineName
@@ -72,7 +72,7 @@ def frozen(fleet: Fleet, how: RolloutType) -> Moves:
         new = _affordable(side, fleet.surge if how is RolloutType.SURGE else 0) - set(side.made)
         made.update(side.made, sorted(new)[:missing])
         most = len(side.wanted) + fleet.surge if side.wanted else 0
-        for name in reversed(side.old):
+        for name in _in_order(side.old, fleet):
             there = side.live.keys() - side.going - leaving
             if len(there) > most and _may_leave(name, fleet, leaving):
                 leaving.add(name)
@@ -139,14 +139,19 @@ def _affordable(side: RoleFleet, surge: int) -> set[EngineName]:
 def _replaced(side: RoleFleet, fleet: Fleet, leaving: set[EngineName]) -> set[EngineName]:
     """Return the old engines whose work new ones do."""
     fresh = fleet.fresh(side)
-    # Of old ones, those of no verified pair leave first.
-    old = sorted(set(side.old) - leaving, key=lambda name: (name not in fleet.proven, name))
+    old = _in_order(set(side.old) - leaving, fleet)
     found: set[EngineName] = set()
-    for name in reversed(old[max(0, len(side.wanted) - len(fresh)) :]):
+    for name in old[: max(0, len(old) + len(fresh) - len(side.wanted))]:
         served = fleet.scaled_to_zero or all(fleet.reached(other) for other in fresh)
         if served and _may_leave(name, fleet, leaving | found):
             found.add(name)
     return found
+
+
+def _in_order(old: Iterable[EngineName], fleet: Fleet) -> list[EngineName]:
+    """Return old engines in the order in which they leave: first those of no verified pair."""
+    proven = fleet.proven
+    return sorted(old, key=lambda name: (name not in proven, name), reverse=True)
 
 
 def _may_leave(name: EngineName, fleet: Fleet, leaving: AbstractSet[EngineName]) -> bool:
@@ -174,7 +179,7 @@ def _make_room(fleet: Fleet, leaving: set[EngineName]) -> str:
         old = [name for name in side.old if name not in leaving]
         if not _needs_room(side, fleet) or side.going or len(old) < len(side.old):
             continue
-        first = (name for name in reversed(old) if _may_leave(name, fleet, leaving | found))
+        first = (name for name in _in_order(old, fleet) if _may_leave(name, fleet, leaving | found))
         if (name := next(first, None)) is None:
             return (
                 f"no {role} engine can make room, because no verified pair would be left. Replace "

@@ -198,7 +198,7 @@ def _verdicts(
         or conditions.transport_healthy(pairs, cluster.spec.transfer),
         ConditionType.AVAILABLE: conditions.available(reached, change),
     }
-    verdicts[ConditionType.READY] = conditions.summary(verdicts, change)
+    verdicts[ConditionType.READY] = conditions.summary(verdicts, change, findings)
     return verdicts
 
 

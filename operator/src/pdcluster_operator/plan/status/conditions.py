@@ -33,7 +33,7 @@ from pdcluster_operator.api.conditions import (
     unknown,
     yes,
 )
-from pdcluster_operator.api.findings import Findings
+from pdcluster_operator.api.findings import Findings, Rule
 from pdcluster_operator.api.rules.engines import unchecked_message
 from pdcluster_operator.api.spec.types import Transfer
 from pdcluster_operator.plan.observed.engines import EngineView
@@ -211,8 +211,9 @@ def available(pairs: Sequence[PairView], change: ChangeView) -> Verdict:
     Args:
         pairs: those that clients reach.
     """
-    if change.scaled_to_zero:
-        return _nothing_serves(change)
+    if role := change.scaled_to_zero:
+        message = f"no {role} engine is wanted, so no request is served"
+        return no(StatusReason.SCALED_TO_ZERO, message)
     if change.unreachable:
         return no(StatusReason.ROUTER_UNAVAILABLE, change.unreachable)
     if any(pair.verified for pair in pairs):
@@ -223,24 +224,23 @@ def available(pairs: Sequence[PairView], change: ChangeView) -> Verdict:
     return no(StatusReason.NO_VERIFIED_PAIR, "no pair of engines is verified")
 
 
-def _nothing_serves(change: ChangeView) -> Verdict:
-    role = change.scaled_to_zero
-    return no(StatusReason.SCALED_TO_ZERO, f"no {role} engine is wanted, so no request is served")
-
-
-def summary(verdicts: Mapping[ConditionType, Verdict], change: ChangeView) -> Verdict:
+def summary(
+    verdicts: Mapping[ConditionType, Verdict], change: ChangeView, findings: Findings
+) -> Verdict:
     """Ready: what the spec wants is there and verified."""
     if (wrong := _first(verdicts, Status.FALSE)) is not None:
         return wrong
     if change.scaled_to_zero:
         roles = (verdicts[ConditionType.PREFILL_READY], verdicts[ConditionType.DECODE_READY])
         silent = next((one for one in roles if one.status is Status.UNKNOWN), None)
-        return silent or _replaced(change) or _nothing_serves(change)
+        return silent or _replaced(change) or verdicts[ConditionType.AVAILABLE]
     if (unclear := _first(verdicts, Status.UNKNOWN)) is not None:
         return unclear
     if (serves := verdicts[ConditionType.AVAILABLE]).status is not Status.TRUE:
         return serves
-    return _replaced(change) or yes(StatusReason.READY, "what the spec wants is there and verified")
+    fewer = any(warning.rule == Rule.TOO_MANY_LINKS for warning in findings.warnings)
+    what = "as many engines as links allow are" if fewer else "what the spec wants is"
+    return _replaced(change) or yes(StatusReason.READY, f"{what} there and verified")
 
 
 def _first(verdicts: Mapping[ConditionType, Verdict], status: Status) -> Verdict | None:
