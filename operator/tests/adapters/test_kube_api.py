@@ -110,6 +110,23 @@ async def test_a_revision_that_lost_its_labels_gets_them_back_and_keeps_its_data
     assert answer["metadata"]["labels"] == kept["metadata"]["labels"]
 
 
+@pytest.mark.parametrize("field", [None, "notOfThisRelease"])
+async def test_a_trial_refuses_a_pod_field_that_an_apply_would_refuse(api, live, field):
+    """An older API server has fewer fields than a pod template of the spec may have."""
+    await api.apply(child(live, "ServiceAccount"))
+    plan = make_plan(Observed(live, (), (), {}, {}, CONNECTOR), 1_800_000_000.0)
+    for trial in [step for step in plan.steps if isinstance(step, TryOut)]:
+        engine, pod = copy.deepcopy(trial.tried)
+        if field is None:
+            await api.try_out(trial)
+            continue
+        engine["spec"]["template"]["spec"][field] = pod["spec"][field] = "x"
+        for tried, path in ((engine, "spec.template.spec"), (pod, "spec")):
+            with pytest.raises(ApiError, match=f'unknown field "{path}.{field}"') as refused:
+                await api.try_out(replace(trial, tried=(tried,)))
+            assert refused.value.reason == "TemplateRefused"
+
+
 async def test_what_is_known_is_written_without_a_look(real, api, live, calls):
     kept = {}
     api.remember = lambda one: kept.update({(one["kind"], one["metadata"]["name"]): one})

@@ -183,7 +183,9 @@ class SimulatedCluster:
         plan = self.plan()
         failed: list[Step] = []  # the executor says so in the status
         for stage in stages(plan.steps):
-            for step in [one for one in stage if not any(needs(one, other) for other in failed)]:
+            out = [one for one in stage if any(needs(one, other) for other in failed)]
+            failed += out
+            for step in [one for one in stage if one not in out]:
                 if (isinstance(step, TryOut) and self.refused) or self.refuses(step):
                     failed.append(step)
                 else:

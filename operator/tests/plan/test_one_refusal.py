@@ -6,7 +6,7 @@ import pytest
 from simulated_cluster import SimulatedCluster, brought_up
 
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.plan.types import Apply, Step
+from pdcluster_operator.plan.types import Apply, Step, WriteCertificates, WriteTicketKey
 
 SERVICE = ("Service", "llama-router")
 
@@ -110,3 +110,87 @@ def test_routers_stay_while_the_address_cannot_move_to_others() -> None:
         world.others_act()
     assert old not in world.children
     assert world.condition("Ready")["status"] == "True"
+
+
+def rolled(how: str, refused: str, **edit: object) -> tuple[SimulatedCluster, set[str], object]:
+    """Begin a rollout of what is stored already, while one kind of its objects is refused.
+
+    Return the cluster after a while, its engines before, and the router's Service before.
+    """
+    tls = {"device": "CPU", "tls": "Enabled"}
+    two = {"replicas": 2}
+    world = brought_up(prefill=two, decode=two, rollout={"type": how}, transfer=tls)
+    old, address = engines(world), world.children[SERVICE]["spec"]
+    world.edit(**edit)
+    world.step()
+    world.others_act()
+    if refused == "ConfigMap":
+        world.shared.clear()
+    for name in [one for one in world.children if one[0] == refused]:
+        del world.children[name]
+    refuse(world, refused)
+    if refused == "certificates":
+        world.refuses = lambda step: isinstance(step, WriteCertificates)
+    if refused == "ticket key":
+        world.ticket_key = None
+        world.refuses = lambda step: isinstance(step, WriteTicketKey)
+    for _ in range(10):
+        world.step()
+        world.others_act()
+    return world, old, address
+
+
+@pytest.mark.parametrize("how", ["Recreate", "Replace"])
+@pytest.mark.parametrize(
+    "refused", ["certificates", "ticket key", "ConfigMap", "NetworkPolicy", "ServiceAccount"]
+)
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"engine": {"blockSize": 32}},
+        {"prefill": {"replicas": 2, "engine": {"env": [{"name": "A", "value": "1"}]}}},
+    ],
+    ids=["another pairing key", "one role"],
+)
+def test_old_engines_serve_on_while_new_ones_cannot_be_created(
+    how: str, refused: str, edit: dict[str, object]
+) -> None:
+    """Neither do their routers forget them, nor are clients sent to routers without engines."""
+    world, old, address = rolled(how, refused, **edit)
+    assert old == engines(world)
+    assert world.children[SERVICE]["spec"] == address
+    key = world.children[SERVICE]["spec"]["selector"]["pdcluster.dev/pairing-key"]
+    router = world.children["Deployment", f"llama-router-{key}"]
+    listed = [one.api_url in str(router["spec"]) for one in world.leaders("prefill")]
+    # Replace has taken one out of the routers before anything was refused.
+    assert sum(listed) >= (2 if how == "Recreate" else 1)
+    world.refuses = lambda _: False
+    for _ in range(30):
+        world.step()
+        world.others_act()
+    assert not old & engines(world) or "prefill" in edit
+    assert world.condition("Ready")["status"] == "True"
+
+
+def test_old_engines_stay_while_clients_cannot_be_sent_to_new_ones() -> None:
+    """Recreate would end them, and nobody would reach the new ones."""
+    world = brought_up(rollout={"type": "Recreate"})
+    old = engines(world)
+    world.edit(engine={"blockSize": 32})
+    refuse(world, *SERVICE)
+    for _ in range(8):
+        world.step()
+        world.others_act()
+    assert old == engines(world)
+
+
+def test_an_engine_too_many_leaves_although_no_other_could_be_created() -> None:
+    world = brought_up(prefill={"replicas": 2})
+    world.edit(prefill={"replicas": 1})
+    for name in [one for one in world.children if one[0] == "ServiceAccount"]:
+        del world.children[name]
+    refuse(world, "ServiceAccount")
+    for _ in range(8):
+        world.step()
+        world.others_act()
+    assert len(world.leaders("prefill")) == 1

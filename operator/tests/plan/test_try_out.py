@@ -174,6 +174,30 @@ async def test_engines_that_somebody_deletes_come_back_while_a_change_is_refused
     assert world.condition("Ready")["status"] == "True"
 
 
+@pytest.mark.parametrize("reason", ["Forbidden", "NameConflict"])
+async def test_they_come_back_although_another_child_is_refused_too(reason: str) -> None:
+    """It is the first step that fails, and the status has place for one reason."""
+    world = brought_up()
+    before = engines(world)
+    server = Server(world, *Role)
+    apply = server.apply
+
+    async def refusing(manifest: Any, uid: str = "") -> Any:
+        if manifest["kind"] == "PodDisruptionBudget":
+            raise ApiError(reason, "no budget")
+        return await apply(manifest, uid)
+
+    server.apply = refusing  # type: ignore[method-assign]
+    world.edit(prefill={"engine": {"env": [{"name": "A", "value": "b"}]}})
+    for name in [one for one in world.children if one[0] == "PodDisruptionBudget"]:
+        del world.children[name]
+    assert set(await server.round(3)) == {"TemplateRefused"}
+    assert lose(world, Role.PREFILL)
+    await server.round(8)
+    assert engines(world) == before
+    assert world.condition("Available")["status"] == "True"
+
+
 async def test_what_nobody_knows_any_more_does_not_come_back_and_the_status_says_why() -> None:
     world = brought_up()
     server = Server(world, Role.DECODE)

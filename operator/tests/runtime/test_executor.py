@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,6 +160,39 @@ async def test_what_passes_by_itself_is_not_reported_if_something_else_does_not(
         await executor_of(api).perform(KEY, [apply("a"), engine("decode-a-0")], [])
     with pytest.raises(Conflict):
         await executor_of(api).perform(KEY, [apply("a"), engine("decode-a-1")], [])
+
+
+async def test_what_needs_a_step_that_was_left_out_is_left_out_too() -> None:
+    """The routers go on with the old engines, so these stay."""
+    api = Api()
+    api.fail = {"tiny"}
+    routers = replace(engine("tiny-router"), manifest={**engine("tiny-router").manifest,
+                                                       "kind": "Deployment"})  # fmt: skip
+    gone = Delete("StatefulSet", "ns", "old", "u", "1", "a test")
+    with pytest.raises(ApiError, match="tiny"):
+        await executor_of(api).perform(KEY, [apply("tiny", "ServiceAccount"), routers, gone], [])
+    assert api.begun == ["tiny"]
+
+
+@pytest.mark.parametrize("makes_room", [False, True])
+async def test_no_engine_makes_room_for_one_without_certificates(makes_room: bool) -> None:
+    api = Api()
+    api.fail = {"certificates"}
+    gone = Delete("StatefulSet", "ns", "old", "u", "1", "a test", makes_room)
+    address = replace(apply("tiny-router", uid="u"), makes_room=makes_room)
+    with pytest.raises(ApiError, match="certificates"):
+        await executor_of(api).perform(KEY, [address, certificates(), gone], [])
+    others = [] if makes_room else ["tiny-router", "delete old"]
+    assert sorted(api.begun) == sorted(["certificates", *others])
+
+
+async def test_that_a_revision_is_refused_is_said_whatever_else_is() -> None:
+    """The planner reads it in the status: then engines are made of the stored revision."""
+    api = Api()
+    api.fail = {"try out", "budget"}
+    trial = TryOut((), {"kind": "ControllerRevision", "metadata": {"name": "new"}}, True, "a test")
+    with pytest.raises(ApiError, match="no pod may be privileged"):
+        await executor_of(api).perform(KEY, [apply("budget", "PodDisruptionBudget"), trial], [])
 
 
 async def test_a_change_and_a_deletion_are_performed_in_order() -> None:

@@ -106,7 +106,8 @@ def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
         if kind == POD_GROUP_KIND and (leaving or desired.kept):
             # A pod that is leaving may restart once more. It needs what it was made with.
             continue
-        yield deletion(child, "the spec no longer asks for it")
+        gone = deletion(child, "the spec no longer asks for it")
+        yield replace(gone, makes_room=bool(desired.blocked))
 
 
 def existing_engines(children: Iterable[Manifest], role: Role) -> int:

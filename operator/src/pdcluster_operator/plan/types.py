@@ -125,11 +125,13 @@ class Apply:
     Attributes:
         uid: of the live child that is changed; empty if the store knows none, or one that is
             being deleted.
+        makes_room: wanted engines wait until old ones, and their routers, are gone by this step.
     """
 
     manifest: Manifest
     why: str
     uid: str = ""
+    makes_room: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,7 @@ class TryOut:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Deletion of one object, only if it is still the one that was seen."""
+    """Deletion of one object, only if it is still the one seen; ``makes_room`` as in ``Apply``."""
 
     kind: str
     namespace: str
@@ -197,6 +199,7 @@ class Delete:
     uid: str
     resource_version: str
     why: str
+    makes_room: bool = False
 
 
 def deletion(live: Manifest, why: str) -> Delete:
@@ -259,6 +262,7 @@ class Plan:
 
 
 MAKE_PODS = ("StatefulSet", "Deployment")
+FENCES = ("NetworkPolicy", "ServiceAccount")
 
 
 def stages(steps: Iterable[Step]) -> list[tuple[Step, ...]]:
@@ -284,11 +288,13 @@ def creates(steps: Iterable[Step]) -> bool:
 
 
 def needs(step: Step, other: Step) -> bool:
-    """Whether a step is left out when another one of an earlier stage has failed.
+    """Whether a step is left out when another one of an earlier stage failed or was left out.
 
-    A refusal stops its engine, its router or itself, and nothing else. So clients are sent to the
-    engines that serve, whatever child the API server refuses.
+    A refusal stops its engine, its router or itself, what makes room for new engines, and nothing
+    else. So clients are sent to the engines that serve, whatever child the API server refuses.
     """
+    if isinstance(step, Apply | Delete) and step.makes_room and _is_for_engines(other):
+        return True
     if isinstance(step, Delete):
         # An engine goes when no router lists it, and a router when clients are sent to another one.
         first = ("Deployment", "Service") if step.kind == "Deployment" else ("Deployment",)
@@ -303,9 +309,17 @@ def needs(step: Step, other: Step) -> bool:
         return _is_used(other.manifest, step)
     if isinstance(other, TryOut):  # while engines of its role exist, they serve on
         return other.first and not step.uid
-    # While the present ticket key stays, pods start with it.
-    rotates = isinstance(other, WriteTicketKey) and other.rotate
-    return step.manifest["kind"] == "StatefulSet" and not rotates
+    return step.manifest["kind"] == "StatefulSet" and _is_for_engines(other)
+
+
+def _is_for_engines(step: Step) -> bool:
+    """Whether new engines, or clients of theirs, need what a step makes."""
+    if isinstance(step, Apply):
+        kinds = (*FENCES, "ConfigMap", "ControllerRevision")
+        return step.makes_room or step.manifest["kind"] in kinds
+    if isinstance(step, WriteTicketKey):  # while the present key stays, pods start with it
+        return not step.rotate
+    return isinstance(step, WriteCertificates)
 
 
 def _is_used(child: Manifest, step: Apply) -> bool:
@@ -314,7 +328,7 @@ def _is_used(child: Manifest, step: Apply) -> bool:
     Pods of a workload that exists have started without the fence.
     """
     kind, workload = child["kind"], step.manifest
-    if kind in ("NetworkPolicy", "ServiceAccount"):
+    if kind in FENCES:
         return not step.uid
     pod = workload["spec"]["template"]["spec"]
     named = {
@@ -327,10 +341,6 @@ def _is_used(child: Manifest, step: Apply) -> bool:
 
 
 def _stage(step: Step) -> int:
-    if isinstance(step, WriteTicketKey | WriteCertificates):
-        return 0
     if isinstance(step, Apply):
-        return 2 if step.manifest["kind"] in MAKE_PODS else 0
-    if isinstance(step, TryOut):
-        return 1
-    return 3
+        return 2 if step.makes_room or step.manifest["kind"] in MAKE_PODS else 0
+    return 1 if isinstance(step, TryOut) else 3 if isinstance(step, Delete) else 0

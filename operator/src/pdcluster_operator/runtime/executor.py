@@ -23,8 +23,6 @@ SIDE_BY_SIDE = 4
 are at most 96: the API server has other clients, too."""
 LEASE_CHECK_SECONDS = 1.0
 """How soon a step that is under way is cancelled after the Lease was lost."""
-
-
 STOP_ALL = frozenset({"ApiServerUnreachable", "NamespaceTerminating", "TooManyRequests"})
 """Reasons for which every other step would fail, too."""
 
@@ -68,15 +66,18 @@ class Executor:
         Events of the steps themselves are added to ``events``.
 
         Raises:
-            ApiError: of the first step that failed. The others were tried, but for those that need
-                it, unless the API server or the namespace is gone.
+            ApiError: of the first step that failed, or that a revision is refused: the planner
+                reads it. Others were tried unless they need it, or the server or namespace is gone.
         """
-        failed: list[tuple[types.Step, ApiError]] = []
+        failed: list[ApiError] = []
+        missing: list[types.Step] = []  # those that failed, and those that were left out
         todo = types.stages(steps)
         if todo and not self.may_write(key):
             return False
         for planned in todo:
-            stage = [one for one in planned if not any(types.needs(one, of) for of, _ in failed)]
+            out = [one for one in planned if any(types.needs(one, of) for of in missing)]
+            stage = [one for one in planned if one not in out]
+            missing += out
             bound = asyncio.Semaphore(SIDE_BY_SIDE)
             done: list[str] = []
             ended = await self._while_lease_is_held(
@@ -89,11 +90,12 @@ class Executor:
                 return False
             for step, error in zip(stage, ended, strict=True):
                 if isinstance(error, ApiError) and error.reason not in STOP_ALL:
-                    failed.append((step, error))
+                    failed.append(error)
+                    missing.append(step)
                 elif error is not None:
                     raise error
         if failed:
-            raise min((error for _, error in failed), key=lambda error: error.passing)
+            raise min(failed, key=lambda one: (one.passing, one.reason != "TemplateRefused"))
         return True
 
     async def _while_lease_is_held(

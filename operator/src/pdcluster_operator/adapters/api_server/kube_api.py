@@ -72,9 +72,8 @@ class KubeApi:
     async def write_certificates(self, step: types.WriteCertificates) -> types.HeldCertificates:
         """Sign the certificates and apply the Secret; return what it says then."""
         secret = await asyncio.to_thread(engine_authority.with_certificates, step, self.authority)
-        return engine_authority.held_certificates(
-            await self.apply(secret, step.uid), self.authority
-        )
+        answer = await self.apply(secret, step.uid)
+        return engine_authority.held_certificates(answer, self.authority)
 
     async def _own_secret(self, namespace: str, name: str, uid: str) -> dict[str, Any] | None:
         """Return a Secret of the cluster ``uid``; None if there is none."""
@@ -133,6 +132,7 @@ class KubeApi:
             kind, metadata = kinds.BY_NAME[manifest["kind"]], manifest["metadata"]
             try:  # a create costs the API server less than an apply
                 query = {"dryRun": "All", "fieldManager": object_names.FIELD_MANAGER}
+                query["fieldValidation"] = "Strict"  # an apply refuses unknown fields, too
                 path = kind.path(metadata["namespace"])
                 await self.client.call("POST", path, query=query, body=manifest)
             except Conflict:  # somebody else's is there: the apply says so
@@ -187,11 +187,7 @@ class KubeApi:
         body = {
             "apiVersion": kind.api_version,
             "kind": kind.name,
-            "metadata": {
-                "name": key.name,
-                "namespace": key.namespace,
-                "resourceVersion": version,
-            },
+            "metadata": {"name": key.name, "namespace": key.namespace, "resourceVersion": version},
             "status": dict(status),
         }
         path = kind.path(key.namespace, key.name) + "/status"

@@ -74,10 +74,10 @@ class Build:
                 if name not in skipped:
                     yield from self._engine(name, revision)
         for one in routers:
-            yield Apply(one, "the router before the engines")
+            yield Apply(one, "the router before the engines", makes_room=self.routing.stop)
         service = router.build_router_service(self.cluster, self.routing.served_key)
         if service is not None:
-            yield Apply(service, "the address for clients")
+            yield Apply(service, "the address for clients", makes_room=self.routing.stop)
 
     def _routers(self) -> list[dict[str, Any]]:
         """Return the routers of each pairing key that has engines of both roles."""
@@ -180,7 +180,9 @@ def wanted_children(
     return tuple(
         one  # Others share it: operators of two releases would stamp it in turns.
         if connectors.is_shared_connector(one.manifest)
-        else Apply(memo.get(("child", *identity(one.manifest)), (one.manifest,), stamped), one.why)
+        else replace(
+            one, manifest=memo.get(("child", *identity(one.manifest)), (one.manifest,), stamped)
+        )
         for one in build.children(names, skipped)
     )
 
