@@ -170,6 +170,31 @@ def test_a_start_that_answers_no_more_when_another_has_answered_elsewhere_is_rep
             old.close()
 
 
+def test_a_living_start_that_is_silent_later_is_not_taken_for_replaced(
+    serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A late ticket of another start came meanwhile: which of them is newer, no peer can say."""
+    monkeypatch.setattr(peers, "POLL_SECONDS", 0.02)
+    starved, silence = threading.Event(), list[str]()
+    peer, other, book = Peer(silent=lambda *_: starved.is_set()), serve(AGAIN), books()
+    try:
+        gone = watch(book)
+        book.listen(lambda engine_id, _: silence.append(engine_id), silence=True)
+        assert isinstance(connect(book, peer.port).wait(), m.EngineMetadata)
+        assert isinstance(connect(book, other.port, AGAIN).wait(), m.EngineMetadata)
+        asked = peer.asked
+        until(lambda: peer.asked > asked + 2)  # it has answered since
+        starved.set()
+        monkeypatch.setattr(peers, "HEALTH_SECONDS", (0.3, 0.3))
+        until(lambda: PREFILL in silence)
+        monkeypatch.setattr(peers, "HEALTH_SECONDS", (60.0, 60.0))
+        starved.clear()
+        until(lambda: not book.silence.seconds(("127.0.0.1", peer.port)))
+        assert gone == []
+    finally:
+        peer.close()
+
+
 def test_a_living_peer_stays_and_is_asked_over_one_connection(
     serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
 ) -> None:

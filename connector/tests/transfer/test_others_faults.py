@@ -340,6 +340,7 @@ def test_a_late_check_of_an_incarnation_that_is_gone_costs_its_successor_nothing
     before, after = bench.prefill("ns.c.prefill.r.0/1"), bench.prefill("ns.c.prefill.r.0/2")
     assert bench.send(before) in bench.take().received
     assert bench.send(after) in bench.take().received
+    del bench.peers.table[before.engine_id]
     bench.executor.gone(before.engine_id, Failure(Reason.PEER_RESTARTED, "its place is taken"))
     bench.hanging.add(after.engine_id)
     slow = bench.send(after)
@@ -349,7 +350,8 @@ def test_a_late_check_of_an_incarnation_that_is_gone_costs_its_successor_nothing
     bench.turns()
     failure = future.result(0).failure
     assert failure is not None
-    assert failure.reason is Reason.PEER_RESTARTED
+    assert failure.reason is Reason.SIDE_CHANNEL_UNREACHABLE
+    assert set(bench.connections.by_engine) == {after.engine_id}
     assert bench.send(after) in bench.take().received
     bench.fabric.land()
     bench.turns()

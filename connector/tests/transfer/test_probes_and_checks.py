@@ -50,6 +50,51 @@ def without_probe_memory(prefill: Prefill) -> EngineMetadata:
     )
 
 
+def drop(bench: Bench, prefill: Prefill) -> Failure:
+    """Let the peer book find a peer dead; returns how checks and probes of it are answered."""
+    del bench.peers.table[prefill.engine_id]
+    refused = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "connection refused", dead=True)
+    bench.executor.gone(prefill.engine_id, refused)
+    bench.turns()
+    message = f"{prefill.engine_id} is gone, or was forgotten"
+    return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message)
+
+
+@pytest.mark.parametrize("ask", [check, probe])
+def test_a_check_or_probe_that_comes_late_connects_no_dead_peer(bench: Bench, ask: Ask) -> None:
+    """The warm-up would hang, and cost every other peer its connection again and again."""
+    dead = bench.prefill("ns.c.prefill.r.0/1")
+    assert bench.send(dead) in bench.take().received
+    bench.fabric.cut(dead.engine_id)
+    gone = drop(bench, dead)
+    assert ask(bench, dead.metadata).result(0).failure == gone
+    assert bench.connections.by_engine == {}
+
+
+def test_a_probe_whose_peer_is_gone_when_its_turn_comes_is_answered(bench: Bench) -> None:
+    """Peers behind it have theirs."""
+    first, dead, other = (bench.prefill(name) for name in ("p/1", "q/1", "r/1"))
+    bench.fabric.behave = lambda transfer: Behaviour(hang=transfer.nbytes == PROBE_BYTES)
+    probes = [bench.probe(one) for one in (first, dead)]
+    gone = drop(bench, dead)
+    probes.append(bench.probe(other))
+    assert not any(one.done() for one in probes)
+    bench.fabric.behave = lambda _: Behaviour()
+    bench.fabric.land()
+    bench.turns()
+    assert [one.result(0).failure for one in probes] == [None, gone, None]
+
+
+def test_a_check_of_a_living_start_opens_its_connection_beside_that_of_another(
+    bench: Bench,
+) -> None:
+    """The agent was destroyed, and a late ticket of the other start came first."""
+    other, checked = bench.prefill("ns.c.prefill.r.0/1"), bench.prefill("ns.c.prefill.r.0/2")
+    assert bench.send(other) in bench.take().received
+    assert check(bench, checked.metadata).result(0).failure is None
+    assert set(bench.connections.by_engine) == {other.engine_id, checked.engine_id}
+
+
 def test_a_check_of_a_peer_without_a_connection_opens_one(bench: Bench) -> None:
     """Its agent was destroyed for another peer. The others that are connected do not matter."""
     other, checked = bench.prefill("ns.c.prefill.r.0/1"), bench.prefill("ns.c.prefill.r.1/2")

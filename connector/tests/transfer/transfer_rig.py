@@ -63,6 +63,9 @@ class FakePeers:
         else:
             done(self.answer(engine_id))
 
+    def __contains__(self, engine_id: str) -> bool:
+        return engine_id in self.table
+
     def forget(self, engine_id: str, failure: Failure) -> None:
         self.forgotten.append(engine_id)
 

@@ -193,6 +193,10 @@ class PeerBook:
         """Take in that another rank of this engine found a peer gone. Thread-safe."""
         self._thread.call(self._hear, engine_id, failure)
 
+    def __contains__(self, engine_id: str) -> bool:
+        """Return whether a peer is watched, or shaken hands with. Thread-safe."""
+        return engine_id in self._peers
+
     def skew(self, engine_id: str) -> float | None:
         """Return by how many seconds a peer's clock is ahead of ours; None while not known."""
         peer = self._peers.get(engine_id)

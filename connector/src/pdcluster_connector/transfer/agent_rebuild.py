@@ -85,14 +85,22 @@ class AgentRebuild:
         """Cut the reads over a broken connection that receives wait for: they keep it from closing.
 
         That is done when none of them has landed for ``seconds``. All are read again over the next
-        agent. Two cuts lie half of ``stall_seconds`` apart: slow reads come to an end between them,
-        and no receive waits so long that it fails.
+        agent. Two cuts lie half of ``stall_seconds`` apart, and reads that were cut come to an end
+        between them, unless they run over such a connection again. So a peer that fails again and
+        again cuts a slow read of another peer only once.
         """
-        now = self._executor.clock()
-        for connection, since in self._executor.connections.closing.items():
+        now, closing = self._executor.clock(), self._executor.connections.closing
+        jobs = self._executor.jobs.values()
+        waited_for = {
+            job.connection for job in jobs if job.machine.state is receive_machine.State.HANDSHAKE
+        }
+        again = [job for job in jobs if job.machine.is_repeated and job.machine.open]
+        if any(job.connection not in closing for job in again):
+            return
+        for connection, since in closing.items():
             moved = max([since, *(source.moved_at for source in connection.sources)])
             is_due = now >= max(moved + seconds, self._cut_again_at)
-            if connection.waiting and is_due and self.by is None:
+            if connection in waited_for and is_due and self.by is None:
                 logger.error("receives wait for %s, over which a read hangs", connection.engine_id)
                 self.by, self._cut_again_at = now + HEALTHY_SECONDS, now + self._stall_seconds / 2
 

@@ -18,7 +18,6 @@ from pdcluster_connector.nixl_io.probe_memory import ProbeMemory
 from pdcluster_connector.nixl_io.reading_agent import Connection, ProbeResult, ReadingAgent
 from pdcluster_connector.plan import geometry, peer_plan, slices
 from pdcluster_connector.plan.geometry import MemoryRange
-from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.peers import PeerBook
@@ -88,15 +87,6 @@ class Connections:
                 self._synchronize,
             )
         return self._agent
-
-    def replaced(self, engine_id: str) -> Failure | None:
-        """Return why an incarnation without a connection is gone: its successor has one."""
-        checked, connected = parse_engine_id(engine_id), self.by_engine
-        for successor, connection in connected.items() if engine_id not in connected else ():
-            if connection.broken is None and parse_engine_id(successor).succeeds(checked):
-                message = f"{successor} has taken the place of {engine_id}"
-                return Failure(Reason.PEER_RESTARTED, message)
-        return None
 
     def open(self, metadata: EngineMetadata) -> Connection:
         """Return the peer's connection; a new one begins with its warm-up.

@@ -247,23 +247,32 @@ class Probing:
         """Check with a small read that a connection still carries data.
 
         If there is no connection, because the agent was destroyed, it is opened. Its warm-up then
-        shows the same. If another incarnation of the engine is connected meanwhile, this one may
-        be gone: the check fails and opens no connection, of which the warm-up would hang.
+        shows the same.
         """
-        failure = self.over or self._connections.replaced(metadata.engine_id)
-        if failure is not None:
-            answer(future, ProbeResult(failure))
-            return
+        connection = self._open(metadata)
+        if isinstance(connection, Failure):
+            answer(future, ProbeResult(connection))
+        elif connection.waiting is not None:
+            answer(future, ProbeResult(None))
+        else:
+            self.start(connection, self._answering(future), check=True)
+
+    def _open(self, metadata: EngineMetadata) -> Connection | Failure:
+        """Return a connection that works or warms up, or why there is none. Does not raise.
+
+        None is opened to a peer that the peer book has dropped: its warm-up would hang.
+        """
+        engine_id, connections = metadata.engine_id, self._connections
+        if self.over is not None:
+            return self.over
+        if engine_id not in connections.by_engine and engine_id not in connections.peers:
+            message = f"{engine_id} is gone, or was forgotten"
+            return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message)
         try:
-            connection = self._connections.open(metadata)
-            failure = connection.broken or connection.stalled
-            if failure is not None or connection.waiting is not None:
-                answer(future, ProbeResult(failure))
-            else:
-                self.start(connection, self._answering(future), check=True)
-        except Exception as error:  # noqa: BLE001 - one check fails, whatever the cause
-            failure = Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
-            answer(future, ProbeResult(failure))
+            connection = connections.open(metadata)
+        except Exception as error:  # noqa: BLE001 - of one peer, whatever the cause
+            return Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
+        return connection.broken or connection.stalled or connection
 
     def step(self) -> bool:
         """Go on with all runs; return whether to come back soon."""
@@ -313,25 +322,17 @@ class Probing:
                 del self.waiting[future]
                 continue
             runs = len(self.runs)
-            try:
-                connection = self._connections.open(metadata)
-                failure = connection.broken or connection.stalled
-                if connection.waiting is not None and failure is None:
-                    if len(self.runs) > runs:
-                        return True
-                    continue
-                del self.waiting[future]
-                if failure is not None:
-                    answer(future, ProbeResult(failure))
-                else:
-                    self._asked = future
-                    self._probe = self.start(
-                        connection, self._answering(future), serving_agent.PROBE_BYTES
-                    )
-            except Exception as error:  # noqa: BLE001 - one probe fails, whatever the cause
-                self.waiting.pop(future, None)
-                failure = Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
-                answer(future, ProbeResult(failure))
+            connection = self._open(metadata)
+            if isinstance(connection, Connection) and connection.waiting is not None:
+                if len(self.runs) > runs:
+                    return True
+                continue
+            del self.waiting[future]
+            if isinstance(connection, Failure):
+                answer(future, ProbeResult(connection))
+            else:
+                self._asked, done = future, self._answering(future)
+                self._probe = self.start(connection, done, serving_agent.PROBE_BYTES)
             return True
         return False
 
