@@ -21,7 +21,7 @@ from bench_operator.thresholds import (
 GOOD = {
     "pdclusters": 1000,
     "share_of_raw_objects": 0.8,
-    "reads_of_one": 0.5,
+    "reads_of_one": 1.5,
     "writes_of_one": 16.5,
     "rest": {"core": 0.06, "writes": {"leases": 12}},
     "restart": {"writes": {"leases": 3}, "rss_peak_megabytes": 399},
@@ -89,7 +89,7 @@ def test_a_good_run_passes() -> None:
     ("where", "value"),
     [
         (("share_of_raw_objects",), 0.6),
-        (("reads_of_one",), 0.6),
+        (("reads_of_one",), 1.7),
         (("writes_of_one",), 18.0),
         (("rest", "core"), 0.11),
         (("rest", "writes"), {"leases": 12, "pdclusters/status": 1}),
