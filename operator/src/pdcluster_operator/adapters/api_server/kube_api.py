@@ -128,12 +128,13 @@ class KubeApi:
 
     async def try_out(self, step: types.TryOut) -> None:
         """Ask the API server whether it would take the objects; it writes nothing."""
+        # A create costs the API server less than an apply, which refuses unknown fields, too.
+        query = {"dryRun": "All", "fieldManager": object_names.FIELD_MANAGER}
+        query["fieldValidation"] = "Strict"
         for manifest in step.tried:
-            kind, metadata = kinds.BY_NAME[manifest["kind"]], manifest["metadata"]
-            try:  # a create costs the API server less than an apply
-                query = {"dryRun": "All", "fieldManager": object_names.FIELD_MANAGER}
-                query["fieldValidation"] = "Strict"  # an apply refuses unknown fields, too
-                path = kind.path(metadata["namespace"])
+            kind = kinds.BY_NAME[manifest["kind"]]
+            try:
+                path = kind.path(manifest["metadata"]["namespace"])
                 await self.client.call("POST", path, query=query, body=manifest)
             except Conflict:  # somebody else's is there: the apply says so
                 continue
