@@ -15,6 +15,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any, NoReturn
 
 import aiohttp
@@ -76,11 +77,8 @@ class _ReviewServer(kopf.WebhookServer):
     """kopf's, with the limits of every other port."""
 
     async def __call__(self, fn: Any) -> AsyncIterator[Any]:
-        async def answer(request: web.Request) -> web.Response:
-            return await self._serve(fn, request)
-
         app = web.Application()
-        app.router.add_post("/{id}", answer)
+        app.router.add_post("/{id}", partial(self._serve, fn))
         listener = listening.open_port(self.addr or "", self.port or 0)
         # The API server keeps a connection for 90 s, and does not repeat a review that got lost.
         guard = await listening.serve(app, listener, self.context, idle_seconds=100.0)

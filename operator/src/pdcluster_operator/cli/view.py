@@ -258,13 +258,8 @@ def links_table(links: Iterable[tuple[str, LinkReport]]) -> Columns:
 def conditions_table(conditions: Iterable[Condition]) -> Columns:
     """Return the cluster's conditions, as ``kubectl describe`` shows them."""
     table = Columns("CONDITION", "STATUS", "REASON", "MESSAGE")
-    for condition in conditions:
-        table.add(
-            condition.type,
-            _styled(condition.status, condition.status),
-            condition.reason,
-            condition.message,
-        )
+    for one in conditions:
+        table.add(one.type, _styled(one.status, one.status), one.reason, one.message)
     return table
 
 

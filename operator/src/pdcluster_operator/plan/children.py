@@ -89,17 +89,15 @@ MANAGED_KINDS = frozenset(
 def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
     """Yield each child that is not wanted and that nothing needs any more."""
     wanted = {ownership.identity(child.manifest) for child in desired.children}
-    kept_engines = {name.stateful_set for name in desired.kept}
     there = {*ownership.engine_sets(observed.children), *ownership.engines_of(observed.pods)}
+    named, kept = ({one.stateful_set for one in engines} for engines in (there, desired.kept))
     leaving = there.difference(desired.kept, *desired.names.values())
     for child in observed.children:
         kind, name = ownership.identity(child)
         if kind not in MANAGED_KINDS or (kind, name) in wanted or ownership.is_being_deleted(child):
             continue
-        if kind in ("StatefulSet", "Service") and name in kept_engines:
-            continue
-        if kind == "Service" and name in {one.stateful_set for one in there}:
-            # An engine needs its name until its last pod is gone.
+        # An engine needs its address until its last pod is gone.
+        if name in {"StatefulSet": kept, "Service": named}.get(kind, ()):
             continue
         if kind == REVISION_KIND and name not in desired.forgotten:
             continue

@@ -256,8 +256,7 @@ class LauncherWatch:
         self._misses += 1
         if self._misses >= MISSES:
             self.heard = True
-            self.report = self.links = None
-            self._sent = None
+            self.report = self.links = self._sent = None
             if why not in ("", self._logged):
                 self._logged = why
                 log.info("%s does not answer: %s", self.target.engine, why)

@@ -159,8 +159,7 @@ class Store:
         cluster = self.cluster(key)
         if cluster is None or uid_of(cluster) != uid:
             return math.inf
-        moment = self._reported.get(identity_of(cluster), -math.inf)
-        return self._clock() - moment
+        return self._clock() - self._reported.get(identity_of(cluster), -math.inf)
 
     def scaler(self, key: Key) -> Manifest | None:
         """Return the PrefillScaler of the cluster's name."""

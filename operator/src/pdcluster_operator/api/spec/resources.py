@@ -35,9 +35,7 @@ def why_no_amount(value: object) -> str | None:
 
     As in Kubernetes, an amount is a quantity as a string, or a whole number, and never negative.
     """
-    if not isinstance(value, int | str):
-        return "is not a Kubernetes quantity"
-    number = parse_quantity(str(value))
+    number = parse_quantity(str(value)) if isinstance(value, int | str) else None
     if number is None:
         return "is not a Kubernetes quantity"
     return "is negative" if number < 0 else None

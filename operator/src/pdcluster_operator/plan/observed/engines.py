@@ -176,6 +176,5 @@ def released(engine: Manifest | None) -> tuple[float | None, str]:
     if engine is None or engine["spec"].get("replicas") != 0:
         return None, ""
     moment = seconds(annotations.get(object_names.RELEASED_ANNOTATION))
-    return moment, pods.text_of(
-        annotations.get(object_names.RELEASED_BECAUSE_ANNOTATION)
-    ) if moment else ""
+    because = annotations.get(object_names.RELEASED_BECAUSE_ANNOTATION) if moment else ""
+    return moment, pods.text_of(because)

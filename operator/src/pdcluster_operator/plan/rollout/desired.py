@@ -136,11 +136,14 @@ def desire(
             the engines that exist stay: none is added or removed.
     """
     memo = memo or Memo()
-    existing = _existing(observed, lost_pods)
-    if not accepted and not any(existing.live.values()):
+    live, lost = live_by_role(observed), lost_engines(observed.pods, lost_pods)
+    # The pods of a lost engine may stay for ever. Nothing waits for them.
+    there = (engines_of(observed.pods) - lost).union(*live.values())
+    existing = Existing(live, there, lost, lost_pods)
+    if not accepted and not any(live.values()):
         return Desired(dict.fromkeys(Role, ()), {})
     # Step 1: choose the revision that the engines of each role are made from.
-    choice = _choose(observed, cluster, existing.live, memo)
+    choice = _choose(observed, cluster, live, memo)
     # Step 2: place engines. Those that exist keep their names; a rollout creates and removes a few
     # at a time; a gang holds back what could take the nodes of the first pair.
     fleet = observe_fleet(observed, cluster, existing, choice.serving)
@@ -148,8 +151,8 @@ def desire(
     frozen = not accepted or (choice.hold and replacing)
     moves = (moving.frozen if frozen else moving.next_moves)(fleet, cluster.spec.rollout.type)
     if not accepted:  # routers forget an engine whose node is gone
-        everyone = frozenset(chain(*existing.live.values()))
-        moves = moving.Moves(everyone, existing.lost, frozenset())
+        everyone = frozenset(chain(*live.values()))
+        moves = moving.Moves(everyone, lost, frozenset())
     kept = fleet.unwanted - moves.removed
     wanted = {
         role: [one for one in side.wanted if not frozen or one in moves.made]
@@ -164,7 +167,7 @@ def desire(
         GangEngines(
             cluster=cluster.name,
             names=without(names, blocked),
-            live=existing.live,
+            live=live,
             keys=fleet.keys,
             revisions=choice.serving,
             pods=observed.pods,
@@ -194,10 +197,10 @@ def desire(
         },
         routing=routing.without(gangs.held),
         operator_namespace=observed.place.namespace,
-        pods={role: _pods(cluster, role, made[role], existing.live, choice) for role in Role},
+        pods={role: _pods(cluster, role, made[role], live, choice) for role in Role},
         config_maps=config_maps_seen(observed),
         gangs=gangs if observed.pod_groups else replace(gangs, groups=()),
-        queues=_queues(existing.live),
+        queues=_queues(live),
         given=observed.cluster.get("spec") or {},
         stored_routers=routers.stored_templates(observed),
     )
@@ -226,15 +229,6 @@ def desire(
         changed=revisions.in_words(chain(*causes)) if stale else "",
         stuck=moves.stuck,
     )
-
-
-def _existing(observed: Observed, lost_pods: AbstractSet[str]) -> Existing:
-    live = live_by_role(observed)
-    lost = lost_engines(observed.pods, lost_pods)
-    # The pods of a lost engine may stay for ever. Nothing waits for them.
-    pods = engines_of(observed.pods) - lost
-    engines = pods.union(*live.values())
-    return Existing(live, engines, lost, lost_pods)
 
 
 def _choose(observed: Observed, cluster: Cluster, live: Live, memo: Memo) -> _Choice:
@@ -282,8 +276,7 @@ def _pods(
 
     A rollout may have more engines than the spec for a while, or fewer.
     """
-    revision, found = choice.serving[role], live[role]
-    new = revision.nodes
+    new, found = choice.serving[role].nodes, live[role]
     sizes = (
         int(found[name]["spec"].get("replicas", 1)) if name in found else new for name in engines
     )

@@ -90,9 +90,8 @@ class Build:
         ]
 
     def _router(self, key: str, members: Members) -> dict[str, Any]:
-        stored = self.stored_routers.get(
-            object_names.router_deployment_name(self.cluster.name, key), ""
-        )
+        name = object_names.router_deployment_name(self.cluster.name, key)
+        stored = self.stored_routers.get(name, "")
         rendered = router_template(self.cluster, self.given, key, self._gate(), stored)
         engines = [name for role in Role for name in members[role]]
         made = router.build_router_deployment(

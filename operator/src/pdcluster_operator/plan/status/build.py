@@ -18,13 +18,7 @@ from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.launcher_documents import LinkState
 from pdcluster_operator.api import conditions as api_conditions, object_names
-from pdcluster_operator.api.conditions import (
-    ConditionType,
-    Status,
-    StatusReason,
-    Verdict,
-    timestamp,
-)
+from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, Verdict
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES, MAX_FAILED_LINKS
 from pdcluster_operator.api.spec.pod_templates import as_mapping
@@ -155,7 +149,7 @@ def build_status(
         status["transfer"] = judged.transfer
     exceeded = progress.reason == StatusReason.PROGRESS_DEADLINE_EXCEEDED
     if progress.status is Status.TRUE or exceeded:
-        status["progressingSince"] = timestamp(since)
+        status["progressingSince"] = api_conditions.timestamp(since)
     return status
 
 
@@ -238,7 +232,8 @@ def _failed_links(
                 "decode": decode,
                 "reason": reason,
                 "message": message[:LONGEST_DETAIL],
-                "lastTransitionTime": known.get("lastTransitionTime") or timestamp(now),
+                "lastTransitionTime": known.get("lastTransitionTime")
+                or api_conditions.timestamp(now),
             }
         )
     return written
@@ -291,7 +286,7 @@ def _not_after(observed: Observed, engines: Iterable[object_names.EngineName]) -
     """
     reports = [observed.engines.get(engine.logical) for engine in engines]
     moments = [report.certificate_expires for report in reports if report is not None]
-    known = [timestamp(moment) for moment in moments if moment is not None]
+    known = [api_conditions.timestamp(moment) for moment in moments if moment is not None]
     before = (observed.cluster.get("status") or {}).get("transfer") or {}
     if None in reports or not known:
         known.append(str(before.get("notAfter") or ""))
