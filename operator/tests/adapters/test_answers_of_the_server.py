@@ -75,6 +75,17 @@ def test_without_a_date_it_is_the_time_of_this_machine(date: str) -> None:
     assert abs(now - time.time()) < 60
 
 
+def test_the_time_of_a_proxy_that_refuses_is_not_the_api_servers() -> None:
+    async def ask(client: KubeClient) -> float:
+        with pytest.raises(ApiError):
+            await get(client)
+        return client.now()
+
+    date = {"Date": "Thu, 26 Nov 2020 09:01:05 GMT"}
+    now, _, _ = answered(web.json_response({}, status=502, headers=date), ask)
+    assert abs(now - time.time()) < 60
+
+
 @pytest.mark.parametrize(
     ("status", "kind", "reason", "passing"),
     [

@@ -136,6 +136,20 @@ async def test_a_lease_that_another_has_taken_meanwhile_is_not_given_back() -> N
     assert server.holder() == "two"
 
 
+async def test_a_holder_that_finds_another_in_its_lease_stops_at_once() -> None:
+    """Whoever wrote it there: two that act would undo each other's work."""
+    server = Server()
+    one = Process(server, "one")
+    await until(one.holds)
+    held = server.held["ns", "pdcluster-operator"]
+    taken = lease_manifest(held, "ns", "pdcluster-operator", "two", 0.0)
+    taken["metadata"]["resourceVersion"] = "another"
+    server.held["ns", "pdcluster-operator"] = taken
+    await until(lambda: not one.holds())
+    await one.leases.stop()
+    assert server.holder() == "two"
+
+
 async def test_where_no_lease_could_be_made_none_is_given_back() -> None:
     server = Server()
     server.down = True

@@ -5,6 +5,7 @@ import socket
 import ssl
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -16,8 +17,10 @@ from pdcluster_connector.certificate_files import TlsError, TlsFiles
 from pdcluster_operator.adapters import webhook_process
 from pdcluster_operator.adapters.own_secrets import (
     Certificate,
+    WebhookPlace,
     make_certificate,
     read_certificates,
+    renew_certificate,
     why_renew,
 )
 from pdcluster_operator.adapters.webhook_process import (
@@ -96,6 +99,29 @@ def test_a_bundle_does_not_grow_without_bound(made):
     for day in range(12):
         bundle = make_certificate(NAMES, NOW + day, bundle).authorities
     assert len(read_certificates(bundle)) == 5
+
+
+class Server:
+    """Has no certificate and one webhook; takes notes of what is written."""
+
+    def __init__(self) -> None:
+        self.written: list[str] = []
+
+    async def read(self, path: str) -> None:
+        return None
+
+    async def call(self, method: str, path: str, **_: Any) -> dict[str, Any]:
+        if method != "GET":
+            self.written.append(path.rpartition("/")[2])
+        return {"metadata": {"resourceVersion": "1"}, "webhooks": [{"clientConfig": {}}]}
+
+
+async def test_an_authority_is_announced_before_its_certificate_is_stored():
+    """A webhook pod may use it at once, and the API server would refuse every change."""
+    server: Any = Server()
+    place = WebhookPlace("configuration", ("system", "hook"), ("system", "secret"))
+    assert await renew_certificate(server, place, NOW) == NOW + 365 * DAY
+    assert server.written == ["configuration", "secret"]
 
 
 @pytest.mark.parametrize("host", NAMES)

@@ -384,7 +384,11 @@ def test_how_the_kv_path_is_judged_stays_as_it_was_accepted(own: bool) -> None:
     assert world.plan().peers != peers
 
 
-@pytest.mark.parametrize("given", ["", "[", "7", '{"verification": 7}', '{"router": [1]}', "{}"])
+@pytest.mark.parametrize(
+    "given",
+    ["", "[", "[" * 100_000, "7", '{"verification": 7}', '{"router": [1]}', "{}"],
+    ids=["empty", "broken", "deep", "number", "no object", "a list", "nothing"],
+)
 def test_without_what_was_accepted_the_defaults_hold(given: str) -> None:
     """Somebody may delete it, or write something else."""
     world = brought_up(verification={"maxLocalShare": 100})

@@ -157,6 +157,19 @@ def test_a_label_that_a_webhook_adds_to_selector_and_pods_changes_nothing(world)
     assert served_key(noted, cluster)
 
 
+@pytest.mark.parametrize("label", ["pdcluster.dev/cluster", "app.kubernetes.io/component"])
+def test_a_service_that_selects_other_pods_reaches_no_router_whatever_was_noted(world, label):
+    world.bring_up()
+    name = "Service", "llama-router"
+    desired = copy.deepcopy(world.children[name])
+    world.children[name]["spec"]["selector"][label] = "other"
+    note = rewrite_of(slim(copy.deepcopy(world.children[name]), BY_NAME["Service"]), desired)
+    cluster = parse_cluster(manifest()).cluster
+    noted = replace(world.observed(), rewrites={name: note})
+    assert served_key(noted, cluster) == ""
+    assert "selects other pods" in why_unreachable(noted, cluster, accepted=True)
+
+
 def container(world, role, state, last=None):
     name = world.leaders(role)[0].pod()
     status = {"name": "engine", "state": state, "lastState": last or {}}

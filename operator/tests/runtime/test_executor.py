@@ -186,6 +186,28 @@ async def test_no_engine_makes_room_for_one_without_certificates(makes_room: boo
     assert sorted(api.begun) == sorted(["certificates", *others])
 
 
+async def test_no_engine_makes_room_for_one_whose_revision_is_not_stored() -> None:
+    api = Api()
+    api.fail = {"tiny-decode-b"}
+    gone = Delete("StatefulSet", "ns", "old", "u", "1", "a test", makes_room=True)
+    steps = [apply("tiny-decode-b", "ControllerRevision", uid="u"), gone]
+    with pytest.raises(ApiError, match="tiny-decode-b"):
+        await executor_of(api).perform(KEY, steps, [])
+    assert api.begun == ["tiny-decode-b"]
+
+
+async def test_a_first_trial_that_is_refused_stops_nothing_that_exists() -> None:
+    """Such as routers before engines of the other role, or one of these that is put right."""
+    api = Api()
+    api.fail = {"try out"}
+    trial = TryOut((), {"kind": "ControllerRevision", "metadata": {"name": "new"}}, True, "a test",
+                   first=True)  # fmt: skip
+    there = [apply("tiny-router", "Deployment", uid="u"), engine("decode-a-0", uid="u")]
+    with pytest.raises(ApiError, match="no pod may be privileged"):
+        await executor_of(api).perform(KEY, [trial, *there, engine("prefill-b-0")], [])
+    assert sorted(api.begun) == ["decode-a-0", "tiny-router", "try out"]
+
+
 async def test_that_a_revision_is_refused_is_said_whatever_else_is() -> None:
     """The planner reads it in the status: then engines are made of the stored revision."""
     api = Api()
@@ -218,6 +240,17 @@ async def test_engines_wait_for_their_certificates() -> None:
     with pytest.raises(ApiError):
         await executor_of(api).perform(KEY, [engine, certificates()], [])
     assert api.begun == ["certificates"]
+
+
+async def test_routers_wait_for_no_secret_of_the_engines() -> None:
+    """An engine that is evicted ends when they have forgotten it."""
+    api = Api()
+    api.fail = {"certificates", "ticket key"}
+    secret = {"kind": "Secret", "metadata": {"name": "tiny-ticket-key"}}
+    steps = [WriteTicketKey(secret, rotate=False, why="a test"), certificates()]
+    with pytest.raises(ApiError):
+        await executor_of(api).perform(KEY, [*steps, apply("router", "Deployment", uid="u")], [])
+    assert sorted(api.begun) == ["certificates", "router", "ticket key"]
 
 
 @pytest.mark.parametrize("rotate", [False, True])
