@@ -195,7 +195,7 @@ def hung_check(bench: Bench, prefill: Prefill) -> None:
     bench.fabric.behave = lambda transfer: (
         Behaviour(hang=True) if transfer.peer.startswith(prefill.engine_id) else before(transfer)
     )
-    bench.connections.probing.check(prefill.metadata, Future())
+    bench.connections.probing.begin(prefill.metadata, Future(), check=True)
     bench.turns()
     bench.fabric.behave = before
 
@@ -276,7 +276,7 @@ def test_a_check_waits_behind_slow_kv(bench: Bench) -> None:
     bench.fabric.behave = lambda transfer: Behaviour(hang=transfer.nbytes != 8)
     big = bench.send(slow)
     future: Future[ProbeResult] = Future()
-    bench.connections.probing.check(slow.metadata, future)
+    bench.connections.probing.begin(slow.metadata, future, check=True)
     for _ in range(int(BEHIND_KV_SECONDS) - 1):
         assert second(bench) == {}
     assert not future.done()
@@ -292,7 +292,7 @@ def test_a_check_that_waits_behind_kv_that_hangs_fails(bench: Bench) -> None:
     bench.fabric.behave = lambda _: Behaviour(hang=True)
     bench.send(slow)
     future: Future[ProbeResult] = Future()
-    bench.connections.probing.check(slow.metadata, future)
+    bench.connections.probing.begin(slow.metadata, future, check=True)
     for _ in range(int(BEHIND_KV_SECONDS) + 1):
         second(bench)
     failure = future.result(0).failure
@@ -308,9 +308,9 @@ def test_the_time_of_a_check_begins_with_its_read() -> None:
     assert bench.send(checked) in bench.take().received
     bench.pass_time(10)
     future: Future[ProbeResult] = Future()
-    bench.connections.probing.check(checked.metadata, future)
+    bench.connections.probing.begin(checked.metadata, future, check=True)
     bench.now += 6.0  # a call of NIXL for another peer took so long
-    bench.connections.probing.check(other.metadata, Future())
+    bench.connections.probing.begin(other.metadata, Future(), check=True)
     bench.turns()
     assert future.result(0).failure is None
 
@@ -346,7 +346,7 @@ def test_a_late_check_of_an_incarnation_that_is_gone_costs_its_successor_nothing
     slow = bench.send(after)
     bench.hanging.clear()
     future: Future[ProbeResult] = Future()
-    bench.connections.probing.check(before.metadata, future)
+    bench.connections.probing.begin(before.metadata, future, check=True)
     bench.turns()
     failure = future.result(0).failure
     assert failure is not None
@@ -398,7 +398,7 @@ def test_a_probe_that_fails_in_an_unforeseen_way_ends_with_its_agent(
             lambda *_: 1 / 0,
         )
         future: Future[ProbeResult] = Future()
-        bench.connections.probing.check(prefill.metadata, future)
+        bench.connections.probing.begin(prefill.metadata, future, check=True)
         bench.turns()
     failure = future.result(0).failure
     assert failure is not None
@@ -418,7 +418,7 @@ def test_a_check_is_no_answer_of_a_peer_that_failed_to_authenticate(bench: Bench
     failure = Failure(Reason.AUTHENTICATION_FAILED, "no peer of ours")
     bench.executor.gone("x/1", failure)
     future: Future[ProbeResult] = Future()
-    bench.connections.probing.check(prefill.metadata, future)
+    bench.connections.probing.begin(prefill.metadata, future, check=True)
     bench.turns()
     assert future.result(0).failure == failure
     bench.peers.table["x/1"] = failure

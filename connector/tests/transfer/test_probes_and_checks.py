@@ -18,6 +18,7 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.testing.nixl import Behaviour
 from pdcluster_connector.transfer.options import ReceiverOptions
+from pdcluster_connector.transfer.planned_reads import Slots
 
 Ask = Callable[[Bench, EngineMetadata], Future[ProbeResult]]
 CLOSED = Failure(Reason.BACKEND_ERROR, "the receiver is closed")
@@ -30,7 +31,7 @@ def bench() -> Bench:
 
 def check(bench: Bench, metadata: EngineMetadata) -> Future[ProbeResult]:
     future: Future[ProbeResult] = Future()
-    bench.connections.probing.check(metadata, future)
+    bench.connections.probing.begin(metadata, future, check=True)
     bench.turns()
     return future
 
@@ -118,6 +119,25 @@ def test_a_peer_whose_metadata_nixl_refuses_fails_its_own_question_alone(
     assert failure.message.startswith("NixlError: ")
     assert bench.probe(good).result(0).failure is None
     assert not bench.executor.busy
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["connected", "first"])
+@pytest.mark.parametrize("ask", [check, probe])
+def test_who_asks_is_answered_whatever_the_start_of_a_read_raises(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, ask: Ask, first: bool
+) -> None:
+    """Nothing is left of it: the next question and the next request are well."""
+    prefill = bench.prefill("p/1")
+    if not first:
+        assert bench.send(prefill) in bench.take().received
+        bench.pass_time(10.0)
+    with monkeypatch.context() as broken:
+        broken.setattr(Slots, "take", lambda _: 1 / 0)
+        failure = ask(bench, prefill.metadata).result(0).failure
+    assert failure == Failure(Reason.BACKEND_ERROR, "ZeroDivisionError: division by zero")
+    assert not bench.executor.busy
+    assert ask(bench, prefill.metadata).result(0).failure is None
+    assert bench.send(prefill) in bench.take().received
 
 
 def test_who_asks_after_the_end_is_told_of_it_at_once(bench: Bench) -> None:

@@ -37,7 +37,7 @@ def small(transfer: Transfer) -> bool:
 
 def check(bench: Bench, prefill: Prefill) -> Future[ProbeResult]:
     future: Future[ProbeResult] = Future()
-    bench.connections.probing.check(prefill.metadata, future)
+    bench.connections.probing.begin(prefill.metadata, future, check=True)
     bench.turns()
     return future
 

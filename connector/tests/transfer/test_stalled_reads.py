@@ -52,7 +52,7 @@ def check_that_hangs(bench: Bench, prefill: Prefill) -> Future[ProbeResult]:
     bench.pass_time(RECENT_SECONDS)  # where KV has just landed, a check reads nothing
     bench.fabric.behave = behave
     future: Future[ProbeResult] = Future()
-    bench.connections.probing.check(prefill.metadata, future)
+    bench.connections.probing.begin(prefill.metadata, future, check=True)
     bench.turns()
     return future
 

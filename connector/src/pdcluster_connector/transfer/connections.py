@@ -102,8 +102,8 @@ class Connections:
         connection.notice = peer_plan.cost_notice(plan, metadata.shape.layout)
         if connection.notice:
             logger.warning("%s: %s", metadata.engine_id, connection.notice)
-        self.by_engine[metadata.engine_id] = connection
         self.probing.start(connection, self._warm_up_done)
+        self.by_engine[metadata.engine_id] = connection  # now that somebody warms it up
         return connection
 
     def break_off(self, connection: Connection, failure: Failure) -> None:

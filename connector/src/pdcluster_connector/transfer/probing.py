@@ -243,36 +243,32 @@ class Probing:
                 del self.waiting[future]
                 answer(future, ProbeResult(failure))
 
-    def check(self, metadata: EngineMetadata, future: Future[ProbeResult]) -> None:
-        """Check with a small read that a connection still carries data.
+    def begin(
+        self, metadata: EngineMetadata, future: Future[ProbeResult], *, check: bool = False
+    ) -> ProbeRun | None:
+        """Begin to read for who asked. If nothing can be read, answer. Does not raise.
 
-        If there is no connection, because the agent was destroyed, it is opened. Its warm-up then
-        shows the same.
+        If there is no connection, because the agent was destroyed, it is opened; but none to a peer
+        that the peer book has dropped, because its warm-up would hang. While it warms up, a probe
+        waits. A check is answered: the warm-up shows the same.
         """
-        connection = self._open(metadata)
-        if isinstance(connection, Failure):
-            answer(future, ProbeResult(connection))
-        elif connection.waiting is not None:
-            answer(future, ProbeResult(None))
-        else:
-            self.start(connection, self._answering(future), check=True)
-
-    def _open(self, metadata: EngineMetadata) -> Connection | Failure:
-        """Return a connection that works or warms up, or why there is none. Does not raise.
-
-        None is opened to a peer that the peer book has dropped: its warm-up would hang.
-        """
-        engine_id, connections = metadata.engine_id, self._connections
-        if self.over is not None:
-            return self.over
-        if engine_id not in connections.by_engine and engine_id not in connections.peers:
+        engine_id, connections, failure = metadata.engine_id, self._connections, self.over
+        known = engine_id in connections.by_engine or engine_id in connections.peers
+        if failure is None and not known:
             message = f"{engine_id} is gone, or was forgotten"
-            return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message)
+            failure = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message)
         try:
-            connection = connections.open(metadata)
+            if failure is None:
+                connection = connections.open(metadata)
+                failure = connection.broken or connection.stalled
+                if failure is None and connection.waiting is None:
+                    size = serving_agent.WARM_UP_BYTES if check else serving_agent.PROBE_BYTES
+                    return self.start(connection, self._answering(future), size, check=check)
         except Exception as error:  # noqa: BLE001 - of one peer, whatever the cause
-            return Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
-        return connection.broken or connection.stalled or connection
+            failure = Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
+        if failure is not None or check:
+            answer(future, ProbeResult(failure))
+        return None
 
     def step(self) -> bool:
         """Go on with all runs; return whether to come back soon."""
@@ -321,19 +317,13 @@ class Probing:
             if future.cancelled():
                 del self.waiting[future]
                 continue
-            runs = len(self.runs)
-            connection = self._open(metadata)
-            if isinstance(connection, Connection) and connection.waiting is not None:
-                if len(self.runs) > runs:
-                    return True
-                continue
-            del self.waiting[future]
-            if isinstance(connection, Failure):
-                answer(future, ProbeResult(connection))
-            else:
-                self._asked, done = future, self._answering(future)
-                self._probe = self.start(connection, done, serving_agent.PROBE_BYTES)
-            return True
+            runs, run = len(self.runs), self.begin(metadata, future)
+            if run is not None:
+                self._probe, self._asked = run, future
+            if run is not None or future.done():
+                del self.waiting[future]
+            if len(self.runs) > runs or future.done():
+                return True
         return False
 
     def _answering(self, future: Future[ProbeResult]) -> Callable[[Connection, ProbeResult], None]:

@@ -79,7 +79,7 @@ class Receiver:
         probe_memory: ProbeMemory | None = None,
     ) -> None:
         options, buffers = options or ReceiverOptions(), probe_memory or HostMemory()
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._connections = Connections(options, clock, shard, memory, make_agent, peers, buffers)
         self._executor = ReceiveExecutor(options, clock, groups, self._connections, self._inbox.put)
         self._prepare_thread = prepare_thread
@@ -142,7 +142,8 @@ class Receiver:
         """
         future: Future[ProbeResult] = Future()
         probing = self._connections.probing
-        self._inbox.put(partial(probing.check if check else probing.probe, peer, future))
+        ask = partial(probing.begin, check=True) if check else probing.probe
+        self._inbox.put(lambda: ask(peer, future))
         if self._dead is not None:
             self._drain()
         return future
