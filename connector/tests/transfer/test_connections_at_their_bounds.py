@@ -10,6 +10,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.transfer.planned_reads import HANDSHAKE_GRACE_SECONDS
 from pdcluster_connector.transfer.probing import NO_ROOM, PROBE_SLOTS
+from pdcluster_connector.transfer.receive_machine import Signal
 
 
 @pytest.fixture
@@ -123,3 +124,31 @@ def test_a_connection_that_broke_for_another_cause_is_not_used_again(
     else:  # it waited for the connection to close
         assert not at_once.finished
         assert later in ended.received
+
+
+# What has to be read, and nothing to read it over.
+
+
+def test_a_receive_without_a_connection_fails_although_nothing_is_under_way(bench: Bench) -> None:
+    """It would be done otherwise: all that was planned has landed."""
+    bench.peers.hold = True
+    request = bench.send(bench.prefill("p/1"))
+    bench.executor.pass_on([(request, Signal.CONNECTED)])
+    failure = bench.take().failed[request]
+    assert failure == Failure(Reason.BACKEND_ERROR, "there is no connection to read over")
+
+
+@pytest.mark.parametrize("broken", [None, Failure(Reason.PEER_RESTARTED, "it is gone")])
+def test_a_receive_whose_connection_has_ended_fails(bench: Bench, broken: Failure | None) -> None:
+    prefill = bench.prefill("p/1")
+    assert bench.send(prefill) in bench.take().received
+    bench.peers.hold = bench.peers.silent = True
+    request = bench.send(prefill)
+    connection = bench.connections.by_engine["p/1"]
+    sources, connection.sources, connection.broken = connection.sources, [], broken
+    bench.executor.jobs[request].connection = connection
+    bench.executor.pass_on([(request, Signal.CONNECTED)])
+    ended = Failure(Reason.BACKEND_ERROR, "the connection has ended")
+    assert bench.take().failed[request] == (broken or ended)
+    assert not bench.written(request)
+    connection.sources = sources
