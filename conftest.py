@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from _pytest.mark.expression import Expression
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 import machine
@@ -22,10 +22,16 @@ import machine
 # What failed here is tried again here, and not in other checkouts.
 EXAMPLES = DirectoryBasedExampleDatabase(Path(__file__).with_name(".hypothesis") / "examples")
 # `make test` draws what hypothesis draws by default, `make fast` a quarter, `make soak` ten times.
-# Time limits on single examples fail on a busy machine and say nothing about the code.
-settings.register_profile("pdcluster", deadline=None, database=EXAMPLES)
-settings.register_profile("fast", deadline=None, database=EXAMPLES, max_examples=25)
-settings.register_profile("soak", deadline=None, database=EXAMPLES, max_examples=1000)
+# Time limits, on an example or on how fast they are drawn, fail on a busy machine and say nothing
+# about the code.
+for name, examples in (("pdcluster", 100), ("fast", 25), ("soak", 1000)):
+    settings.register_profile(
+        name,
+        deadline=None,
+        database=EXAMPLES,
+        max_examples=examples,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
 PROFILE = os.environ.get("PDCLUSTER_EXAMPLES", "pdcluster")
 settings.load_profile(PROFILE)
 

@@ -73,13 +73,15 @@ async def engine(
 async def run(
     prefill: EngineApi, decode: EngineApi, sizes: tuple[int, int] = (1, 1), **options: Any
 ) -> CanaryReport:
+    # No limit but the test's own: a machine that stalls for seconds is no engine that hangs.
+    options = {"seconds": 600.0, **options}
     canaries = Canaries(decode, D, sizes[1], lambda: TOKENS, **options)
     return await canaries.run(prefill, P, sizes[0], "llama")
 
 
-async def result(prefill: Answer, decode: Answer, seconds: float = 5.0) -> CanaryReport:
+async def result(prefill: Answer, decode: Answer) -> CanaryReport:
     async with engine(prefill) as (p, _), engine(decode) as (d, _):
-        return await run(p, d, seconds=seconds)
+        return await run(p, d)
 
 
 async def test_kv_that_moved():
@@ -371,11 +373,11 @@ async def test_the_loop_fills_the_link_table(key):
         )
         async with aiohttp.ClientSession() as session:
             task = asyncio.create_task(
-                Canaries(d, D, 1, lambda: TOKENS, "k", key).keep_running(
+                Canaries(d, D, 1, lambda: TOKENS, "k", key, 600.0).keep_running(
                     links, session, lambda: True
                 )
             )
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 while links.rows(time.monotonic())[0].report.canary.state == "Pending":  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             task.cancel()

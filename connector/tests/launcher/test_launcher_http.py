@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+from pdcluster_connector.launcher import interface
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.interface import LauncherServer
@@ -88,19 +89,20 @@ async def test_readyz_follows_the_engine():
         assert (answer.status, (await answer.json())["state"]) == (503, "Draining")
 
 
-async def test_workers_get_no_peers_while_the_engine_starts():
+async def test_workers_get_no_peers_while_the_engine_starts(monkeypatch):
     """A probe into GPU memory would break the CUDA graphs that vLLM captures then."""
+    monkeypatch.setattr(interface, "MAX_WAIT_SECONDS", 3600.0)
     async with launcher() as (client, readiness, _):
         await client.put("/v1/peers", json=PEERS)
         for line in ("Starting to load model", "Capturing CUDA graphs: 50%| 1/2 ["):
             readiness.line(line)
             document = await (await client.get("/v1/peers")).json()
             assert (document["generation"], document["peers"]) == (0, [])
-        waiting = asyncio.create_task(client.get("/v1/peers?after=0&wait=20"))
+        waiting = asyncio.create_task(client.get("/v1/peers?after=0&wait=3600"))
         await asyncio.sleep(0.1)
         assert not waiting.done()
         readiness.healthy()
-        assert await (await asyncio.wait_for(waiting, 5)).json() == PEERS
+        assert await (await asyncio.wait_for(waiting, 240)).json() == PEERS
         readiness.unhealthy("no answer")  # links stay, whatever comes later
         assert await (await client.get("/v1/peers")).json() == PEERS
 

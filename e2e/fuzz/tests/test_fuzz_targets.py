@@ -8,7 +8,7 @@ import sys
 
 import msgspec
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from fuzz import corpus_files
 from fuzz.targets import TARGETS
@@ -21,6 +21,13 @@ VALUES = st.recursive(
     max_leaves=12,
 )  # fmt: skip
 each_target = pytest.mark.parametrize("target", sorted(TARGETS))
+
+
+def test_a_machine_that_stands_still_fails_no_drawn_example() -> None:
+    for profile in ("pdcluster", "fast", "soak"):
+        limits = settings.get_profile(profile)
+        assert limits.deadline is None
+        assert HealthCheck.too_slow in limits.suppress_health_check
 
 
 @each_target

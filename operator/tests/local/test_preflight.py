@@ -18,6 +18,7 @@ from msgspec import structs
 from pdcluster_operator.api.findings import FieldError
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.types import Role
+from pdcluster_operator.local import facts as gathered
 from pdcluster_operator.local.addresses import taken_everywhere
 from pdcluster_operator.local.facts import gather
 from pdcluster_operator.local.preflight import Facts, Folder, Host, judge
@@ -38,6 +39,12 @@ GOOD = Facts(
     free=4 * GIB,
     taken={},
 )
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still for a minute is no Python that does not answer."""
+    monkeypatch.setattr(gathered, "PATIENCE_SECONDS", 240.0)
 
 
 def with_host(**fields: Any) -> Facts:
