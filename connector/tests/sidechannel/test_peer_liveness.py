@@ -390,7 +390,7 @@ def test_another_rank_hears_that_a_peer_is_gone(serve: Serve, books: Books) -> N
     server, book = serve(), books(rank=(0, 1))
     gone, heard = watch(book), []
     book.listen(lambda *news: heard.append(news))
-    why = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "the first rank got no answer")
+    why = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "connection refused", dead=True)
     book.hear(PREFILL, why)  # a peer that it does not know
     assert isinstance(connect(book, server.port).wait(), m.EngineMetadata)
     book.hear(PREFILL, why)

@@ -243,6 +243,44 @@ def test_many_that_come_in_a_silence_ask_once_and_go_on_with_the_answer(
     play(story)
 
 
+def test_another_rank_that_hears_of_a_silence_asks_itself_and_ends_nobody(play: Play) -> None:
+    """It asks rarely. Until it did, what is new would be posted, and hang until its lease ends."""
+    silent = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "the first rank got no answer")
+
+    async def story(network: Network) -> None:
+        network.book._asks_often = False
+        await network.met_and_silent(6.0, 4.0)
+        network.book.hear("ns.c.prefill.r.1/0", silent)  # a peer that it does not know
+        assert (network.book.silence.seconds(ADDRESS), network.asked) == (0.0, 0)
+        network.book.hear(PREFILL, silent)
+        assert network.connect() == [(10.0, METADATA)], (
+            "for three seconds, as far as the first rank knows"
+        )
+        await asyncio.sleep(SILENT_SECONDS - sum(peers.HEALTH_SECONDS))
+        late = network.connect()
+        await asyncio.sleep(2.0)
+        failed_within_two_seconds(late, 12.0)
+        network.answers.set()
+        await asyncio.sleep(ANSWER_SECONDS)
+        assert network.connect() == [(now(), METADATA)]
+        assert network.gone == []
+
+    play(story)
+
+
+def test_a_peer_that_answers_another_rank_is_not_silent_there(play: Play) -> None:
+    async def story(network: Network) -> None:
+        network.book._asks_often = False
+        await network.met_and_silent(10.0, 0.0)
+        network.answers.set()
+        network.book.hear(PREFILL, Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "no answer"))
+        await asyncio.sleep(0.1)
+        assert (network.asked, network.book.silence.seconds(ADDRESS)) == (1, 0.0)
+        assert (network.silences, network.gone) == ([], [])
+
+    play(story)
+
+
 def test_a_question_that_is_given_up_is_no_silence(play: Play) -> None:
     async def story(network: Network) -> None:
         never: asyncio.Future[object] = asyncio.get_running_loop().create_future()

@@ -29,7 +29,7 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.launcher_documents import LinkState
 from pdcluster_connector.sidechannel import lease_client
 from pdcluster_connector.sidechannel.handshake import SILENT_SECONDS
-from pdcluster_connector.testing.engines import Fetch
+from pdcluster_connector.testing.engines import Fetch, PrefillEngine, Size
 from pdcluster_connector.testing.nixl import Fabric
 from pdcluster_connector.transfer.options import ReceiverOptions
 from pdcluster_connector.transfer.probing import BEHIND_KV_SECONDS
@@ -37,9 +37,11 @@ from pdcluster_connector.transfer.receive_machine import State
 from pdcluster_connector.vllm.worker_side import link_keeper
 
 PREFILL, DECODE = "ns.c.prefill.r.0/00000000000000aa", "ns.c.decode.r.0/00000000000000dd"
+AGAIN = "ns.c.prefill.r.0/00000000000000bb"
 LEASE = 60.0
 STEP = 0.05  # of both engines
 SOON = 2.0  # what must fail fails within it
+DRAIN = ReceiverOptions().drain_deadline_seconds
 TOKENS = 4
 WARM_UP = "warm-up"
 
@@ -61,18 +63,19 @@ class Sent:
 
 
 class Stage:
-    """One prefill engine, one decode engine of one rank, and the link between them."""
+    """One prefill engine, one decode engine, and the link between them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
         self.fabric = Fabric()
         self.network = Network(self.fabric, random.Random(1))
         install(monkeypatch, self.network, random.Random(31))
         self.fatal: list[str] = []
         options = ReceiverOptions(fatal=self.fatal.append)
         self.prefill = start_prefill(self.fabric, PREFILL, lease_seconds=LEASE)
-        self.decode = start_decode(self.fabric, DECODE, lease_seconds=LEASE, options=options)
-        (self.receiver,) = self.decode.receivers.values()
-        (self.book,) = self.decode._peers
+        size = Size(tensor=ranks)
+        self.decode = start_decode(self.fabric, DECODE, size, lease_seconds=LEASE, options=options)
+        self.receiver, *_ = self.decode.receivers.values()
+        self.book, *_ = self.decode._peers
         self.is_dead = False
         self.sent: list[Sent] = []
         self.states: list[LinkState] = []
@@ -98,10 +101,10 @@ class Stage:
         self.is_dead = True
         self.prefill.kill()
 
-    async def keep_link(self) -> None:
+    async def keep_link(self, prefill: PrefillEngine) -> None:
         """Keep a link to prefill, as with a launcher."""
-        address = f"127.0.0.1:{self.prefill.server.port}"
-        entry = links.PeerEntry("ns.c.prefill.r.0", address, PREFILL)
+        address = f"127.0.0.1:{prefill.server.port}"
+        entry = links.PeerEntry("ns.c.prefill.r.0", address, prefill.engine_id)
 
         def changed() -> None:
             self.states.append(keeper.report.state)
@@ -112,7 +115,7 @@ class Stage:
 
     async def link_up(self) -> None:
         """Have a link that was established a while ago, and over which KV has come."""
-        self.keeper = asyncio.create_task(self.keep_link())
+        self.keeper = asyncio.create_task(self.keep_link(self.prefill))
         await asyncio.sleep(20.0)
         sent = self.send()
         await asyncio.sleep(6.0)
@@ -181,14 +184,14 @@ class Stage:
 
 
 Story = Callable[[Stage], Coroutine[Any, Any, None]]
-Play = Callable[[Story], None]
+Play = Callable[..., None]
 
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> Play:
-    def played(story: Story) -> None:
+    def played(story: Story, ranks: int = 1) -> None:
         async def run() -> None:
-            stage = Stage(monkeypatch)
+            stage = Stage(monkeypatch, ranks)
             steps = asyncio.create_task(stage.step_for_ever())
             await story(stage)
             assert not steps.done(), steps.result()
@@ -326,3 +329,63 @@ def test_requests_of_a_prefill_that_has_died_fail_soon(
         assert "refused" in waits.failure.message or PREFILL in waits.failure.message
 
     play(story)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("moment", [State.NEW, State.POSTED, State.FENCE])
+def test_of_two_living_starts_the_silence_of_one_ends_nothing_of_the_other(
+    play: Play, moment: str, ranks: int
+) -> None:
+    """The old pod's node is cut off from the API server, and is powered off later.
+
+    Nothing keeps a link to the old start any more, and it never answers again. What waits for it
+    ends with its lease. What is new fails soon, on every rank.
+    """
+
+    async def story(stage: Stage) -> None:
+        new = start_prefill(stage.fabric, AGAIN, lease_seconds=LEASE)
+
+        def sent_to_new() -> Sent:
+            return stage.send(new.compute(len(stage.sent), TOKENS))
+
+        async def step_for_ever() -> None:
+            while True:
+                new.step()
+                await asyncio.sleep(STEP)
+
+        steps = asyncio.create_task(step_for_ever())
+        both = [stage.send(), sent_to_new()]
+        stage.keeper = asyncio.create_task(stage.keep_link(new))
+        await asyncio.sleep(20.0)
+        both += [stage.send(), sent_to_new()]
+        await asyncio.sleep(6.0)
+        for sent in both:
+            lived(sent)
+        computed = stage.prefill.compute(len(stage.sent), TOKENS) if moment == State.NEW else None
+        waits = [] if computed else [await stage.send_in(moment)]
+        stage.begin("stopped")
+        began, to_new = now(), []
+        waits += [stage.send(computed)] if computed else []
+        to_old = []
+        while now() < began + LEASE + DRAIN + 4 * SOON:
+            to_old.append(stage.send())
+            to_new.append(sent_to_new())
+            await asyncio.sleep(SOON)
+        for sent in to_new:
+            lived(sent)
+            assert sent.ended is not None
+            assert sent.ended - sent.began <= SOON
+        late = [sent for sent in to_old if sent.may_fail]
+        assert judge(late, began) == len(late) > 40
+        waits += [sent for sent in to_old if not sent.may_fail]
+        assert 3 <= len(waits) <= 6
+        for sent in waits:
+            assert sent.failure is not None
+            assert sent.failure.reason in {Reason.TRANSFER_STALLED, Reason.LEASE_EXPIRED}
+            assert sent.ended is not None
+            assert -1.0 <= sent.ended - sent.began - LEASE <= DRAIN + SOON
+        assert LinkState.FAILED not in stage.states
+        assert stage.fatal == []
+        assert not steps.done()
+
+    play(story, ranks)

@@ -15,13 +15,17 @@ import pytest
 pytest.importorskip("vllm")
 
 from contract import BLOCK, ContractEngine, closing_engines, prompt, stood_still
+from real_worker import RealWorker
 from vllm.v1.request import RequestStatus
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.kv_path import FAILURE_HEADER
 from pdcluster_connector.protocol.ticket import Ticket, encode, ticket_of
+from pdcluster_connector.sidechannel import peers
 from pdcluster_connector.sidechannel.ticket_key_file import ROTATION_SECONDS, parse_keys
+from pdcluster_connector.testing.nixl import Fabric
+from pdcluster_connector.vllm.step_messages import StepReport
 from ticket_key import KEYS
 
 pytestmark = pytest.mark.vllm
@@ -520,6 +524,24 @@ def test_all_ranks_are_told_of_a_peer_that_the_first_one_finds_gone(pair: Any) -
         worker.told_gone = {}
     decode.step()
     assert not any(worker.told_gone for worker in decode.workers), "told twice"
+
+
+def test_the_first_rank_reports_a_peer_that_is_silent(
+    engines: Any, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks ask rarely: until they hear of it, they would post reads that hang."""
+    monkeypatch.setattr(
+        "pdcluster_connector.vllm.worker_side.worker.nixl_agent.NixlAgent",
+        lambda name, **_: Fabric().agent(name),
+    )
+    connector = RealWorker(engines("consumer", ranks=1, publish=False), 0.0).connector
+    assert connector._worker is not None
+    book, silent = connector._worker._peers, Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "no answer")
+    assert book is not None
+    peers.call(book._silence_listeners, "e/1", silent)
+    report = connector.build_connector_worker_meta()
+    connector.shutdown()
+    assert report == StepReport({}, {"e/1": silent})
 
 
 def test_an_unclaimed_lease_expires_and_is_counted(engines: Any) -> None:

@@ -72,6 +72,10 @@ class Silence:
                 self._asked_at.pop(address, None)
         return outcome
 
+    def hear(self, address: tuple[str, int], seconds: float) -> None:
+        """Note that another rank has had no answer for so many seconds."""
+        self._asked_at.setdefault(address, time.monotonic() - seconds)
+
     def seconds(self, address: tuple[str, int]) -> float:
         """Return for how many seconds questions to an address have had no answer."""
         since = self._asked_at.get(address)

@@ -190,7 +190,7 @@ class PeerBook:
         self._thread.call(self._forget, engine_id, failure)
 
     def hear(self, engine_id: str, failure: Failure) -> None:
-        """Take in that another rank of this engine found a peer gone. Thread-safe."""
+        """Take in that another rank of this engine found a peer gone or silent. Thread-safe."""
         self._thread.call(self._hear, engine_id, failure)
 
     def __contains__(self, engine_id: str) -> bool:
@@ -346,6 +346,10 @@ class PeerBook:
     def _hear(self, engine_id: str, failure: Failure) -> None:
         peer = self._peers.get(engine_id)
         if peer is None or peer.metadata is None:
+            return
+        if failure.reason is Reason.SIDE_CHANNEL_UNREACHABLE and not failure.dead:
+            self.silence.hear(peer.address, sum(HEALTH_SECONDS))
+            peer.hurry.set()  # it may live: this rank asks, too
             return
         if peer.task is not None:
             peer.task.cancel()

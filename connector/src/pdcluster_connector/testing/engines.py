@@ -267,7 +267,7 @@ class DecodeEngine:
             )
             receiver.start()
             self.receivers[rank] = receiver
-        self._peers[0].listen(self._tell_ranks)
+        self._peers[0].listen(self._tell_ranks, silence=True)
 
     def _tell_ranks(self, engine_id: str, failure: Failure) -> None:
         """Pass on to the other ranks what the first one found, as vLLM's scheduler does."""

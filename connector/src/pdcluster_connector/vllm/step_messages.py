@@ -27,7 +27,7 @@ class StepOrders(base.KVConnectorMetadata):
             is reported: see :mod:`pdcluster_connector.nixl_io.serving_agent`.
         renewed: seconds that prefill has promised to hold the KV of a parked request.
         lost: parked requests whose lease is not this engine's any more, and why.
-        gone: peers that the first rank found gone, by engine id, and why.
+        gone: peers that the first rank found gone or silent, by engine id, and why.
     """
 
     receive: list[receive_order.ReceiveOrder] = field(default_factory=list)
@@ -44,7 +44,7 @@ class StepOrders(base.KVConnectorMetadata):
 class StepReport(base.KVConnectorWorkerMetadata):
     """Receipts of the receives that ended in this step, by request id.
 
-    ``gone``: peers that this rank has just found gone, by engine id. Only the first rank says so.
+    ``gone``: peers that the first rank has just found gone or silent, by engine id, and why.
     """
 
     receipts: dict[str, receive_order.Receipt]

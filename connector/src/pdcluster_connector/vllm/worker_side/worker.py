@@ -117,7 +117,7 @@ class WorkerRole:
         # The next ones. They stay here until the very line that returns them.
         self._results = [KVConnectorTransferResults()]
         self._reports = [step_messages.StepReport({})]
-        # When the first rank found which peer gone; thread-safe at both ends.
+        # When the first rank found which peer gone or silent; thread-safe at both ends.
         self._gone: deque[tuple[float, str, Failure]] = deque()
 
     # At start.
@@ -152,7 +152,7 @@ class WorkerRole:
         tls = Tls(files, self._engine_id) if files else None
         self._peers = PeerBook(self._engine_id, registration.shape, self._rank, tls)
         if self._rank == FIRST_RANK:  # it asks peers often whether they live, the others rarely
-            self._peers.listen(self.peer_gone)
+            self._peers.listen(self.peer_gone, silence=True)
         self._receiver = receiver.Receiver(
             shard=registration.shard,
             groups=self._groups,
@@ -285,7 +285,7 @@ class WorkerRole:
         return self._results.pop(0)
 
     def report(self) -> step_messages.StepReport | None:
-        """What became of the receives in :meth:`results`, and which peers are gone."""
+        """What became of the receives in :meth:`results`, and which peers are gone or silent."""
         oldest, report = time.monotonic() - GONE_SECONDS, self._reports[0]
         while self._gone:
             at, engine_id, failure = self._gone.popleft()
@@ -297,7 +297,7 @@ class WorkerRole:
         return self._reports.pop(0)
 
     def peer_gone(self, engine_id: str, failure: Failure) -> None:
-        """Note on the first rank that a peer is gone, for the other ranks. Any thread calls it."""
+        """Note on the first rank, for the others, who is gone or silent. Any thread calls it."""
         if failure.reason in CONCERNS_ALL_RANKS:
             self._gone.append((time.monotonic(), engine_id, failure))
 
