@@ -20,6 +20,7 @@ from pdcluster_operator.api.conditions import ConditionType, set_conditions, yes
 from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
 from pdcluster_operator.plan.objects.drift import is_settled
+from pdcluster_operator.plan.objects.ownership import is_being_deleted
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.types import (
     Apply,
@@ -433,15 +434,17 @@ async def test_the_status_of_a_cluster_that_was_made_anew_stays(real, api, live,
     assert get(real, namespace, "gone")["code"] == 404, "a status creates no object"
 
 
-async def test_the_live_uid_is_none_once_deletion_began(real, api, live, namespace):
-    key = Key(namespace, "tiny")
-    assert await api.read_uid(key) == live["metadata"]["uid"]
-    assert await api.read_uid(Key(namespace, "gone")) is None
+async def test_what_is_read_is_what_there_is_and_that_its_deletion_began(
+    real, api, live, namespace
+):
+    place = "PDCluster", namespace, "tiny"
+    assert (await api.read(*place))["metadata"]["uid"] == live["metadata"]["uid"]
+    assert await api.read("PDCluster", namespace, "gone") is None
     path = f"{GROUP}/namespaces/{namespace}/pdclusters/tiny"
     held = {"metadata": {"finalizers": ["tests.pdcluster.dev/hold"]}}
     real.call("PATCH", path, held, "application/merge-patch+json")
     real.call("DELETE", path)
-    assert await api.read_uid(key) is None
+    assert is_being_deleted(await api.read(*place))
     real.call("PATCH", path, {"metadata": {"finalizers": None}}, "application/merge-patch+json")
 
 

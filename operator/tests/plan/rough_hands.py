@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from random import Random
 
-from rough_world import CLUSTER, NAMESPACE, STRANGER, Identity, Manifest, World, copied
+from rough_world import CLUSTER, STRANGER, Identity, Manifest, World, copied, is_strange
+from served_truth import FORBIDDEN
 
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.api.object_names import CLUSTER_LABEL
+from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict, Invalid
 
 YEAR = 365 * 86_400.0
@@ -32,22 +33,20 @@ KINDS = (
     "Secret",
     "ConfigMap",
 )
+IMMUTABLE = ("ConfigMap", "ControllerRevision")
+NAMED = tuple(kind for kind in KINDS if kind not in IMMUTABLE)
 OWNER = {"apiVersion": "example.com/v1", "kind": "Other", "name": "x", "uid": STRANGER}
-# Pods of a StatefulSet that is not ours any more still count as our engine's.
-OWNED = tuple(kind for kind in KINDS if kind != "StatefulSet")
 ENV = tuple([{"name": "A", "value": str(number)}] for number in range(3))
+MOST_ENGINES = 9  # of a role, in the end
+SCALES = (0, 1, 2, 3, 4, MOST_ENGINES, 100_000)
 
 
 class Hands:
-    """All that others may do; dice choose.
-
-    Attributes:
-        spec: the parts of the PDCluster's spec that they change.
-        usual: the last spec that is meant to stay, in case that others break it for a while.
-    """
+    """All that others may do; dice choose."""
 
     def __init__(self, world: World, dice: Random) -> None:
         self.world, self.dice = world, dice
+        self.specs: list[Manifest] = []
 
     def act(self) -> str:
         hands = (
@@ -70,7 +69,11 @@ class Hands:
             self.release,
             self.pause,
             self.break_spec,
+            self.revert_spec,
+            self.rotate,
+            self.lose_status,
         )
+        self.specs.append(spec_of(self.world))
         return self.dice.choice(hands)()
 
     def delete(self) -> str:
@@ -80,25 +83,19 @@ class Hands:
         return f"delete {name}"
 
     def disown(self) -> str:
-        if (name := self._some(*OWNED)) is None:
+        if (name := self._some(*KINDS)) is None:
             return ""
         owners = self.dice.choice(([], [{**OWNER, "controller": True}]))
         self._by_hand(name)["metadata"]["ownerReferences"] = owners
         return f"{name} is of {owners}"
 
     def relabel(self) -> str:
-        if (name := self._some(*KINDS)) is None:
+        if (name := self._some(*KINDS, "Pod")) is None:
             return ""
         labels = self.world.objects[name]["metadata"].get("labels") or {}
         if not labels:
             return ""
-        # The watch does not show a StatefulSet without this label. If the spec does not ask for it
-        # any more, its engine stays, and the status says that engines still exist.
-        kept = {CLUSTER_LABEL} if name[0] == "StatefulSet" else set()
-        label, value = (
-            self.dice.choice(sorted(labels.keys() - kept)),
-            self.dice.choice((None, "other")),
-        )
+        label, value = self.dice.choice(sorted(labels)), self.dice.choice((None, "other"))
         changed = {**labels, label: value}
         if value is None:
             del changed[label]
@@ -113,7 +110,7 @@ class Hands:
         old.pop("status", None)
         name = (old["kind"], old["metadata"]["name"])
         live = self.world.objects.get(name)
-        if live is not None and name[0] in ("ConfigMap", "ControllerRevision"):
+        if live is not None and name[0] in IMMUTABLE:
             return ""  # the API server lets nobody change these
         if live is not None:
             old["metadata"]["ownerReferences"] = live["metadata"].get("ownerReferences") or []
@@ -126,11 +123,15 @@ class Hands:
         if kind == "StatefulSet" and self.dice.random() < 0.5:
             self.world.refused_template = "a policy refuses the pod"
             return "new templates are refused"
+        if kind != "PDCluster" and self.dice.random() < 0.3:
+            self.world.full.add(kind)
+            return f"no more of {kind} can be created"
         self.world.refusals[kind] = error
         return f"{kind} is refused: {error.reason}"
 
     def allow(self) -> str:
         self.world.refusals.clear()
+        self.world.full.clear()
         self.world.refused_template = ""
         return "nothing is refused"
 
@@ -175,23 +176,30 @@ class Hands:
 
     def bend(self) -> str:
         """Change what an object does."""
-        kinds = ("Service", "Deployment", "StatefulSet", "PodDisruptionBudget", "Secret")
-        if (name := self._some(*kinds)) is None:
+        if (name := self._some(*(kind for kind in KINDS if kind != "ConfigMap"))) is None:
             return ""
-        kind = name[0]
-        live = self._by_hand(name)
+        kind, live = name[0], self._by_hand(name)
+        spec = live.get("spec") or {}
         if kind == "Service":
-            live["spec"]["selector"] = {**live["spec"].get("selector", {}), "app": "other"}
-        elif kind == "Deployment":
-            live["spec"]["replicas"] = self.dice.choice((0, 3))
-        elif kind == "StatefulSet":
-            live["spec"]["replicas"] = self.dice.choice((0, 2))
+            spec["selector"] = {**(spec.get("selector") or {}), "app": "other"}
+        elif kind in ("Deployment", "StatefulSet"):
+            replicas = self.dice.choice((0, 2 if kind == "StatefulSet" else 3, None))
+            if replicas is None:  # as kubectl rollout restart does it
+                notes = spec["template"]["metadata"].setdefault("annotations", {})
+                notes["kubectl.kubernetes.io/restartedAt"] = timestamp(self.world.seconds)
+            else:
+                spec["replicas"] = replicas
+            live["metadata"]["generation"] += 1
         elif kind == "PodDisruptionBudget":
-            live["spec"]["selector"] = {"matchLabels": {"app": "other"}}
+            spec["selector"] = {"matchLabels": {"app": "other"}}
+        elif kind == "NetworkPolicy":
+            spec["podSelector"] = self.dice.choice(({}, {"matchLabels": {"app": "other"}}))
+        elif kind == "ServiceAccount":
+            live["automountServiceAccountToken"] = True
+        elif kind == "ControllerRevision":
+            live["revision"] = self.dice.randrange(1, 9)
         else:
             live["data"] = {}
-        if kind in ("Deployment", "StatefulSet"):
-            live["metadata"]["generation"] += 1
         return f"bend {name}"
 
     def release(self) -> str:
@@ -206,16 +214,16 @@ class Hands:
 
     def take_name(self) -> str:
         """A stranger's object takes the place of one of ours."""
-        if (name := self._some("Service", "Deployment", "Secret")) is None:
+        if (name := self._some(*NAMED)) is None:
             return ""
         old = copied(self.world.objects[name])
         self.world.remove(name)
-        metadata = {"name": name[1], "namespace": NAMESPACE, "labels": old["metadata"]["labels"]}
+        metadata = {"name": name[1], "labels": old["metadata"].get("labels") or {}}
         self.world.write({**old, "metadata": metadata, "status": {}}, by="hand")
         return f"a stranger's {name}"
 
     def change_spec(self) -> str:
-        choice = self.dice.randrange(5)
+        choice = self.dice.randrange(6)
         if choice == 0:
             block = self.dice.choice((16, 32, 64))
             self.world.edit(engine={"blockSize": block})
@@ -228,12 +236,16 @@ class Hands:
             routers = self.dice.randrange(3)
             self.world.edit(router={"replicas": routers})
             return f"{routers} routers"
+        if choice == 3:
+            renew = str(self.dice.randrange(3))
+            self._edit_part("rollout", renew=renew)
+            return f"renew {renew}"
         role, env = self.dice.choice(("prefill", "decode")), self.dice.choice(ENV)
         self._edit_part(role, engine={"env": env})
         return f"{role}: {env}"
 
     def scale(self) -> str:
-        role, replicas = self.dice.choice(("prefill", "decode")), self.dice.randrange(5)
+        role, replicas = self.dice.choice(("prefill", "decode")), self.dice.choice(SCALES)
         self._edit_part(role, replicas=replicas)
         return f"{role}: {replicas} replicas"
 
@@ -244,9 +256,27 @@ class Hands:
 
     def break_spec(self) -> str:
         """The spec is refused by no webhook, and broken, until somebody mends it."""
-        broken = "nonsense" not in self.world.cluster["spec"]
-        self.world.edit(nonsense=True if broken else None)
+        engine = self.world.cluster["spec"].get("engine") or {}
+        broken = "extraArgs" not in engine
+        self._mend_spec()
+        if broken:
+            self._edit_part("engine", extraArgs=[FORBIDDEN])
         return f"the spec is broken: {broken}"
+
+    def revert_spec(self) -> str:
+        self.world.edit(**dict.fromkeys(self.world.cluster["spec"]) | self.dice.choice(self.specs))
+        return f"the spec is again {spec_of(self.world)}"
+
+    def rotate(self) -> str:
+        """Somebody asks for a new ticket key."""
+        notes = {ROTATE_TICKET_KEY_ANNOTATION: str(self.dice.randrange(9))}
+        self.world.touch(CLUSTER)["metadata"]["annotations"] = notes
+        return "a new ticket key"
+
+    def lose_status(self) -> str:
+        """A backup that is restored has no status."""
+        self.world.touch(CLUSTER)["status"] = {}
+        return "the status is lost"
 
     def stop(self, *, mend: bool) -> None:
         """Others stop: nothing is refused, nodes are back, and the spec is one that can be had.
@@ -262,15 +292,17 @@ class Hands:
         self._edit_part("rollout", paused=False)
         for role in ("prefill", "decode"):
             replicas = (world.cluster["spec"].get(role) or {}).get("replicas", 1)
-            self._edit_part(role, replicas=max(1, replicas))
-        world.edit(nonsense=None)
-        for name in [n for n in world.objects if mend and n[0] in KINDS]:
-            if name in world.objects and name[0] != "ConfigMap" and not self._is_owned(name):
+            self._edit_part(role, replicas=min(MOST_ENGINES, max(1, replicas)))
+        self._mend_spec()
+        kinds = (*(kind for kind in KINDS if kind != "ConfigMap"), "Pod")
+        for name in [n for n in world.objects if mend and n[0] in kinds]:
+            if name in world.objects and is_strange(world, world.objects[name]):
                 world.remove(name)
 
-    def _is_owned(self, name: Identity) -> bool:
-        owners = self.world.objects[name]["metadata"].get("ownerReferences") or ()
-        return any(one.get("uid") == self.world.uid for one in owners)
+    def _mend_spec(self) -> None:
+        engine = self.world.cluster["spec"].get("engine") or {}
+        kept = {name: one for name, one in engine.items() if name != "extraArgs"}
+        self.world.edit(engine=kept or None)
 
     def _edit_part(self, part: str, **fields: object) -> None:
         self.world.edit(**{part: {**(self.world.cluster["spec"].get(part) or {}), **fields}})

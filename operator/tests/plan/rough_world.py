@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from random import Random
@@ -26,17 +26,21 @@ from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.object_names import (
     CERTIFICATES_ANNOTATION,
     CERTIFICATES_HASH_ANNOTATION,
+    CLUSTER_LABEL,
     ENGINE_LABEL,
     PAIRING_LABEL,
     POD_INDEX_LABEL,
+    REVISION_LABEL,
     ROLE_LABEL,
     certificates_name,
     engine_of,
+    labels_of,
     ticket_key_name,
 )
 from pdcluster_operator.plan.forecast.world import ready_engine, running
 from pdcluster_operator.plan.name_conflicts import name_conflict, why_not_applied
-from pdcluster_operator.plan.objects.ownership import controller_of, controller_uid, owner_in
+from pdcluster_operator.plan.objects.ownership import controller_of, controller_uid
+from pdcluster_operator.plan.rollout.wanted_children import USED_UP, refusal
 from pdcluster_operator.plan.types import (
     ConnectorBundle,
     Delete,
@@ -54,11 +58,12 @@ from pdcluster_operator.runtime.store import Store
 Manifest = dict[str, Any]
 Identity = tuple[str, str]
 Watched = Callable[[str, Identity], AbstractContextManager[None]]
-NAMESPACE, NAME = "default", "llama"
-KEY = Key(NAMESPACE, NAME)
+NAME = "llama"
 CLUSTER = ("PDCluster", NAME)
 GRACE = 30.0
 STRANGER = "stranger"  # UID of an owner that is not in the world, and stays
+ROLES = ("prefill", "decode")
+TELLING = (CLUSTER_LABEL, ROLE_LABEL, REVISION_LABEL, ENGINE_LABEL)  # whose a pod is
 ATOMIC = ("selector", "podSelector", "matchLabels")  # an apply replaces these as a whole
 
 
@@ -73,6 +78,7 @@ class World:
         seconds: the API server's clock.
         skew: by how much a load balancer's page had another date, in seconds.
         refusals: the error that each write of a kind ends with.
+        full: kinds of which no object can be created, because a quota is used up.
         lives: how many more writes the operator's process makes; None for no end.
         sick: StatefulSets whose engines do not come up.
         stuck: pods that do not go, because their node is gone.
@@ -85,6 +91,7 @@ class World:
     """
 
     monotonic = 1000.0  # of all worlds
+    namespace = "default"
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self.dice: Random | None = None
@@ -94,6 +101,7 @@ class World:
         self.past: list[Manifest] = []
         self.last_writer: dict[Identity, str] = {}
         self.refusals: dict[str, ApiError] = {}
+        self.full: set[str] = set()
         self.refused_template = ""
         self.lives: int | None = None
         self.sick: set[str] = set()
@@ -113,7 +121,7 @@ class World:
         made = copy(self)
         made.objects, made.applied = copied(self.objects), copied(self.applied)
         made.past, made.last_writer = [*self.past], {**self.last_writer}
-        made.refusals, made.sick, made.stuck = {}, set(), set()
+        made.refusals, made.full, made.sick, made.stuck = {}, set(), set(), set()
         made.verified, made.writes, made.hit = {*self.verified}, [], set()
         made.watched = lambda *_: nullcontext()
         made.start()
@@ -128,7 +136,7 @@ class World:
         self.version += 1
         metadata, old = made["metadata"], (live or {"metadata": {}})["metadata"]
         metadata["uid"] = old.get("uid") or f"uid-{self.version}"
-        metadata.setdefault("namespace", NAMESPACE)
+        metadata.setdefault("namespace", self.namespace)
         metadata["creationTimestamp"] = old.get("creationTimestamp") or timestamp(self.seconds)
         changed = live is None or live.get("spec") != made.get("spec")
         metadata["generation"] = int(old.get("generation") or 0) + changed
@@ -185,13 +193,16 @@ class World:
         found = (self.cluster.get("status") or {}).get("conditions") or ()
         return next((one for one in found if one["type"] == kind), {})
 
-    def _admit(self, kind: str) -> None:
+    def _admit(self, kind: str, name: str = "") -> None:
+        """Refuse a write, or end the operator in its place; ``name`` of an object to apply."""
         if self.lives is not None:
             self.lives -= 1
             if self.lives < 0:
                 raise Killed
         if kind in self.refusals:
             raise self.refusals[kind]
+        if name and kind in self.full and (kind, name) not in self.objects:
+            raise ApiError("Forbidden", f"{USED_UP}: no more of {kind}")
 
     def _apply(self, wanted: Manifest, uid: str) -> Manifest:
         name = identity(wanted)
@@ -216,11 +227,8 @@ class World:
 
     # The operator's port.
 
-    async def read_uid(self, key: Key) -> str | None:
-        return self.uid
-
-    async def read_owner(self, namespace: str, reference: Any) -> Any:
-        return owner_in(self.live(reference["kind"], reference["name"]), reference)
+    async def read(self, kind: str, namespace: str, name: str) -> Any:
+        return self.live(kind, name)
 
     async def read_ticket_key(self, key: Key, uid: str) -> str | None:
         return held_ticket_key(self._own_secret(ticket_key_name(NAME), uid))
@@ -236,7 +244,7 @@ class World:
         return live
 
     async def write_ticket_key(self, step: WriteTicketKey) -> None:
-        self._admit("Secret")
+        self._admit(*identity(step.manifest))
         live = self.live("Secret", step.manifest["metadata"]["name"])
         if (why := why_not_applied(step.manifest, live)) is not None:
             raise ApiError(why.reason, why.message)
@@ -249,19 +257,21 @@ class World:
             )
 
     async def write_certificates(self, step: WriteCertificates) -> HeldCertificates:
-        self._admit("Secret")
+        self._admit("Secret", step.manifest["metadata"]["name"])
         metadata, data = copied(dict(step.manifest["metadata"])), dict.fromkeys(step.engines, "x")
         metadata["annotations"][CERTIFICATES_HASH_ANNOTATION] = json.dumps(data)
         named = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data}
         return _held(self._apply(named, step.uid))
 
     async def apply(self, wanted: Mapping[str, Any], uid: str = "") -> Manifest:
-        self._admit(wanted["kind"])
+        self._admit(*identity(wanted))
         return self._apply(dict(wanted), uid)
 
     async def try_out(self, step: TryOut) -> None:
         if self.refused_template:
             raise ApiError("TemplateRefused", self.refused_template)
+        if "StatefulSet" in self.full and (why := refusal(step, "StatefulSet", USED_UP)):
+            raise ApiError("TemplateRefused", why)
 
     async def delete(self, step: Delete) -> None:
         self._admit(step.kind)
@@ -333,7 +343,7 @@ class World:
         self._report()
         self.error = ""
         try:
-            await self.reconciler.reconcile(KEY)
+            await self.reconciler.reconcile(Key(self.namespace, NAME))
         except ApiError as error:
             self.error = f"{error.reason}: {error}"
         except Killed:
@@ -365,14 +375,26 @@ class World:
             if (owner := controller_uid(one)) and owner not in uids and owner != STRANGER:
                 self.remove(name)  # by the garbage collector
         for child in list(self.of_kind("StatefulSet", "Deployment")):
+            self._release_pods(child)
             if self._happens():
                 (self._engine_pods if child["kind"] == "StatefulSet" else self._routers)(child)
+        self._move_kv()
+
+    def _move_kv(self) -> None:
+        """Let pairs of engines find out that KV moves between them."""
         up = self.engines_up()
         uids = {name: self.objects["Pod", f"{name}-0"]["metadata"]["uid"] for name in up}
         for decode in (name for name, one in up.items() if one["role"] == "decode"):
             for prefill in (name for name, one in up.items() if one["role"] == "prefill"):
                 if up[prefill]["key"] == up[decode]["key"] and self._happens():
                     self.verified.add((uids[prefill], uids[decode]))
+
+    async def passes(self, seconds: float) -> None:
+        """Let time pass."""
+        self.turn(seconds)
+
+    async def flush(self) -> None:
+        """Return when all that others did is done."""
 
     def _happens(self) -> bool:
         return self.dice is None or self.dice.random() < 0.7
@@ -381,16 +403,30 @@ class World:
         name = identity(pod)
         if pod["metadata"].get("deletionTimestamp"):
             if name[1] not in self.stuck and self._happens():
-                del self.objects[name]
+                self._end_pod(name)
             return
+        if not pod["status"].get("podIP") and self._has_secrets(pod) and self._happens():
+            self._run_pod(name, running(f"10.0.{self.version % 200}.{len(self.objects) % 200}"))
+
+    def _has_secrets(self, pod: Manifest) -> bool:
+        """Whether what a pod mounts is there."""
         mounted = [volume.get("secret") for volume in pod["spec"].get("volumes") or ()]
         wanted = [one["secretName"] for one in mounted if one and not one.get("optional")]
-        if pod["status"].get("podIP") or any(("Secret", one) not in self.objects for one in wanted):
-            return
-        if self._happens():
-            live = self.touch(name)
-            live["spec"]["nodeName"] = "node"
-            live["status"] = running(f"10.0.{self.version % 200}.{len(self.objects) % 200}")
+        return all(("Secret", one) in self.objects for one in wanted)
+
+    def _end_pod(self, name: Identity) -> None:
+        del self.objects[name]
+
+    def _run_pod(self, name: Identity, status: Manifest) -> None:
+        live = self.touch(name)
+        live["spec"]["nodeName"], live["status"] = "node", status
+
+    def _release_pods(self, child: Manifest) -> None:
+        """A controller lets go of the pods that its selector does not match any more."""
+        wanted, uid = child["spec"]["selector"]["matchLabels"].items(), child["metadata"]["uid"]
+        for pod in [one for one in self.of_kind("Pod") if controller_uid(one) == uid]:
+            if not wanted <= (pod["metadata"].get("labels") or {}).items():
+                self.touch(identity(pod))["metadata"]["ownerReferences"] = []
 
     def _engine_pods(self, child: Manifest) -> None:
         name, spec = child["metadata"]["name"], child["spec"]
@@ -434,7 +470,9 @@ class World:
             for one in self.of_kind("Pod")
             if controller_uid(one) == uid and not one["metadata"].get("deletionTimestamp")
         ]
-        new = [one for one in own if one["metadata"]["labels"]["pod-template-hash"] == made_from]
+        new = [
+            one for one in own if one["metadata"]["labels"].get("pod-template-hash") == made_from
+        ]
         return own, new, made_from
 
     def _count_routers(self, child: Manifest) -> None:
@@ -477,8 +515,10 @@ class World:
             labels = pod["metadata"].get("labels") or {}
             name = str(labels.get(ENGINE_LABEL, ""))
             ours = controller_of(pod).get("kind") == "StatefulSet"
-            if ours and name and name not in self.sick and is_up(pod):
-                found[name] = {"role": labels[ROLE_LABEL], "key": labels[PAIRING_LABEL]}
+            leads = pod["metadata"]["name"] == f"{name}-0"
+            role = labels.get(ROLE_LABEL)
+            if ours and leads and role in ROLES and name not in self.sick and is_up(pod):
+                found[name] = {"role": role, "key": labels.get(PAIRING_LABEL, "")}
         return found
 
     def engine_reports(self) -> dict[str, EngineReport]:
@@ -514,6 +554,21 @@ def identity(one: Mapping[str, Any]) -> Identity:
 def is_up(pod: Mapping[str, Any]) -> bool:
     """Whether a pod runs and is not about to end."""
     return bool(pod["status"].get("podIP")) and not pod["metadata"].get("deletionTimestamp")
+
+
+def owners_of(one: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return one["metadata"].get("ownerReferences") or ()
+
+
+def is_strange(world: World, one: Mapping[str, Any]) -> bool:
+    """Whether nothing that is there owns an object, or a pod says that it is another's."""
+    owners = {ref.get("uid") for ref in owners_of(one)}
+    makers = [other for other in world.objects.values() if other["metadata"]["uid"] in owners]
+    if one["kind"] != "Pod":
+        return not makers
+    said = one["metadata"].get("labels") or {}
+    meant = [labels_of(maker) for maker in makers]
+    return not any(all(said.get(name) == labels.get(name) for name in TELLING) for labels in meant)
 
 
 def is_watched(one: Mapping[str, Any]) -> bool:

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
-from rough_world import CLUSTER, NAME, NAMESPACE, Identity, World, copied, is_up
+from rough_world import CLUSTER, NAME, Identity, World, copied, is_strange, is_up, owners_of
 
 LABEL = "pdcluster.dev/"
+FORBIDDEN = "--kv-transfer-config={}"  # a flag that no spec may have
+MOST_REPLICAS = 1000
 OWN_KINDS = (
     "StatefulSet",
     "Deployment",
@@ -31,7 +33,7 @@ Pair = tuple[str, str]
 
 def is_ours(world: World, one: Mapping[str, Any]) -> bool:
     """Whether the PDCluster controls an object."""
-    owners = one["metadata"].get("ownerReferences") or ()
+    owners = owners_of(one)
     return any(ref.get("controller") and ref.get("uid") == world.uid for ref in owners)
 
 
@@ -57,7 +59,9 @@ def served_pairs(world: World) -> set[Pair]:
     for pod in world.of_kind("Pod"):
         if selector and selector.items() <= pod["metadata"]["labels"].items() and is_up(pod):
             words = {word for one in pod["spec"]["containers"] for word in one.get("args") or ()}
-            found |= {pair for pair in pairs if all(url(name) in words for name in pair)}
+            urls = {url(world, name): name for pair in pairs for name in pair}
+            known = {urls[word] for word in words & urls.keys()}
+            found |= {pair for pair in pairs if known.issuperset(pair)}
     return found
 
 
@@ -70,8 +74,8 @@ def is_rolling(world: World) -> bool:
     )
 
 
-def url(name: str) -> str:
-    return f"http://{name}-0.{name}.{NAMESPACE}.svc:8000"
+def url(world: World, name: str) -> str:
+    return f"http://{name}-0.{name}.{world.namespace}.svc:8000"
 
 
 def wanted_routers(world: World) -> int:
@@ -80,6 +84,13 @@ def wanted_routers(world: World) -> int:
 
 def wanted(world: World, role: str) -> int:
     return int((world.cluster["spec"].get(role) or {}).get("replicas", 1))
+
+
+def is_broken(world: World) -> bool:
+    """Whether the spec is one that no webhook has refused, and nobody may have."""
+    flags = (world.cluster["spec"].get("engine") or {}).get("extraArgs") or ()
+    counts = [wanted(world, role) for role in ("prefill", "decode")]
+    return FORBIDDEN in flags or max(counts) > MOST_REPLICAS
 
 
 class Judge:
@@ -149,7 +160,7 @@ class Judge:
         """Whether an object is of this PDCluster, or an orphan that the operator has made."""
         if live["kind"] == "ConfigMap":
             return True  # shared, and judged by its content
-        owners = live["metadata"].get("ownerReferences") or ()
+        owners = owners_of(live)
         if live["kind"] == "Pod":
             return any(ref.get("uid") in self.made for ref in owners)
         return is_ours(self.world, live) or (not owners and live["metadata"]["uid"] in self.made)
@@ -167,6 +178,8 @@ class Judge:
             served_pairs(one) or is_rolling(one) for one in (seen, self.world)
         ):
             self.found.append("Available is True, and no pair serves")
+        if "Accepted" in true and is_broken(seen) and is_broken(self.world):
+            self.found.append("Accepted is True, and the spec is broken")
         if "Ready" in true:
             self.counts["ready"] += 1
             before, after = set(lacking(seen)), set(lacking(self.world))
@@ -185,12 +198,20 @@ class Judge:
         strangers = [
             name
             for name, one in sorted(world.objects.items())
-            if name[0] in (*OWN_KINDS, "ControllerRevision") and not is_ours(world, one)
+            if is_strange(world, one)
+            and (
+                name[0] in (*OWN_KINDS, "ControllerRevision")
+                or (
+                    name[0] == "Pod"
+                    and ("StatefulSet", name[1].rpartition("-")[0]) in world.objects
+                )
+            )
         ]
         if strangers:
             self.counts["strangers stay"] += 1
             said = json.dumps(world.cluster["status"]["conditions"])
-            named = any(name in said for _, name in strangers)
+            names = [name.rpartition("-")[0] if kind == "Pod" else name for kind, name in strangers]
+            named = any(name in said for name in names)
             # Of several conflicts, one is named, and it may be that of a shared connector.
             if ready.get("status") != "True" and not named and '"NameConflict"' not in said:
                 self.found.append(f"not Ready, and no condition names {strangers}: {said}")
@@ -255,6 +276,8 @@ VARYING = (
     (re.compile(rf"{NAME}([-.])(prefill|decode)([-.])[a-z0-9]{{5}}[-.]\d+"), rf"{NAME}\1\2\3N"),
     (re.compile(r"(prefill|decode)-[a-z0-9]{5}-\d+\.(crt|key)"), r"\1.\2"),
     (re.compile(CONNECTOR), "pdcluster-connector"),
+    (re.compile(r'"annotations": \{"kubectl[^}]*}, '), ""),  # as kubectl rollout restart leaves it
+    (re.compile(r'"10\.96\.[0-9.]+"'), '"address"'),
     (re.compile(rf'"{LABEL}revision": "[a-z0-9]*"'), '"revision"'),
 )
 
@@ -263,12 +286,24 @@ def content(world: World) -> Counter[str]:
     """Every object of the PDCluster, without the engines' numbers and without stored revisions."""
     found: Counter[str] = Counter()
     for (kind, name), one in world.objects.items():
-        if kind in OWN_KINDS and is_ours(world, one):
+        if kind in OWN_KINDS and is_ours(world, one) and _is_found(world, one):
             text = f"{kind} {name} {json.dumps(one.get('spec'), sort_keys=True)}"
+            text = text.replace(world.namespace, "default")
             for pattern, word in VARYING:
                 text = pattern.sub(word, text)
             found[text] += 1
     return found
+
+
+def _is_found(world: World, one: Mapping[str, Any]) -> bool:
+    """Whether the operator can see an object that it may not want any more.
+
+    What has lost the label by which objects are watched is found through its pods. Without pods it
+    does nothing, and it goes with the PDCluster. If it is wanted, it gets the label back.
+    """
+    labels = one["metadata"].get("labels") or {}
+    makers = {ref["uid"] for pod in world.of_kind("Pod") for ref in owners_of(pod)}
+    return f"{LABEL}cluster" in labels or one["metadata"]["uid"] in makers
 
 
 def as_seen(world: World) -> Any:
@@ -276,5 +311,6 @@ def as_seen(world: World) -> Any:
     seen = object.__new__(World)
     seen.objects, seen.sick = dict(world.objects), set(world.sick)
     seen.verified, seen.seconds = set(world.verified), world.seconds
+    seen.namespace = world.namespace
     seen.objects[CLUSTER] = copied(world.cluster)
     return seen

@@ -11,7 +11,7 @@ from typing import Any
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, WATCHED, Kind, slim
 from pdcluster_operator.local.api_server import LocalApi
 from pdcluster_operator.plan.name_conflicts import why_not_applied
-from pdcluster_operator.plan.objects.ownership import Reference, controller_uid, owner_in
+from pdcluster_operator.plan.objects.ownership import controller_uid
 from pdcluster_operator.plan.renewals import rotation_of
 from pdcluster_operator.plan.types import (
     ConnectorBundle,
@@ -55,12 +55,8 @@ class Port:
         self.server, self.random = server, random
         self.loop_of: Callable[[], ControlLoop]
 
-    async def read_uid(self, key: Key) -> str | None:
-        live = await self._get("PDCluster", key.name)
-        return live and live["metadata"]["uid"]
-
-    async def read_owner(self, namespace: str, reference: Reference) -> Reference | None:
-        return owner_in(await self._get(reference["kind"], reference["name"]), reference)
+    async def read(self, kind: str, namespace: str, name: str) -> Any:
+        return await self._get(kind, name)
 
     async def read_ticket_key(self, key: Key, uid: str) -> str | None:
         live = await self._get("Secret", f"{key.name}-ticket-key")

@@ -45,7 +45,6 @@ from pdcluster_operator.plan.lifecycle import (
     LONGEST_WAIT_SECONDS,
 )
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.objects.ownership import Reference, owner_in
 from pdcluster_operator.plan.status import pace, progress
 from pdcluster_operator.plan.status.events import transitions
 from pdcluster_operator.plan.status.pace import LONGEST_SECONDS
@@ -93,19 +92,18 @@ class RecordingApi:
         self.writes: list[str] = []
         self.reads: list[str] = []
         self.fail: dict[str, ApiError] = {}
-        self.uid: str | None = None
+        self.live: dict[str, Any] = {}  # of the PDCluster's metadata, beside what the store knows
         self.mutate: Callable[[dict[str, Any]], dict[str, Any]] = lambda manifest: manifest
 
-    async def read_uid(self, key: Key) -> str | None:
-        self.reads.append("PDCluster")
-        live = self.api.get("PDCluster", *key)
-        return self.uid or (live["metadata"]["uid"] if live else None)
-
-    async def read_owner(self, namespace: str, reference: Reference) -> Reference | None:
+    async def read(self, kind: str, namespace: str, name: str) -> Any:
+        live = self.api.get(kind, namespace, name)
+        if kind == "PDCluster":
+            self.reads.append(kind)
+            return live and {**live, "metadata": {**live["metadata"], **self.live}}
         self.reads.append("owner")
         if "read owner" in self.fail:
             raise self.fail["read owner"]
-        return owner_in(self.api.get(reference["kind"], namespace, reference["name"]), reference)
+        return live
 
     async def read_ticket_key(self, key: Key, uid: str) -> str | None:
         self.reads.append("ticket key")
@@ -928,10 +926,13 @@ async def test_a_bug_in_the_planner_stands_in_the_status(monkeypatch: pytest.Mon
     assert world.condition("Progressing")["status"] == "True"
 
 
-async def test_a_ghost_in_the_store_has_no_children() -> None:
+@pytest.mark.parametrize(
+    "live", [{"uid": "made-anew-meanwhile"}, {"deletionTimestamp": "2026-11-26T10:00:00Z"}]
+)
+async def test_a_ghost_in_the_store_has_no_children(live: dict[str, str]) -> None:
     world = World()
     world.now += FIRST_CHILDREN_SECONDS
-    world.port.uid = "made-anew-meanwhile"
+    world.port.live = live
     assert await world.reconcile() == 2.0, "by then the store may know"
     assert world.port.writes == []
     assert world.store.children(KEY) == ()
@@ -946,7 +947,7 @@ async def test_a_ghost_has_first_children_at_most_once() -> None:
     for child in world.store.children(KEY):
         world.store.drop(child)
     world.now += JUST_REPORTED_SECONDS
-    world.port.uid = "made-anew-meanwhile"
+    world.port.live = {"uid": "made-anew-meanwhile"}
     world.port.writes.clear()
     assert await world.reconcile() == 2.0
     assert world.port.writes == []

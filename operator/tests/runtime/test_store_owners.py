@@ -65,15 +65,15 @@ class Server:
         self.live = {(one["kind"], one["metadata"]["name"]): one for one in manifests}
         self.asked: list[tuple[str, str]] = []
 
-    async def read_owner(self, namespace: str, reference: Any) -> Any:
+    async def read(self, kind: str, namespace: str, name: str) -> Any:
         assert namespace == "ns"
-        place = reference["kind"], reference["name"]
+        place = kind, name
         self.asked.append(place)
-        return ownership.owner_in(self.live.get(place), reference)
+        return copy.deepcopy(self.live.get(place))
 
 
 async def learned(store: Store, server: Server) -> list[str]:
-    await store.learn_owners(KEY, server.read_owner)
+    await store.learn_owners(KEY, server.read)
     return names(store)
 
 
@@ -162,6 +162,28 @@ async def test_pods_whose_workload_went_before_this_process_came_count() -> None
     assert len(server.asked) == 2
 
 
+async def test_a_child_that_lost_its_label_is_found_through_its_pods() -> None:
+    """No watch reports it. So it is read each time, until it has the label again or is gone."""
+    bare = thing("StatefulSet", ENGINE, "s", *OF_CLUSTER)
+    bare["metadata"] |= {"labels": {}, "resourceVersion": "8"}
+    store, server = filled(POD), Server(bare)
+    store.drop(bare)  # as the watch reports it
+    for number in (1, 2):
+        assert await learned(store, server) == [f"{ENGINE}-0"]
+        assert bare in store.children(KEY)
+        assert server.asked == [("StatefulSet", ENGINE)] * number
+    store.put({**STATEFUL_SET, "metadata": {**STATEFUL_SET["metadata"], "resourceVersion": "9"}})
+    await learned(store, server)
+    assert len(server.asked) == 2, "the watch reports it again"
+    store.drop(STATEFUL_SET)
+    server.live.clear()
+    assert await learned(store, server) == [f"{ENGINE}-0"], "its pods outlive it"
+    assert [child["metadata"]["uid"] for child in store.children(KEY)] == ["d"]
+    assert len(server.asked) == 3
+    await learned(store, server)
+    assert len(server.asked) == 3, "it is known to be gone"
+
+
 async def test_the_pods_of_a_workload_that_lost_its_owner_are_not_the_clusters() -> None:
     """A backup that is restored may take owner references away. Then the workload is nobody's."""
     store = filled(POD)
@@ -186,8 +208,8 @@ async def test_what_the_server_said_of_a_workload_is_forgotten_with_its_pods() -
 async def test_who_cannot_be_asked_about_counts_by_its_labels() -> None:
     """So an engine that may still run is not taken for one that has ended."""
 
-    async def refuse(namespace: str, reference: Any) -> Any:
-        raise ApiError("Forbidden", f"{reference['kind']} in {namespace}")
+    async def refuse(kind: str, namespace: str, name: str) -> Any:
+        raise ApiError("Forbidden", f"{kind} in {namespace}")
 
     store = filled(of_router(thing("Pod", "router", "r", "ReplicaSet", "tiny-router-k-5d4f", "rs")))
     with pytest.raises(ApiError, match="ReplicaSet in ns"):

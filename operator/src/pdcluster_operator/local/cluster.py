@@ -18,7 +18,7 @@ from pdcluster_operator.api import object_names as names
 from pdcluster_operator.local import addresses, kubelet
 from pdcluster_operator.local.api_server import LocalApi, Manifest
 from pdcluster_operator.plan import types
-from pdcluster_operator.plan.objects.ownership import Reference, controller_uid, owner_in
+from pdcluster_operator.plan.objects.ownership import controller_uid
 from pdcluster_operator.plan.observed.pods import is_pod_ready
 from pdcluster_operator.runtime import cluster_secrets, control_loop, interfaces, queue
 
@@ -138,12 +138,8 @@ class _ApiPort:
         self._api = api
         self._authority = authority
 
-    async def read_uid(self, key: interfaces.Key) -> str | None:
-        live = self._api.get(names.KIND, key.namespace, key.name)
-        return None if live is None else str(live["metadata"]["uid"])
-
-    async def read_owner(self, namespace: str, reference: Reference) -> Reference | None:
-        return owner_in(self._api.get(reference["kind"], namespace, reference["name"]), reference)
+    async def read(self, kind: str, namespace: str, name: str) -> Manifest | None:
+        return self._api.get(kind, namespace, name)
 
     async def read_ticket_key(self, key: interfaces.Key, uid: str) -> str | None:
         live = self._api.get("Secret", key.namespace, names.ticket_key_name(key.name))

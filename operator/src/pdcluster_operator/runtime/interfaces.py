@@ -8,12 +8,11 @@ Also the errors that their calls raise, and the key by which a PDCluster is know
 
 import re
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pdcluster_connector.protocol.launcher_documents import ChangesReport, PeersDocument
 from pdcluster_operator.api.object_names import KIND
 from pdcluster_operator.plan import launchers, types
-from pdcluster_operator.plan.objects.ownership import Reference
 from pdcluster_operator.plan.types import Manifest
 
 
@@ -86,11 +85,8 @@ class LauncherError(Exception):
 class ApiServer(Protocol):
     """Writes, and the reads that no watch can serve. Failures are :class:`ApiError`."""
 
-    async def read_uid(self, key: Key) -> str | None:
-        """Return the cluster's UID as the server has it now; None when it is gone."""
-
-    async def read_owner(self, namespace: str, reference: Reference) -> Reference | None:
-        """Return the controller of an object; empty if it has none, None if the object is gone."""
+    async def read(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+        """Return an object as the server has it now; None if there is none."""
 
     async def read_ticket_key(self, key: Key, uid: str) -> str | None:
         """Return what the cluster's Secret says beside its keys.

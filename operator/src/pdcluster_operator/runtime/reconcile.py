@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdcluster_operator.api.conditions import own_status
-from pdcluster_operator.api.object_names import SCALER_KIND
+from pdcluster_operator.api.object_names import KIND, SCALER_KIND
 from pdcluster_operator.plan import launchers, lifecycle, planner, types
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.memo import Memo
@@ -117,7 +117,7 @@ class Reconciler:
     async def _look(self, key: Key, cluster: Manifest) -> float | None:
         failure = None
         try:
-            await self.store.learn_owners(key, self.api_server.read_owner)
+            await self.store.learn_owners(key, self.api_server.read)
         except ApiError as error:
             failure = error
         children, pods = self.store.children(key), self.store.pods(key)
@@ -229,7 +229,8 @@ class Reconciler:
         self._began[key] = uid
         if not lifecycle.needs_live_check(self.store.reported_seconds(key, uid), first=first):
             return True
-        return await self.api_server.read_uid(key) == uid
+        live = await self.api_server.read(KIND, *key)
+        return live is not None and not is_being_deleted(live) and live["metadata"]["uid"] == uid
 
     async def _write_status(self, key: Key, cluster: Manifest, status: Manifest) -> float:
         """Write a status that changed; return how many seconds it has to wait instead."""

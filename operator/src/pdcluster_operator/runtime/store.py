@@ -181,19 +181,27 @@ class Store:
         return tuple(pod for pod, end in chains if ownership.is_pod_of(cluster, pod, end))
 
     async def learn_owners(
-        self, key: Key, read_owner: Callable[[str, Reference], Awaitable[Reference | None]]
+        self, key: Key, read: Callable[[str, str, str], Awaitable[Manifest | None]]
     ) -> None:
-        """Ask ``ApiServer.read_owner`` once for each of the pods' workloads that no watch reports.
+        """Read each of the pods' workloads that no watch reports, with ``ApiServer.read``.
 
-        These are ReplicaSets, and what was there before this process or has not our labels.
+        These are ReplicaSets, and what was there before this process or has not our labels. They
+        are read once. But a child that has lost the label is read each time, and held meanwhile:
+        no watch reports what becomes of it.
         """
+        for child in self.children(key):
+            if CLUSTER_LABEL not in (child["metadata"].get("labels") or {}):
+                self._remove(identity_of(child))
         while unknown := {
             end["uid"]: end
             for _, end in self._ends_of_chains(key)
             if end.get("kind") in ownership.WORKLOADS and end["uid"] not in self._owners
         }:
             for uid, reference in unknown.items():
-                self._owners[uid] = await read_owner(key.namespace, reference)
+                live = await read(reference["kind"], key.namespace, reference["name"])
+                owner = self._owners[uid] = ownership.owner_in(live, reference)
+                if live is not None and owner and owner.get("kind") == CLUSTER_KIND:
+                    self.put(live)
 
     def _ends_of_chains(self, key: Key) -> list[tuple[Manifest, Reference]]:
         """Return the pods with the cluster's label, and where the chain of each one ends."""
@@ -240,6 +248,7 @@ class Store:
     def _remove(self, identity: Identity) -> None:
         self._reported.pop(identity, None)
         manifest = self._objects[identity[0]].pop(identity)
+        self._owners.pop(uid_of(manifest), None)  # it may be there still, without the label
         if owner := self._owners.pop(ownership.controller_uid(manifest), None):
             self._owners.pop(str(owner.get("uid")), None)
         for place in places_of(manifest):

@@ -55,7 +55,7 @@ async def observe(
         for manifest in listed:
             store.put(manifest)
     store.put(slim(cluster, PDCLUSTER))
-    await store.learn_owners(key, api.read_owner)
+    await store.learn_owners(key, api.read)
     children = store.children(key)
     engines, links = reports_in(cluster, children)
     ticket_key, certificates = await _secrets(api, key, cluster, children)

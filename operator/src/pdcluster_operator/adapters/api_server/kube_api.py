@@ -47,17 +47,11 @@ class KubeApi:
     authority: engine_authority.EngineAuthority
     remember: Callable[[dict[str, Any]], object] = lambda _: None
 
-    async def read_uid(self, key: Key) -> str | None:
-        """Return the live cluster's UID; None if it is gone or is being deleted."""
-        live = await self.client.read(kinds.PDCLUSTER.path(key.namespace, key.name))
-        if live is None or ownership.is_being_deleted(live):
-            return None
-        return str(live["metadata"]["uid"])
-
-    async def read_owner(self, namespace: str, reference: Manifest) -> Manifest | None:
-        """Return the controller of the object that a reference means; None if it is gone."""
-        path = kinds.BY_NAME[reference["kind"]].path(namespace, reference["name"])
-        return ownership.owner_in(await self.client.read(path), reference)
+    async def read(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+        """Return an object as the server has it now; None if there is none."""
+        of = kinds.BY_NAME[kind]
+        live = await self.client.read(of.path(namespace, name))
+        return live and kinds.slim(live, of)
 
     async def read_ticket_key(self, key: Key, uid: str) -> str | None:
         """Return what the cluster's Secret says beside its keys; None if it does not hold them."""
