@@ -220,16 +220,22 @@ def test_no_router_is_made_of_a_spec_that_is_not_accepted(replicas: int) -> None
     assert world.condition("Available")["status"] == "True"
 
 
+@pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("address", [True, False])
 def test_a_routers_deployment_that_somebody_deletes_waits_until_the_spec_is_accepted(
-    address: bool,
+    address: bool, lost: bool
 ) -> None:
-    """The Deployment held the template that was accepted, and nothing else does."""
+    """The Deployment held the template that was accepted, and nothing else does.
+
+    The status may be lost, too, as after the restore of a backup.
+    """
     world = refused(router={"replicas": 2, "podTemplate": {"spec": {"hostNetwork": "yes"}}})
     [deployment] = [name for name in world.children if name[0] == "Deployment"]
     del world.children[deployment]
     if not address:
         del world.children["Service", "llama-router"]
+    if lost:
+        world.cluster["status"] = {}
     for _ in range(2):
         assert world.step().steps == ()
     assert (("Service", "llama-router") in world.children) is address

@@ -22,8 +22,8 @@ NOT_READY = "not every router pod is new and ready"
 def why_unreachable(observed: Observed, cluster: Cluster, *, accepted: bool) -> str:
     """Return why clients reach no router; empty if they do, or if none is wanted or offered."""
     key = served_key(observed, cluster)
-    # The status keeps the address while another spec is not accepted.
-    offered = key or (not accepted and status_of(observed.cluster).get("endpoint"))
+    # The status keeps the address while another spec is not accepted, unless the status was lost.
+    offered = key or (not accepted and status_of(observed.cluster).get("endpoint", "unknown"))
     if cluster.spec.router.replicas == 0 and not offered:
         return ""
     behind = [one for one in _deployments(observed) if not key or pairing_key_of(one) == key]

@@ -111,11 +111,13 @@ def judge(
         "prefill": _count(prefill),
         "decode": _count(decode),
         "links": f"{established}/{len(pairs)}",
-        "endpoint": endpoint(cluster) if findings.ok else str(before.get("endpoint") or ""),
+        "endpoint": endpoint(cluster) if findings.ok else before.get("endpoint"),
         "selector": object_names.role_selector(cluster.name, Role.DECODE),
         "replicas": children.existing_engines(observed.children, Role.DECODE),
         "engines": [_engine(engine) for engine in (*prefill, *decode)][:MAX_ENGINES],
     }
+    if fields["endpoint"] is None:  # a PDCluster from a backup has lost its status
+        del fields["endpoint"]
     return Judgement(
         _verdicts(observed, cluster, findings, engines, pairs, change),
         change,
