@@ -151,6 +151,23 @@ def test_half_way_through_a_change_nothing_begins_and_nothing_ends(how: str, rou
     assert world.condition("Ready")["status"] == "True"
 
 
+def test_a_change_that_is_stored_and_has_no_engine_yet_is_not_in_force() -> None:
+    """Canaries ask for the model by the name that it has in the engines that run."""
+    world = brought_up(rollout={"type": "Replace"})
+    revisions = {name for name in world.children if name[0] == "ControllerRevision"}
+    peers, model = world.plan().peers, world.cluster["status"]["model"]
+    world.edit(model={**world.cluster["spec"]["model"], "name": "other"})
+    for _ in range(3):
+        world.step()  # one engine of a role makes no room for another
+        world.others_act()
+    assert revisions < {name for name in world.children if name[0] == "ControllerRevision"}
+    world.edit(nonsense=True)
+    world.step()
+    assert world.condition("Accepted")["status"] == "False"
+    assert world.cluster["status"]["model"] == model
+    assert world.plan().peers == peers
+
+
 def test_a_network_policy_keeps_its_peers_while_the_spec_may_be_wrong() -> None:
     peers = [{"podSelector": {"matchLabels": {"app": "client"}}}]
     world = brought_up(router={"allowFrom": peers})
