@@ -34,6 +34,7 @@ from pdcluster_operator.adapters.own_secrets import (
     read_certificates,
     renew_certificate,
 )
+from pdcluster_operator.api.rules.engines import MOST_LINKS
 
 pytestmark = pytest.mark.cluster
 
@@ -377,6 +378,55 @@ async def test_the_same_rule_stands_in_the_status_when_no_webhook_is_there(
     await asyncio.sleep(2)
     assert not owned(real, namespace)
     assert get(real, namespace)["status"]["observedGeneration"] == 1
+
+
+def scaled(real, namespace, plural: str, replicas: int) -> tuple[int, str]:
+    """Do as `kubectl scale` does; return the status, and what the server says of a refusal."""
+    path = f"{GROUP}/namespaces/{namespace}/{plural}/tiny/scale"
+    change = {"spec": {"replicas": replicas}}
+    status, answer = real.call("PATCH", path, change, "application/merge-patch+json")
+    return status, answer.get("message", "")
+
+
+def test_a_scale_that_the_rules_do_not_allow_is_refused(real, namespace):
+    """The subresource passes no webhook, but the rules of the CRD."""
+    create(real, namespace, cluster(prefill={"replicas": 5}))
+    status, said = scaled(real, namespace, "pdclusters", 100_000)
+    assert status == 422
+    assert "spec.decode.replicas" in said
+    assert "less than or equal to 1000" in said
+    status, said = scaled(real, namespace, "pdclusters", 820)
+    assert status == 422
+    assert f"{MOST_LINKS} links (rule TooManyLinks)" in said
+    assert scaled(real, namespace, "pdclusters", 819)[0] == 200
+    assert edit(real, namespace, {"prefill": {"replicas": 6}})[0] == 422
+    # With both numbers in one change, each may be what the other one allows.
+    assert edit(real, namespace, {"prefill": {"replicas": 6}, "decode": {"replicas": 6}})[0] == 200
+    delete(real, namespace)
+    scaler = {
+        "apiVersion": "pdcluster.dev/v1alpha1",
+        "kind": "PrefillScaler",
+        "metadata": {"name": "tiny"},
+        "spec": {"replicas": 1},
+    }
+    path = f"{GROUP}/namespaces/{namespace}/prefillscalers"
+    assert real.call("POST", path, scaler)[0] == 201
+    status, said = scaled(real, namespace, "prefillscalers", 100_000)
+    assert (status, "less than or equal to 1000" in said) == (422, True)
+    assert real.call("DELETE", f"{path}/tiny")[0] == 200
+
+
+def test_a_cluster_of_before_with_too_many_links_can_be_changed_and_scaled_down(real, namespace):
+    """An older CRD has no rule about links, and an operator writes its status."""
+    create(real, namespace, cluster(prefill={"replicas": 100}, decode={"replicas": 100}))
+    assert edit(real, namespace, {"verification": {"maxLocalShare": 10}})[0] == 200
+    path = f"{GROUP}/namespaces/{namespace}/pdclusters/tiny/status"
+    status = {"status": {"observedGeneration": 2}}
+    assert real.call("PATCH", path, status, "application/merge-patch+json")[0] == 200
+    assert scaled(real, namespace, "pdclusters", 101)[0] == 422
+    assert scaled(real, namespace, "pdclusters", 90)[0] == 200
+    assert scaled(real, namespace, "pdclusters", 91)[0] == 422
+    delete(real, namespace)
 
 
 def conditions_of_the_chart(case: str) -> list[dict[str, str]]:

@@ -12,6 +12,8 @@ import pytest
 import yaml
 from hypothesis import given
 
+from pdcluster_operator.api.findings import Rule
+from pdcluster_operator.api.rules.engines import MOST_LINKS
 from pdcluster_operator.api.schema.crd import crd, render, to_yaml
 from pdcluster_operator.api.spec.parse import parse_cluster
 
@@ -198,3 +200,15 @@ def test_every_whole_number_fits_the_format_that_the_schema_names():
         if part.get("type") == "integer":
             assert part["format"] == "int32", path
             assert part["maximum"] < 2**31, path
+
+
+def test_the_rule_about_links_is_one_of_changes():
+    """A spec that breaks it was stored before it was there, and its engines may become fewer."""
+    (rule,) = SCHEMA["properties"]["spec"]["x-kubernetes-validations"]
+    now = "self.prefill.replicas * self.decode.replicas"
+    before = now.replace("self", "oldSelf")
+    assert rule["rule"] == f"{now} <= {MOST_LINKS} || {now} <= {before}"
+    assert f"{MOST_LINKS} links (rule {Rule.TOO_MANY_LINKS})" in rule["message"]
+    for role in ("prefill", "decode"):
+        part = SCHEMA["properties"]["spec"]["properties"][role]
+        assert (part["default"], part["properties"]["replicas"]["default"]) == ({}, 1)

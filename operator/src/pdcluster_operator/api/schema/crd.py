@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from pdcluster_operator.api import object_names
+from pdcluster_operator.api.rules.engines import MOST_LINKS
 from pdcluster_operator.api.schema.status_schema import status_schema
 from pdcluster_operator.api.spec import fields as spec_fields, types
 
@@ -27,6 +28,12 @@ AMOUNT = {
 }
 MAX_RESOURCES = 32
 MAX_LABELS = 32
+LINKS = "self.prefill.replicas * self.decode.replicas"
+FEWER = spec_fields.Cel(
+    f"{LINKS} <= {MOST_LINKS} || {LINKS} <= {LINKS.replace('self', 'oldSelf')}",
+    f"prefill x decode engines may have {MOST_LINKS} links (rule TooManyLinks)",
+)
+"""Of a change. The subresource scale passes it, and no webhook. Engines may become fewer."""
 
 
 def crd() -> dict[str, Any]:
@@ -49,7 +56,7 @@ def crd() -> dict[str, Any]:
             column("Reason", _condition("Ready", "reason"), priority=1),
             column("Certificates", ".status.transfer.certificates", priority=1),
         ],
-        spec=object_schema(types.Spec, "spec is what the user wants."),
+        spec=object_schema(types.Spec, "spec is what the user wants.") | validations([FEWER]),
         status=status_schema(),
         rules=[
             spec_fields.Cel(
