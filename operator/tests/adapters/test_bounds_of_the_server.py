@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 from operator_runs import CHILDREN, cluster, condition, create, edit, events, until
 
@@ -54,19 +56,18 @@ def test_a_role_that_the_server_refuses_keeps_the_other_one_from_holding_gpus(
     until(lambda: len(names(real, namespace, "StatefulSet")) == 2, 60, operator.said)
 
 
-def test_what_a_policy_of_the_cluster_refuses_is_said_before_anything_runs(
-    real, operator, namespace
-):
-    """It judges StatefulSets alone, so that a dry run of a pod would not show it."""
+@contextmanager
+def denied(real, namespace, resources, only, probe):
+    """Let a policy of the cluster refuse objects that break a rule, as ``probe`` does."""
     where = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
+    group, version = probe["apiVersion"].rpartition("/")[::2]
     rule = {
-        "apiGroups": ["apps"],
-        "apiVersions": ["v1"],
+        "apiGroups": [group],
+        "apiVersions": [version],
         "operations": ["CREATE", "UPDATE"],
-        "resources": ["statefulsets"],
+        "resources": [resources],
     }
     constraints = {"namespaceSelector": where, "resourceRules": [rule]}
-    only = "!object.metadata.name.contains('-decode-') || has(object.metadata.labels.team)"
     spec = {
         "failurePolicy": "Fail",
         "matchConstraints": constraints,
@@ -81,6 +82,23 @@ def test_what_a_policy_of_the_cluster_refuses_is_said_before_anything_runs(
     }
     real.apply(policy, POLICIES)
     real.apply(binding, BINDINGS)
+    dry = CHILDREN[probe["kind"]].format(namespace) + "?dryRun=All"
+    try:
+        # The API server obeys a policy a moment after it was written.
+        until(lambda: real.call("POST", dry, probe)[0] == 422, 60, lambda: None)
+        yield
+    finally:
+        assert real.call("DELETE", f"{BINDINGS}/{namespace}")[0] == 200
+        assert real.call("DELETE", f"{POLICIES}/{namespace}")[0] == 200
+
+
+ONLY = "!object.metadata.name.contains('-decode-') || has(object.metadata.labels.team)"
+
+
+def test_what_a_policy_of_the_cluster_refuses_is_said_before_anything_runs(
+    real, operator, namespace
+):
+    """It judges StatefulSets alone, so that a dry run of a pod would not show it."""
     probe = {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
@@ -94,19 +112,49 @@ def test_what_a_policy_of_the_cluster_refuses_is_said_before_anything_runs(
             },
         },
     }
-    dry = CHILDREN["StatefulSet"].format(namespace) + "?dryRun=All"
-    try:
-        # The API server obeys a policy a moment after it was written.
-        until(lambda: real.call("POST", dry, probe)[0] == 422, 60, lambda: None)
+    with denied(real, namespace, "statefulsets", ONLY, probe):
         operator.start()
         create(real, namespace, cluster())
         until(lambda: refused(real, namespace, "a team is missing"), 60, operator.said)
         assert nothing_runs(real, namespace)
         assert len(warned(real, namespace)) == 1
-    finally:
-        assert real.call("DELETE", f"{BINDINGS}/{namespace}")[0] == 200
-        assert real.call("DELETE", f"{POLICIES}/{namespace}")[0] == 200
     until(lambda: len(names(real, namespace, "StatefulSet")) == 2, 120, operator.said)
+
+
+def test_recreate_ends_no_engine_while_a_policy_refuses_the_new_one_s_address(
+    real, operator, namespace
+):
+    """The revision is stored, and was tried out before there was a policy."""
+
+    def engines():
+        return sorted(names(real, namespace, "StatefulSet"))
+
+    probe = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "a-decode-b"},
+        "spec": {"ports": [{"port": 80}]},
+    }
+    operator.start()
+    create(real, namespace, cluster(rollout={"type": "Recreate"}))
+    until(lambda: len(engines()) == 2, 60, operator.said)
+    first = engines()
+    assert edit(real, namespace, {"engine": {"blockSize": 32}})[0] == 200
+    until(lambda: len(engines()) == 2 and not set(first) & set(engines()), 120, operator.said)
+    old = engines()
+    with denied(real, namespace, "services", ONLY, probe):
+        assert edit(real, namespace, {"engine": {"blockSize": None}})[0] == 200
+        until(
+            lambda: condition(real, namespace, "Progressing").get("reason") == "TemplateRefused",
+            60,
+            operator.said,
+        )
+        said = condition(real, namespace, "Progressing")["message"]
+        assert "the new Service, so the old engines serve on" in said
+        assert "a team is missing" in said
+        assert engines() == old
+        assert len(warned(real, namespace)) == 1
+    until(lambda: engines() == first, 120, operator.said)
 
 
 def test_the_largest_specs_that_the_rules_accept_fit_into_the_server(real, operator, namespace):

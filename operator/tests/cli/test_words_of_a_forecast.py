@@ -29,6 +29,7 @@ from pdcluster_operator.runtime.interfaces import ApiError
 SECRET = {"kind": "Secret", "metadata": {"name": "keys"}}
 STORED = {"kind": "ControllerRevision", "metadata": {"name": "revision"}}
 TRIAL = TryOut(({"kind": "StatefulSet"}, {"kind": "Pod"}), STORED, True, "is new")
+OTHER = replace(TRIAL, manifest={**STORED, "metadata": {"name": "revision-2"}})
 CASES = [
     (Apply(SECRET, "why"), ("apply", "Secret", "keys")),
     (WriteTicketKey(SECRET, rotate=False, why="why"), ("write", "Secret", "keys")),
@@ -108,7 +109,7 @@ class Server:
         self.answers = list(answers)
 
     async def try_out(self, step: TryOut) -> None:
-        assert step is TRIAL
+        assert step in (TRIAL, OTHER)
         if (error := self.answers.pop(0)) is not None:
             raise error
 
@@ -134,7 +135,9 @@ def test_the_api_server_is_asked_about_new_pods(
     output, server = io.StringIO(), Server(*answers)
     api: Any = server
     course = replace(
-        COURSE, complete=complete, rounds=(Round("", (CASES[0][0], TRIAL)), Round("x", (TRIAL,)))
+        COURSE,
+        complete=complete,
+        rounds=(Round("", (CASES[0][0], TRIAL)), Round("x", (TRIAL, OTHER))),
     )
     console = Console(file=output, width=40, soft_wrap=True)
     assert asyncio.run(_ask(console, api, course)) == code

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from simulated_cluster import SimulatedCluster, brought_up, copied, manifest
 
-from pdcluster_operator.api.conditions import timestamp
+from pdcluster_operator.api.conditions import find_condition, timestamp
 from pdcluster_operator.api.object_names import ACCEPTED_ANNOTATION, EngineName
 from pdcluster_operator.api.rules.engines import MOST_LINKS, within_links
 from pdcluster_operator.api.rules.validate import check_manifest
@@ -133,7 +133,7 @@ def test_half_way_through_a_change_nothing_begins_and_nothing_ends(how: str, rou
         world.step()
         world.others_act()
     before = {name for name in world.children if name[0] in ("StatefulSet", "Deployment")}
-    available = world.condition("Available")["status"]
+    seen = find_condition(world.plan().status, "Available")  # now that the others have acted
     world.edit(nonsense=True, rollout={"type": how})
     for _ in range(6):
         plan = world.step()
@@ -142,7 +142,7 @@ def test_half_way_through_a_change_nothing_begins_and_nothing_ends(how: str, rou
         kept = {name for name in world.children if name[0] in ("StatefulSet", "Deployment")}
         assert kept >= before
         assert {one for one in kept if one[0] == "StatefulSet"} <= before
-        assert available == "False" or world.condition("Available")["status"] == "True"
+        assert seen["status"] == "False" or world.condition("Available")["status"] == "True"
     del world.cluster["spec"]["nonsense"]
     world.edit()
     for _ in range(20):
@@ -446,6 +446,95 @@ def test_a_policy_that_somebody_deletes_lets_in_whom_the_accepted_spec_names(rep
     assert policies == {name: world.children[name]["spec"] for name in policies}
 
 
+def clients(world: SimulatedCluster) -> object:
+    """Return who may send requests to the engines, as their policy says; None for everybody."""
+    return world.children["NetworkPolicy", "llama-engines"]["spec"]["ingress"][2].get("from")
+
+
+CLIENTS = [{"podSelector": {"matchLabels": {"app": "client"}}}]
+ACCOUNT = ("ServiceAccount", "llama-pods")
+POLICY = ("NetworkPolicy", "llama-engines")
+
+
+@pytest.mark.parametrize("lost", ["the account", "its annotation", "what it says", "both at once"])
+def test_a_policy_is_not_opened_while_it_is_not_known_who_was_accepted(lost: str) -> None:
+    """An older operator wrote no annotation, and somebody may delete what carries it."""
+    world = brought_up(router={"replicas": 0, "allowFrom": CLIENTS})
+    scraped = world.children[POLICY]["spec"]["ingress"][3:]
+    world.edit(router={"replicas": 0, "allowFrom": CLIENTS}, nonsense=True)
+    assert world.step().steps == ()
+    assert "not known" not in world.condition("Accepted")["message"]
+    if lost in ("the account", "both at once"):
+        del world.children[ACCOUNT]
+    else:
+        annotations = world.children[ACCOUNT]["metadata"]["annotations"]
+        del annotations[ACCEPTED_ANNOTATION]
+        if lost == "what it says":
+            annotations[ACCEPTED_ANNOTATION] = '{"router": [7]}'
+    if lost != "both at once":
+        for _ in range(2):
+            world.step()
+        assert clients(world) == CLIENTS, "a policy that exists keeps its peers"
+    for _ in range(2):
+        world.children.pop(POLICY, None)
+        world.step()
+        assert clients(world) not in (None, [], CLIENTS)
+        assert [one["podSelector"]["matchLabels"] for one in clients(world)] == [
+            {ACCEPTED_ANNOTATION: "unknown"}
+        ]
+        assert world.children[POLICY]["spec"]["ingress"][3:] == scraped == []
+        accepted = world.condition("Accepted")
+        assert accepted["status"] == "False"
+        assert "which clients were accepted is not known any more" in accepted["message"]
+    assert world.step().steps == ()
+    del world.cluster["spec"]["nonsense"]
+    world.edit()
+    world.step()
+    assert clients(world) == CLIENTS
+    assert world.condition("Accepted")["status"] == "True"
+
+
+def test_a_policy_that_let_in_everybody_does_so_again() -> None:
+    """That is known, too."""
+    world = brought_up(router={"replicas": 0})
+    world.edit(nonsense=True)
+    assert world.step().steps == ()
+    assert clients(world) is None
+    del world.children[POLICY]
+    world.step()
+    assert clients(world) is None
+    assert "not known" not in world.condition("Accepted")["message"]
+
+
+def test_an_upgrade_that_refuses_a_spec_keeps_what_the_older_operator_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The older one has written no annotation, and its status says that it accepted this spec."""
+    given = {"scrapeFrom": CLIENTS}
+    world = brought_up(
+        router={"replicas": 0, "allowFrom": CLIENTS},
+        verification={"maxLocalShare": 100},
+        monitoring=given,
+    )
+    world.count_prompts(100, 90)
+    world.step()
+    policy, peers = world.children[POLICY]["spec"], world.plan().peers
+    annotations = world.children[ACCOUNT]["metadata"]["annotations"]
+    accepted = annotations.pop(ACCEPTED_ANNOTATION)
+    observed = world.observed
+    strict = Place(host_path_models=False)
+    monkeypatch.setattr(world, "observed", lambda: replace(observed(), place=strict))
+    for _ in range(2):
+        assert world.step().peers == peers
+        assert world.condition("Accepted")["reason"] == "HostPathNotAdmitted"
+        assert world.condition("TransportHealthy")["status"] == "True"
+        world.children.pop(POLICY, None)
+    world.step()
+    assert world.children[POLICY]["spec"] == policy
+    annotations = world.children[ACCOUNT]["metadata"]["annotations"]
+    assert annotations[ACCEPTED_ANNOTATION] == accepted
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "made"),
     [(5, 1000, (5, 819)), (1000, 1000, (64, 64)), (128, 64, (64, 64)), (80, 60, (68, 60))],
@@ -453,7 +542,7 @@ def test_a_policy_that_somebody_deletes_lets_in_whom_the_accepted_spec_names(rep
 def test_numbers_that_links_do_not_allow_are_cut_and_said(
     prefill: int, decode: int, made: tuple[int, int]
 ) -> None:
-    """The scale subresource passes no webhook, so an autoscaler can write them."""
+    """A PrefillScaler can ask for them, and a CRD of an older release has no rule about links."""
     world = brought_up(prefill={"replicas": min(prefill, 2)})
     world.edit(prefill={"replicas": prefill}, decode={"replicas": decode})
     status = world.plan().status

@@ -6,7 +6,7 @@ import pytest
 from simulated_cluster import SimulatedCluster, brought_up
 
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.plan.types import Apply, Step, WriteCertificates, WriteTicketKey
+from pdcluster_operator.plan.types import Apply, Step, TryOut, WriteCertificates, WriteTicketKey
 
 SERVICE = ("Service", "llama-router")
 
@@ -140,24 +140,24 @@ def rolled(how: str, refused: str, **edit: object) -> tuple[SimulatedCluster, se
     return world, old, address
 
 
+EDITS: dict[str, dict[str, object]] = {
+    "another pairing key": {"engine": {"blockSize": 32}},
+    "one role": {"prefill": {"replicas": 2, "engine": {"env": [{"name": "A", "value": "1"}]}}},
+}
+
+
 @pytest.mark.parametrize("how", ["Recreate", "Replace"])
 @pytest.mark.parametrize(
     "refused", ["certificates", "ticket key", "ConfigMap", "NetworkPolicy", "ServiceAccount"]
 )
-@pytest.mark.parametrize(
-    "edit",
-    [
-        {"engine": {"blockSize": 32}},
-        {"prefill": {"replicas": 2, "engine": {"env": [{"name": "A", "value": "1"}]}}},
-    ],
-    ids=["another pairing key", "one role"],
-)
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_old_engines_serve_on_while_new_ones_cannot_be_created(
     how: str, refused: str, edit: dict[str, object]
 ) -> None:
     """Neither do their routers forget them, nor are clients sent to routers without engines."""
     world, old, address = rolled(how, refused, **edit)
     assert old == engines(world)
+    assert world.condition("Available")["status"] == "True"
     assert world.children[SERVICE]["spec"] == address
     key = world.children[SERVICE]["spec"]["selector"]["pdcluster.dev/pairing-key"]
     router = world.children["Deployment", f"llama-router-{key}"]
@@ -169,6 +169,51 @@ def test_old_engines_serve_on_while_new_ones_cannot_be_created(
         world.step()
         world.others_act()
     assert not old & engines(world) or "prefill" in edit
+    assert world.condition("Ready")["status"] == "True"
+
+
+@pytest.mark.parametrize("refused", ["certificates", "NetworkPolicy", "a trial"])
+@pytest.mark.parametrize("routers", [0, 1])
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_available_says_what_clients_get_while_recreate_is_held(
+    routers: int, refused: str, edit: dict[str, object]
+) -> None:
+    tls = {"device": "CPU", "tls": "Enabled"}
+    two, router = {"replicas": 2}, {"replicas": routers}
+    world = brought_up(prefill=two, rollout={"type": "Recreate"}, transfer=tls, router=router)
+    old = engines(world)
+    world.edit(**edit)
+    world.step()
+    world.others_act()
+    world.refuses = lambda step: (
+        isinstance(step, WriteCertificates)
+        if refused == "certificates"
+        else isinstance(step, TryOut)
+        if refused == "a trial"
+        else isinstance(step, Apply) and step.manifest["kind"] == refused
+    )
+    if refused == "NetworkPolicy":
+        del world.children["NetworkPolicy", "llama-engines"]
+    for _ in range(4):
+        world.step()
+        assert world.condition("Available")["status"] == "True"
+        assert world.condition("Ready")["status"] == "False"
+        world.others_act()
+    assert old == engines(world)
+    gone = world.leaders("decode")[0]
+    world.pods[gone.pod()]["metadata"]["deletionTimestamp"] = timestamp(world.now + 30)
+    world.step()
+    assert world.condition("Available")["status"] == "False"
+    world.others_act()
+    world.step()
+    assert world.condition("Available")["status"] == "True"
+    world.refuses = lambda _: False
+    seen = set()
+    for _ in range(12):
+        world.step()
+        seen.add(world.condition("Available")["status"])
+        world.others_act()
+    assert "False" in seen, "nothing is served once the old ones are ended"
     assert world.condition("Ready")["status"] == "True"
 
 

@@ -10,7 +10,7 @@ from msgspec import structs
 from simulated_cluster import SimulatedCluster, brought_up, copied
 
 from pdcluster_connector.protocol.launcher_documents import EngineState, LinkState
-from pdcluster_operator.api.conditions import StatusReason, timestamp
+from pdcluster_operator.api.conditions import StatusReason, find_condition, timestamp
 from pdcluster_operator.api.object_names import PAIRING_LABEL, engine_of
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
@@ -929,7 +929,7 @@ def test_a_revision_that_is_deleted_half_way_moves_no_service_to_routers_that_ne
                 "availableReplicas"
             )
         }
-        serves = world.condition("Available")["status"] == "True"
+        serves = find_condition(world.plan().status, "Available")["status"] == "True"
         world.step()
         if serves:
             assert selector(world) == before or selector(world) in running

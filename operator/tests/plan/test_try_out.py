@@ -249,12 +249,48 @@ def test_each_role_is_tried_out_and_stored_before_an_engine_is_deleted() -> None
     assert not any(step.first for step in plan.steps if isinstance(step, TryOut))
     for step in plan.steps:
         if isinstance(step, TryOut):
-            engine, pod = step.tried
-            assert (engine["kind"], pod["kind"]) == ("StatefulSet", "Pod")
+            engine, pod, address = step.tried
+            kinds = engine["kind"], pod["kind"], address["kind"]
+            assert kinds == ("StatefulSet", "Pod", "Service")
+            assert address["metadata"]["name"] == engine["spec"]["serviceName"]
             assert "name" not in pod["metadata"]
             assert engine["metadata"]["name"] not in old
             assert pod["spec"] == engine["spec"]["template"]["spec"]
     assert any(isinstance(step, Delete) for step in world.step().steps)
+
+
+@pytest.mark.parametrize("kind", ["StatefulSet", "Pod", "Service"])
+@pytest.mark.parametrize("stored", [False, True], ids=["a new one", "one of before"])
+def test_recreate_ends_no_engine_for_one_that_is_refused_by_now(kind: str, stored: bool) -> None:
+    """What is stored was tried out when it was new, and a policy may have come since."""
+    world = brought_up(rollout={"type": "Recreate"})
+    before = engines(world)
+    world.edit(engine={"blockSize": 32})
+    if stored:
+        for _ in range(12):
+            world.step()
+            world.others_act()
+        assert not before & engines(world)
+        world.edit(engine={})
+    else:
+        world.step()
+    old = engines(world)
+    world.refuses = lambda step: (
+        isinstance(step, TryOut) and kind in [one["kind"] for one in step.tried]
+    )
+    for _ in range(3):
+        assert len(trials(world)) == 2
+        world.step()
+        world.others_act()
+        assert engines(world) == old
+        assert world.condition("Available")["status"] == "True"
+    world.refuses = lambda _: False
+    for _ in range(12):
+        world.step()
+        world.others_act()
+    assert not old & engines(world)
+    assert world.condition("Ready")["status"] == "True"
+    assert trials(world) == []
 
 
 @pytest.mark.parametrize(
@@ -352,7 +388,7 @@ def test_the_pod_that_is_tried_out_is_as_its_statefulset_would_make_it() -> None
     world = brought_up()
     world.edit(engine=LONGER)
     for step, role in zip(trials(world), ("prefill", "decode"), strict=True):
-        engine, pod = step.tried
+        engine, pod, _ = step.tried
         template = engine["spec"]["template"]["metadata"]
         labels = {**template["labels"], "apps.kubernetes.io/pod-index": "0"}
         assert pod["metadata"]["labels"] == labels

@@ -85,8 +85,9 @@ def _show_course(console: Console, course: Course) -> None:
 
 async def _ask(console: Console, api: kube_api.KubeApi, course: Course) -> Exit:
     """Let the API server judge the new pods; return how the command ends."""
-    trials = [step for one in course.rounds for step in one.steps if isinstance(step, TryOut)]
-    for trial in trials:
+    steps = (step for one in course.rounds for step in one.steps if isinstance(step, TryOut))
+    # Before Recreate ends engines, it tries out once more what is stored.
+    for trial in {step.manifest["metadata"]["name"]: step for step in steps}.values():
         kinds = " and ".join(manifest["kind"] for manifest in trial.tried)
         about = f"{kinds} of {trial.manifest['metadata']['name']}"
         try:

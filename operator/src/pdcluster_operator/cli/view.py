@@ -214,15 +214,9 @@ def _state(
 
 
 STYLES = {
-    "True": "green",
-    "False": "red",
-    "Unknown": "yellow",
-    "Ready": "green",
-    "Died": "red",
-    "Established": "green",
-    "Passed": "green",
-    "Failed": "red",
-    "Pending": "yellow",
+    **dict.fromkeys(("True", "Ready", "Established", "Passed"), "green"),
+    **dict.fromkeys(("False", "Died", "Failed"), "red"),
+    **dict.fromkeys(("Unknown", "Pending"), "yellow"),
 }
 
 

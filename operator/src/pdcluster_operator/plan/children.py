@@ -55,19 +55,20 @@ def steps_to(observed: Observed, desired: Desired, children: tuple[Apply, ...]) 
     live = {
         ownership.identity(child): child for child in (*observed.connectors, *observed.children)
     }
+    uids = {
+        name: str(one["metadata"].get("uid") or "")
+        for name, one in live.items()
+        if not ownership.is_being_deleted(one)
+    }
     trials = {ownership.identity(trial.manifest): trial for trial in desired.trials}
     for wanted in children:
         name = ownership.identity(wanted.manifest)
         if (trial := trials.pop(name, None)) is not None:
-            yield replace(trial, manifest=wanted.manifest, why=wanted.why)
-            continue
-        seen = live.get(name)
-        if drift.is_settled(seen, wanted.manifest, observed.rewrites.get(name)):
-            continue
-        there = {} if seen is None or ownership.is_being_deleted(seen) else seen["metadata"]
-        yield replace(wanted, uid=str(there.get("uid") or ""))
-    for trial in trials.values():
-        yield replace(trial, manifest=drift.stamped(trial.manifest))
+            yield replace(trial, manifest=wanted.manifest, why=wanted.why, uid=uids.get(name, ""))
+        elif not drift.is_settled(live.get(name), wanted.manifest, observed.rewrites.get(name)):
+            yield replace(wanted, uid=uids.get(name, ""))
+    for name, trial in trials.items():
+        yield replace(trial, manifest=drift.stamped(trial.manifest), uid=uids.get(name, ""))
     yield from deletions(observed, desired)
 
 
@@ -140,7 +141,8 @@ def with_releases(
         if moment is None or moment > now:  # a clock that was wrong
             continue
         latest = max(latest, moment)
-        if now < moment + _pause(name, timeout):
+        # It waits for one to two timeouts, and not as long as another one.
+        if now < moment + timeout * (1 + zlib.crc32(name.encode()) % 100 / 100):
             found[name] = _without_pods(engine, conditions.timestamp(moment), because)
     if now - latest <= timeout:
         return found
@@ -156,11 +158,6 @@ def with_releases(
             found[name] = _without_pods(engine, conditions.timestamp(now), because[:LONGEST_WORDS])
             break
     return found
-
-
-def _pause(name: str, timeout: float) -> float:
-    """Return how long a released engine waits: one to two timeouts, differing between engines."""
-    return timeout * (1 + zlib.crc32(name.encode()) % 100 / 100)
 
 
 def _stuck(pods: Iterable[Manifest]) -> tuple[float, str] | None:

@@ -12,7 +12,7 @@ from pdcluster_operator.api.conditions import Verdict, no
 from pdcluster_operator.api.object_names import connector_name
 from pdcluster_operator.plan.connectors import connector_of, is_forged, is_shared_connector
 from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
-from pdcluster_operator.plan.types import Apply, Manifest, Observed, Step
+from pdcluster_operator.plan.types import Manifest, Observed
 
 NAME_CONFLICT = "NameConflict"
 STILL_BEING_DELETED = "StillBeingDeleted"
@@ -54,11 +54,6 @@ def strange_connectors(observed: Observed, children: Iterable[Manifest]) -> froz
     known = {str(one["metadata"]["name"]) for one in observed.connectors if not is_forged(one)}
     mounted = {connector_of(child) for child in children} - {""}
     return frozenset(mounted - known - {connector_name(observed.connector.digest)})
-
-
-def may_be_taken(step: Step, strange: AbstractSet[str]) -> bool:
-    """Whether no pod starts with a strange connector because of a step."""
-    return not isinstance(step, Apply) or connector_of(step.manifest) not in strange
 
 
 def why_strange(strange: AbstractSet[str]) -> Verdict:

@@ -19,6 +19,7 @@ from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan import name_conflicts, peers_and_canaries, prefill_scaler, renewals
 from pdcluster_operator.plan.builders.secrets import has_certificates
 from pdcluster_operator.plan.children import children_now, existing_engines, steps_to
+from pdcluster_operator.plan.connectors import connector_of
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.ownership import engine_sets, engines_of, is_being_deleted
 from pdcluster_operator.plan.observed import pods, routers
@@ -128,7 +129,8 @@ def _outcome(
         observed, (child.manifest for child in desired.children)
     )
     if strange:
-        steps = [step for step in steps if name_conflicts.may_be_taken(step, strange)]
+        wrong = [s for s in steps if isinstance(s, Apply) and connector_of(s.manifest) in strange]
+        steps = [step for step in steps if step not in wrong]
     if observed.unread or not findings.ok:
         # No engine comes or goes: new ones would mount the Secrets, and changes wait. A policy that
         # exists keeps its peers: those of the spec may be what is wrong. A budget keeps its number.

@@ -173,13 +173,14 @@ class TryOut:
     """Dry runs of what a new revision needs. If they pass, the revision is stored.
 
     Attributes:
-        tried: an engine's StatefulSet, and a pod of it. Quotas and Pod Security refuse
-            pods and never StatefulSets.
+        tried: an engine's StatefulSet, and a pod of it: quotas and Pod Security refuse pods and
+            never StatefulSets. With engines that may end for it, its Service, too.
         manifest: the ControllerRevision to apply.
         beside: the pod is to run beside the old ones. Otherwise it gets the place of an old
             pod, and a quota that is used up refuses nothing.
         first: no engine of the role exists. Then none of either role is created before the trial
             of both has passed: one role alone would hold GPUs and serve nothing.
+        uid: of the revision if it is stored already; else empty.
     """
 
     tried: tuple[Manifest, ...]
@@ -187,6 +188,7 @@ class TryOut:
     beside: bool
     why: str
     first: bool = False
+    uid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,13 +315,13 @@ def needs(step: Step, other: Step) -> bool:
 
 
 def _is_for_engines(step: Step) -> bool:
-    """Whether new engines, or clients of theirs, need what a step makes."""
+    """Whether new engines, or clients of theirs, need what a step makes or tries out."""
     if isinstance(step, Apply):
         kinds = (*FENCES, "ConfigMap", "ControllerRevision")
         return step.makes_room or step.manifest["kind"] in kinds
     if isinstance(step, WriteTicketKey):  # while the present key stays, pods start with it
         return not step.rotate
-    return isinstance(step, WriteCertificates)
+    return isinstance(step, WriteCertificates | TryOut)
 
 
 def _is_used(child: Manifest, step: Apply) -> bool:

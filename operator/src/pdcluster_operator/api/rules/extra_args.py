@@ -18,8 +18,6 @@ from pdcluster_operator.api.spec.resolve import READ_FLAGS, engine_places, flag_
 from pdcluster_operator.api.spec.types import Cluster, Device, Role
 
 OWNED_PREFIX = "PDCLUSTER_"
-# With this variable a user lets the launcher start an unsupported version.
-FREE_VARIABLES = frozenset({ANY_VERSION})
 # Flag -> the field of EngineOverride that it may not contradict.
 TYPED_FLAGS = {
     "--block-size": "block_size",
@@ -53,7 +51,8 @@ def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
             else:
                 yield from _abbreviated(here, flag)
         for place, var in enumerate(engine.env):
-            prefixed = var.name.startswith(OWNED_PREFIX) and var.name not in FREE_VARIABLES
+            # With ANY_VERSION a user lets the launcher start an unsupported version.
+            prefixed = var.name.startswith(OWNED_PREFIX) and var.name != ANY_VERSION
             if var.name in ours or prefixed:
                 yield _owned_variable(f"{path}.env[{place}].name", var.name)
             if (var.value is None) == (var.value_from is None):
@@ -190,29 +189,29 @@ def _eager_pipeline(cluster: Cluster) -> Iterator[FieldError]:
 
 def variable_warnings(cluster: Cluster) -> Iterator[FieldError]:
     """Yield variables that UCX or vLLM accept, but that harm or have no effect here."""
-    for path, engine in engine_places(cluster):
-        for place, var in enumerate(engine.env):
-            yield from _variable(cluster, f"{path}.env[{place}]", var.name, var.value)
-
-
-def _variable(cluster: Cluster, path: str, name: str, value: str | None) -> Iterator[FieldError]:
     on_gpus = cluster.spec.transfer.device is Device.CUDA
-    if name == "UCX_TLS" and on_gpus and value is not None:  # else a Secret or the like has it
-        transports = set(value.split(","))
-        if not value.startswith("^") and not transports & CUDA_TRANSPORTS:
+    variables = (
+        (f"{path}.env[{place}]", var.name, var.value)
+        for path, engine in engine_places(cluster)
+        for place, var in enumerate(engine.env)
+    )
+    for here, name, value in variables:
+        if name == "UCX_TLS" and on_gpus and value is not None:  # else a Secret or the like has it
+            transports = set(value.split(","))
+            if not value.startswith("^") and not transports & CUDA_TRANSPORTS:
+                yield FieldError(
+                    f"{here}.value",
+                    shown(value),
+                    Rule.TRANSPORT_WITHOUT_CUDA,
+                    "without a CUDA transport UCX does not recognise GPU memory",
+                    "Add cuda_copy and cuda_ipc.",
+                    ("spec.transfer.device",),
+                )
+        if name.startswith("VLLM_NIXL_SIDE_CHANNEL_"):
             yield FieldError(
-                f"{path}.value",
-                shown(value),
-                Rule.TRANSPORT_WITHOUT_CUDA,
-                "without a CUDA transport UCX does not recognise GPU memory",
-                "Add cuda_copy and cuda_ipc.",
-                ("spec.transfer.device",),
+                f"{here}.name",
+                name,
+                Rule.CONFLICTING_SETTINGS,
+                "belongs to vLLM's stock connector and does nothing here",
+                "Remove it.",
             )
-    if name.startswith("VLLM_NIXL_SIDE_CHANNEL_"):
-        yield FieldError(
-            f"{path}.name",
-            name,
-            Rule.CONFLICTING_SETTINGS,
-            "belongs to vLLM's stock connector and does nothing here",
-            "Remove it.",
-        )

@@ -64,10 +64,7 @@ def _block(path: str, block: router_types.IpBlock) -> Iterator[FieldError]:
             )
 
 
-_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-
-
-def _network(text: str) -> _Network | None:
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
     try:
         return ipaddress.ip_network(text)
     except ValueError:

@@ -3,7 +3,7 @@
 import re
 from decimal import Decimal
 
-from pdcluster_operator.api.spec import resolve, types
+from pdcluster_operator.api.spec import engine_types, resolve, router_types, types
 from pdcluster_operator.api.spec.pod_templates import amounts, engine_container
 from pdcluster_operator.api.spec.types import Device, Role
 
@@ -80,3 +80,11 @@ def added_limits(cluster: types.Cluster, engine: resolve.Engine) -> dict[str, st
     if rdma is not None and rdma.resource not in given:
         added[rdma.resource] = str(rdma.per_gpu * max(1, gpus))
     return added
+
+
+def of_container(
+    given: engine_types.Resources | router_types.RouterResources, added: dict[str, str]
+) -> dict[str, dict[str, str]]:
+    """Return a container's resources: those of the spec, and limits that the operator adds."""
+    parts = {"requests": dict(given.requests), "limits": given.limits | added}
+    return {name: part for name, part in parts.items() if part}

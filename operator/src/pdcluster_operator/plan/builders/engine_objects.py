@@ -180,7 +180,9 @@ def _container(
         ],
         "env": _env(cluster, engine),
         "ports": _ports(engine),
-        "resources": _resources(cluster, engine),
+        "resources": resources.of_container(
+            cluster.spec.role(engine.role).resources, resources.added_limits(cluster, engine)
+        ),
         "volumeMounts": [*([connectors.connector_mount()] if bundled else []),
                          *model_mounts(cluster), *secrets.mounts(signed=signed),
                          {"name": "shm", "mountPath": SHM_FOLDER}],
@@ -232,13 +234,6 @@ def _ports(engine: resolve.Engine) -> list[dict[str, Any]]:
     }
     ports = (PORTS | side_channels).items()
     return [{"name": name, "containerPort": number, "protocol": "TCP"} for name, number in ports]
-
-
-def _resources(cluster: types.Cluster, engine: resolve.Engine) -> dict[str, Any]:
-    given = cluster.spec.role(engine.role).resources
-    limits = {**given.limits, **resources.added_limits(cluster, engine)}
-    parts = {"requests": dict(given.requests), "limits": limits}
-    return {name: part for name, part in parts.items() if part}
 
 
 def _security(cluster: types.Cluster) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdcluster_operator.api import object_names
+from pdcluster_operator.api.conditions import ConditionType, Status, find_condition
 from pdcluster_operator.api.spec.fields import as_manifest
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Cluster, Role
@@ -17,6 +18,12 @@ from pdcluster_operator.plan.types import Observed
 
 NOT_STORED = ("monitoring", "verification", "router")
 """Parts of the spec with fields that are stored with neither engines nor routers."""
+NOBODY = {"podSelector": {"matchLabels": {object_names.ACCEPTED_ANNOTATION: "unknown"}}}
+"""The peer of policies that are made while it is not known which clients were accepted."""
+NOT_KNOWN = (
+    "which clients were accepted is not known any more, so a NetworkPolicy that is made again lets "
+    "in nobody but the operator and the engines"
+)
 
 
 def build_service_account(cluster: Cluster, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,24 +40,44 @@ def build_service_account(cluster: Cluster, given: Mapping[str, Any]) -> dict[st
     account = child_object(
         cluster, "v1", "ServiceAccount", name, labels, automountServiceAccountToken=False
     )
-    fields = {part: given[part] for part in NOT_STORED[:2] if given.get(part)}
-    if peers := as_mapping(given.get("router")).get("allowFrom"):
-        fields["router"] = {"allowFrom": peers}
-    if fields:
-        text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
-        account["metadata"]["annotations"] = {object_names.ACCEPTED_ANNOTATION: text}
+    text = json.dumps(_not_stored(given), sort_keys=True, separators=(",", ":"))
+    account["metadata"]["annotations"] = {object_names.ACCEPTED_ANNOTATION: text}
     return account
 
 
+def _not_stored(given: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {part: given[part] for part in NOT_STORED[:2] if given.get(part)}
+    if peers := as_mapping(given.get("router")).get("allowFrom"):
+        fields["router"] = {"allowFrom": peers}
+    return fields
+
+
 def accepted_fields(observed: Observed) -> Mapping[str, Any]:
-    """Return the fields of the last accepted spec that the ServiceAccount carries."""
-    name = object_names.service_account_name(observed.cluster["metadata"]["name"])
+    """Return the fields of the last accepted spec that the ServiceAccount carries.
+
+    Somebody may delete it, and release 0.1.0 wrote none. If a rule is stricter than when the spec
+    was accepted, the spec has them. Otherwise they are not known, and no fence may be opened.
+    """
+    metadata = observed.cluster["metadata"]
+    name = object_names.service_account_name(metadata["name"])
     found = (one for one in observed.children if identity(one) == ("ServiceAccount", name))
     annotations = as_mapping(next((one["metadata"].get("annotations") for one in found), {}))
     try:
-        return as_mapping(json.loads(annotations.get(object_names.ACCEPTED_ANNOTATION, "{}")))
+        known = json.loads(annotations.get(object_names.ACCEPTED_ANNOTATION, ""))
     except (ValueError, RecursionError):
-        return {}
+        known = None
+    if isinstance(known, Mapping) and all(isinstance(part, Mapping) for part in known.values()):
+        return known
+    before = find_condition(observed.cluster.get("status"), ConditionType.ACCEPTED)
+    same = before.get("observedGeneration") == metadata.get("generation")
+    if same and before.get("status") == Status.TRUE:
+        return _not_stored(as_mapping(observed.cluster.get("spec")))
+    return {"router": {"allowFrom": [NOBODY]}}
+
+
+def is_closed(cluster: Cluster) -> bool:
+    """Whether nobody knows which clients were accepted."""
+    return _clients(cluster) == [NOBODY]
 
 
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"

@@ -4,20 +4,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pdcluster_operator.api import object_names
-from pdcluster_operator.api.spec import pod_templates, resolve, router_types
+from pdcluster_operator.api.spec import pod_templates, resolve, resources
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan import connectors
 from pdcluster_operator.plan.builders.secrets import api_key_env
 from pdcluster_operator.plan.objects.ownership import child_object
 
 ROUTER_COMPONENT = "router"
-POLICIES = {
-    router_types.RouterPolicy.ROUND_ROBIN: "round_robin",
-    router_types.RouterPolicy.RANDOM: "random",
-    router_types.RouterPolicy.CACHE_AWARE: "cache_aware",
-    router_types.RouterPolicy.POWER_OF_TWO: "power_of_two",
-    router_types.RouterPolicy.CONSISTENT_HASH: "consistent_hash",
-}
 PLACEHOLDERS = {role: f"{{{role} engines}}" for role in Role}
 """Where the engines of a role will stand on the router's command line."""
 NOBODY = 65_532
@@ -134,7 +127,7 @@ def _container(cluster: Cluster) -> dict[str, Any]:
         *PLACEHOLDERS.values(),
         "--host", "0.0.0.0",  # noqa: S104 (a pod's own network)
         "--port", str(object_names.ROUTER_PORT),
-        "--policy", POLICIES[cluster.spec.router.policy],
+        "--policy", cluster.spec.router.policy.name.lower(),
         "--worker-startup-timeout-secs", str(WORKER_STARTUP_SECONDS),
         "--worker-startup-check-interval", "1",
         "--health-check-interval-secs", str(HEALTH_CHECK_SECONDS),
@@ -157,7 +150,7 @@ def _container(cluster: Cluster) -> dict[str, Any]:
                 "protocol": "TCP",
             },
         ],
-        "resources": _resources(cluster),
+        "resources": resources.of_container(cluster.spec.router.resources, {}),
         "readinessProbe": {
             "httpGet": {"path": "/readiness", "port": "http"},
             "periodSeconds": PROBE_SECONDS,
@@ -206,12 +199,6 @@ def _gated(cluster: Cluster, container: Mapping[str, Any]) -> dict[str, Any]:
             "httpGet": {"path": "/readyz", "port": "gate"},
         },
     }  # fmt: skip
-
-
-def _resources(cluster: Cluster) -> dict[str, Any]:
-    given = cluster.spec.router.resources
-    parts = {"requests": dict(given.requests), "limits": dict(given.limits)}
-    return {name: part for name, part in parts.items() if part}
 
 
 def build_router_service(cluster: Cluster, pairing_key: str) -> dict[str, Any] | None:

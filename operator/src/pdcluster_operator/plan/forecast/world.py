@@ -107,8 +107,10 @@ class World:
             child = self._children.pop((step.kind, step.name), None)
             engine = engine_of(child) if child is not None else None
             if engine is not None and step.kind == "StatefulSet":
-                for pod in [n for n, one in self._pods.items() if engine_of(one) == engine]:
-                    self._end(pod, now)
+                for name, pod in self._pods.items():
+                    if engine_of(pod) == engine and not pod["metadata"].get("deletionTimestamp"):
+                        metadata = {**pod["metadata"], "deletionTimestamp": timestamp(now)}
+                        self._pods[name] = {**pod, "metadata": metadata}
 
     def others_act(self) -> str:
         """Let the others do one thing that they have to do; return it in words, empty if none."""
@@ -116,7 +118,9 @@ class World:
         if ending:
             for name in ending:
                 del self._pods[name]
-            self._forget_engines()
+            there = {name.logical for name in ownership.engines_of(self._pods.values())}
+            self._engines = {name: one for name, one in self._engines.items() if name in there}
+            self._links = {name: one for name, one in self._links.items() if name in there}
             return GONE
         if self._make_pods() or self._speak():
             return VERIFIED
@@ -140,19 +144,8 @@ class World:
         made["status"] = dict((old or {}).get("status") or {})
         self._children[key] = made
 
-    def _end(self, pod: str, now: float) -> None:
-        live = self._pods.get(pod)
-        if live is not None and not live["metadata"].get("deletionTimestamp"):
-            metadata = {**live["metadata"], "deletionTimestamp": timestamp(now)}
-            self._pods[pod] = {**live, "metadata": metadata}
-
     def _sets(self) -> dict[EngineName, types.Manifest]:
         return ownership.engine_sets(self._children.values())
-
-    def _forget_engines(self) -> None:
-        running = {name.logical for name in ownership.engines_of(self._pods.values())}
-        self._engines = {name: one for name, one in self._engines.items() if name in running}
-        self._links = {name: one for name, one in self._links.items() if name in running}
 
     def _make_pods(self) -> bool:
         """Let every wanted pod run; return whether one had to be made or started."""

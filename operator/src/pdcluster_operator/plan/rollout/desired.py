@@ -23,7 +23,7 @@ from pdcluster_operator.plan.observed.engines import Live, live_by_role
 from pdcluster_operator.plan.observed.pods import lost_engines
 from pdcluster_operator.plan.observed.routers import listed_engines, served_key
 from pdcluster_operator.plan.rollout import moves as moving, revisions, routing as routers
-from pdcluster_operator.plan.rollout.fleet import Existing, Fleet, observe_fleet
+from pdcluster_operator.plan.rollout.fleet import Existing, observe_fleet
 from pdcluster_operator.plan.rollout.gangs import GangEngines, find_gangs, without
 from pdcluster_operator.plan.rollout.revisions import Revision
 from pdcluster_operator.plan.rollout.routing import Routing, route
@@ -45,11 +45,12 @@ class Desired:
         held: those of ``blocked`` that wait until the first pair has its nodes.
         kept: engines of another revision that stay for now.
         stale: whether an engine or a pod of another revision exists.
-        trials: what must succeed before a new revision is stored and anything is made of it.
+        trials: what must succeed before a revision is stored, and before Recreate ends engines.
         forgotten: names of the ControllerRevisions that the history has no place for.
         changed: the fields of the spec that made engines be replaced, in words.
         keys: pairing key of each engine.
         stuck: why engines cannot be replaced; empty if they can.
+        serves: whether clients reach a verified pair until Recreate ends it.
     """
 
     names: Names
@@ -63,6 +64,7 @@ class Desired:
     forgotten: frozenset[str] = frozenset()
     changed: str = ""
     stuck: str = ""
+    serves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +83,6 @@ class _Choice:
     serving: Mapping[Role, Revision]
     untried: Mapping[Role, bool]
     hold: bool
-
-    @property
-    def waits(self) -> bool:
-        """Whether a role is not yet made from what the spec wants."""
-        return any(self.serving[role] is not self.targets.wanted[role] for role in Role)
-
-    def key(self, fleet: Fleet) -> str:
-        """Return the pairing key of the wanted engines, or the present one while there is none."""
-        wanted, now = (one[Role.PREFILL].pairing_key for one in (self.targets.wanted, self.serving))
-        return wanted if wanted in fleet.keys.values() else now
 
 
 def in_force(observed: Observed) -> tuple[Observed, Cluster]:
@@ -147,6 +139,9 @@ def desire(
     # Step 2: place engines. Those that exist keep their names; a rollout creates and removes a few
     # at a time; a gang holds back what could take the nodes of the first pair.
     fleet = observe_fleet(observed, cluster, existing, choice.serving)
+    target = choice.targets.wanted[Role.PREFILL].pairing_key
+    if target not in fleet.keys.values():  # no engine has it yet
+        target = choice.serving[Role.PREFILL].pairing_key
     replacing = any(one.revision != choice.serving[one.role].name for one in existing.engines)
     frozen = not accepted or (choice.hold and replacing)
     moves = (moving.frozen if frozen else moving.next_moves)(fleet, cluster.spec.rollout.type)
@@ -176,25 +171,29 @@ def desire(
     )
     blocked |= gangs.held
     # Step 3: route clients to the engines that serve now.
+    trials, serves = dict(choice.untried), False
     if replacing and not choice.hold and cluster.spec.rollout.type is RolloutType.RECREATE:
         # Recreate ends the old engines at once. Their routers end with them, or the engines would
-        # wait until no router knows them.
+        # wait until no router knows them. What is stored may have been tried out long ago.
+        trials |= {role: False for role, side in fleet.roles.items() if side.old}
+        serving = set(chain(*live.values())) - fleet.ending
+        serving &= fleet.listed if fleet.served_key else serving
+        pairs = (pair for pair in fleet.verified if fleet.reached(pair[0]))
+        serves = any(map(serving.issuperset, pairs))
         new = {role: tuple(wanted[role]) for role in Role}
-        routing = Routing(choice.key(fleet), {choice.key(fleet): new}, stop=True)
+        routing = Routing(target, {target: new}, stop=True)
     else:
-        routing = route(observed, fleet, moves, choice.key(fleet), hold=choice.hold)
+        routing = route(observed, fleet, moves, target, hold=choice.hold)
     # Step 4: make the objects.
-    stale = bool(existing.engines.difference(*names.values())) or bool(kept) or choice.waits
+    current = [one for one in Role if choice.serving[one] is choice.targets.wanted[one]]
+    old = existing.engines.difference(*names.values()) | kept
+    stale = bool(old) or len(current) < len(Role)
     made = {role: set(names[role]) - blocked for role in Role}
     build = Build(
         cluster=cluster,
         connector=observed.connector,
         serving=choice.serving,
-        numbers={
-            role: choice.targets.newest(role).number
-            for role in Role
-            if accepted and choice.serving[role] is choice.targets.wanted[role]
-        },
+        numbers={one: choice.targets.newest(one).number for one in current if accepted},
         routing=routing.without(gangs.held),
         operator_namespace=observed.place.namespace,
         pods={role: _pods(cluster, role, made[role], live, choice) for role in Role},
@@ -223,11 +222,12 @@ def desire(
         stale=stale,
         trials=tuple(
             try_out(cluster, choice.targets.newest(role), first=first)
-            for role, first in choice.untried.items()
+            for role, first in trials.items()
         ),
         forgotten=choice.targets.forgotten(cluster, existing.engines),
         changed=revisions.in_words(chain(*causes)) if stale else "",
         stuck=moves.stuck,
+        serves=serves,
     )
 
 

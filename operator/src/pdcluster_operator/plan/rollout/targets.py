@@ -31,8 +31,6 @@ from pdcluster_operator.plan.rollout import revisions
 from pdcluster_operator.plan.rollout.revisions import Revision
 from pdcluster_operator.plan.types import Manifest, Observed
 
-NO_CONNECTOR = ""
-
 
 @dataclass(frozen=True, slots=True)
 class Targets:
@@ -179,7 +177,7 @@ def _fitting(
 
 def _meaning(cluster: Cluster, role: Role) -> tuple[Any, int]:
     nodes = cluster.spec.role(role).parallelism.nodes
-    return render(cluster, role, revisions.pairing_key(cluster), NO_CONNECTOR), nodes
+    return render(cluster, role, revisions.pairing_key(cluster), digest=""), nodes
 
 
 def _of_one_key(fits: Mapping[Role, list[Revision]]) -> dict[Role, Revision]:

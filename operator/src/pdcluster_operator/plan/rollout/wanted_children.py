@@ -203,7 +203,9 @@ def try_out(cluster: Cluster, revision: Revision, *, first: bool) -> TryOut:
     # The quota of a new cluster may be free later, and its pods wait for that by themselves.
     beside = cluster.spec.rollout.type is RolloutType.SURGE and not first
     stored = revisions.build_revision(cluster, revision)
-    return TryOut((engine, _pod_of(engine)), stored, beside, why, first)
+    address = engine_objects.build_engine_service(cluster, name, revision.pairing_key)
+    tried = (engine, _pod_of(engine)) if first else (engine, _pod_of(engine), address)
+    return TryOut(tried, stored, beside, why, first)
 
 
 def refusal(step: TryOut, kind: str, message: str) -> str | None:

@@ -24,6 +24,7 @@ from pdcluster_operator.api.schema.status_schema import MAX_ENGINES, MAX_FAILED_
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Certificates, Cluster, Role
 from pdcluster_operator.plan import children, prefill_scaler, renewals
+from pdcluster_operator.plan.builders.protection import is_closed
 from pdcluster_operator.plan.builders.router import endpoint
 from pdcluster_operator.plan.builders.secrets import has_certificates
 from pdcluster_operator.plan.objects.ownership import engine_sets
@@ -176,10 +177,11 @@ def _verdicts(
     scaler = observed.scaler if findings.ok else None
     decides = prefill_scaler.who_decides(observed.cluster, scaler)
     words = "; ".join(filter(None, (prefill_ready.message, decides)))
+    known = not (change.desired.children and is_closed(cluster))
     share = cluster.spec.verification.max_local_share
     interval = cluster.spec.verification.canary.interval_seconds
     verdicts = {
-        ConditionType.ACCEPTED: conditions.accepted(findings),
+        ConditionType.ACCEPTED: conditions.accepted(findings, clients_known=known),
         ConditionType.PREFILL_READY: replace(prefill_ready, message=words),
         ConditionType.DECODE_READY: conditions.role_ready(decode, accepted=findings.ok),
         ConditionType.KV_LINKS_ESTABLISHED: conditions.links_established(
@@ -239,9 +241,6 @@ def _failed_links(
             }
         )
     return written
-
-
-DANGER = "whoever reaches their ports can read where their KV lies"
 
 
 def transfer_status(
@@ -307,7 +306,7 @@ def _without_tls(without: int, engines: int, cluster: Cluster, change: ChangeVie
         remedy = "Another value of spec.rollout.renew replaces them"
     return (
         f"{without} of {counted(engines, 'engine')} without TLS, made before spec.transfer.tls "
-        f"was {tls}: {DANGER}. {remedy}."
+        f"was {tls}: whoever reaches their ports can read where their KV lies. {remedy}."
     )
 
 

@@ -36,6 +36,7 @@ from pdcluster_operator.api.conditions import (
 from pdcluster_operator.api.findings import Findings, Rule
 from pdcluster_operator.api.rules.engines import unchecked_message
 from pdcluster_operator.api.spec.types import Transfer
+from pdcluster_operator.plan.builders.protection import NOT_KNOWN
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.links import PairView
 from pdcluster_operator.plan.observed.pods import joined
@@ -63,13 +64,15 @@ SEVERITY = (
 )
 
 
-def accepted(findings: Findings) -> Verdict:
+def accepted(findings: Findings, *, clients_known: bool = True) -> Verdict:
     """Whether the spec breaks no rule that can be checked before the engines run."""
     if not findings.ok:
         shown = [str(error) for error in findings.errors[:MAX_SHOWN_ERRORS]]
         more = len(findings.errors) - len(shown)
         if more:
             shown.append(f"and {more} more")
+        if not clients_known:
+            shown.append(NOT_KNOWN)
         return no(str(findings.errors[0].rule), "; ".join(shown))
     message = unchecked_message(findings.unchecked)
     if findings.warnings:  # users see them here if the webhook was down
@@ -209,14 +212,14 @@ def available(pairs: Sequence[PairView], change: ChangeView) -> Verdict:
     """Whether some verified pair of engines serves.
 
     Args:
-        pairs: those that clients reach.
+        pairs: those that clients reach, without those that Recreate ends.
     """
     if role := change.scaled_to_zero:
         message = f"no {role} engine is wanted, so no request is served"
         return no(StatusReason.SCALED_TO_ZERO, message)
     if change.unreachable:
         return no(StatusReason.ROUTER_UNAVAILABLE, change.unreachable)
-    if any(pair.verified for pair in pairs):
+    if change.desired.serves or any(pair.verified for pair in pairs):
         return yes(StatusReason.SERVING, "a verified pair of engines serves")
     silent = next((pair for pair in pairs if pair.state is LinkState.UNKNOWN), None)
     if silent is not None:

@@ -35,6 +35,9 @@ def transitions(
         secured: whether the engines of the spec speak TLS. If not, a new cluster gets a warning.
         refused: whether Progressing says that the API server refuses a step.
     """
+    # Somebody changed the spec: a cluster is expected not to be Ready then.
+    known = before.get("observedGeneration") if isinstance(before, Mapping) else None
+    of_another_spec = known not in (None, after.get("observedGeneration"))
     events = []
     for condition in _reporting(before, after):
         kind, status = condition["type"], condition["status"]
@@ -42,7 +45,7 @@ def transitions(
         gave_up = kind == ConditionType.PROGRESSING and condition["reason"] in GAVE_UP
         if old == status or not (gave_up or _is_reported(kind, old, status)):
             continue
-        asked = kind == ConditionType.READY and _is_of_another_spec(before, after)
+        asked = kind == ConditionType.READY and of_another_spec
         bad = _is_bad(status, condition["reason"]) if kind != ConditionType.PROGRESSING else gave_up
         bad = bad and (not asked or condition["reason"] in conditions.NEED_HELP)
         text = f"{kind} is {status}: {condition['message']}"
@@ -81,12 +84,6 @@ def _is_reported(kind: str, old: str | None, new: str) -> bool:
     if kind in (ConditionType.AVAILABLE, ConditionType.READY):
         return Status.TRUE in (old, new)  # in between, another condition says what is wrong
     return new == Status.FALSE  # of what is Unknown, Ready says why
-
-
-def _is_of_another_spec(before: object, after: Mapping[str, Any]) -> bool:
-    """Whether somebody changed the spec: a cluster is expected not to be Ready then."""
-    known = before.get("observedGeneration") if isinstance(before, Mapping) else None
-    return known is not None and known != after.get("observedGeneration")
 
 
 def _reporting(before: object, after: Mapping[str, Any]) -> list[Mapping[str, Any]]:
