@@ -160,6 +160,13 @@ class RealWorld(World):
         await self._refresh()
         await super().reconcile()
 
+    def lags(self, child: Manifest) -> bool:
+        """Whether a Deployment counts a pod as available that is none of its own, or ends."""
+        labels = child["spec"]["selector"]["matchLabels"].items()
+        own = [one for one in self.of_kind("Pod") if labels <= one["metadata"]["labels"].items()]
+        up = sum(is_up(one) and owners_of(one) != () for one in own)
+        return bool(child["status"].get("availableReplicas", 0) > up)
+
     def _count_routers(self, child: Manifest) -> None:
         """Kubernetes does it."""
 

@@ -7,8 +7,16 @@ from __future__ import annotations
 
 from random import Random
 
-from rough_world import CLUSTER, STRANGER, Identity, Manifest, World, copied, is_strange
-from served_truth import FORBIDDEN
+from rough_world import (
+    CLUSTER,
+    FORBIDDEN,
+    STRANGER,
+    Identity,
+    Manifest,
+    World,
+    copied,
+    is_strange,
+)
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION

@@ -28,13 +28,13 @@ from pdcluster_operator.api.object_names import (
     CERTIFICATES_HASH_ANNOTATION,
     CLUSTER_LABEL,
     ENGINE_LABEL,
-    PAIRING_LABEL,
     POD_INDEX_LABEL,
     REVISION_LABEL,
     ROLE_LABEL,
     certificates_name,
     engine_of,
     labels_of,
+    pairing_key_of,
     ticket_key_name,
 )
 from pdcluster_operator.plan.forecast.world import ready_engine, running
@@ -64,6 +64,8 @@ GRACE = 30.0
 STRANGER = "stranger"  # UID of an owner that is not in the world, and stays
 ROLES = ("prefill", "decode")
 TELLING = (CLUSTER_LABEL, ROLE_LABEL, REVISION_LABEL, ENGINE_LABEL)  # whose a pod is
+FORBIDDEN = "--kv-transfer-config={}"  # a flag that no spec may have
+MOST_REPLICAS = 1000
 ATOMIC = ("selector", "podSelector", "matchLabels")  # an apply replaces these as a whole
 
 
@@ -79,6 +81,7 @@ class World:
         skew: by how much a load balancer's page had another date, in seconds.
         refusals: the error that each write of a kind ends with.
         full: kinds of which no object can be created, because a quota is used up.
+        routers: how many routers the spec asks for that was accepted last.
         lives: how many more writes the operator's process makes; None for no end.
         sick: StatefulSets whose engines do not come up.
         stuck: pods that do not go, because their node is gone.
@@ -104,6 +107,7 @@ class World:
         self.full: set[str] = set()
         self.refused_template = ""
         self.lives: int | None = None
+        self.routers = 1
         self.sick: set[str] = set()
         self.stuck: set[str] = set()
         self.verified: set[tuple[str, str]] = set()  # UIDs of the leading pods of each pair
@@ -341,6 +345,8 @@ class World:
     async def reconcile(self) -> None:
         """Let the operator look once. All watches have reported what there is."""
         self._report()
+        if not is_broken(self.cluster["spec"]):
+            self.routers = routers_in(self.cluster["spec"])
         self.error = ""
         try:
             await self.reconciler.reconcile(Key(self.namespace, NAME))
@@ -420,6 +426,12 @@ class World:
     def _run_pod(self, name: Identity, status: Manifest) -> None:
         live = self.touch(name)
         live["spec"]["nodeName"], live["status"] = "node", status
+
+    def lags(self, child: Manifest) -> bool:
+        """Whether a Deployment counts a pod that its selector does not match any more."""
+        wanted, uid = child["spec"]["selector"]["matchLabels"].items(), child["metadata"]["uid"]
+        own = [one for one in self.of_kind("Pod") if controller_uid(one) == uid]
+        return not all(wanted <= (one["metadata"].get("labels") or {}).items() for one in own)
 
     def _release_pods(self, child: Manifest) -> None:
         """A controller lets go of the pods that its selector does not match any more."""
@@ -518,7 +530,9 @@ class World:
             leads = pod["metadata"]["name"] == f"{name}-0"
             role = labels.get(ROLE_LABEL)
             if ours and leads and role in ROLES and name not in self.sick and is_up(pod):
-                found[name] = {"role": role, "key": labels.get(PAIRING_LABEL, "")}
+                # An engine's key is in its arguments, whatever its labels say later.
+                made = self.objects.get(("StatefulSet", name), pod)
+                found[name] = {"role": role, "key": pairing_key_of(made)}
         return found
 
     def engine_reports(self) -> dict[str, EngineReport]:
@@ -554,6 +568,17 @@ def identity(one: Mapping[str, Any]) -> Identity:
 def is_up(pod: Mapping[str, Any]) -> bool:
     """Whether a pod runs and is not about to end."""
     return bool(pod["status"].get("podIP")) and not pod["metadata"].get("deletionTimestamp")
+
+
+def is_broken(spec: Manifest) -> bool:
+    """Whether a spec is one that nobody may have, although no webhook has refused it."""
+    counts = [(spec.get(role) or {}).get("replicas", 1) for role in ROLES]
+    flags = (spec.get("engine") or {}).get("extraArgs") or ()
+    return FORBIDDEN in flags or max(counts) > MOST_REPLICAS
+
+
+def routers_in(spec: Manifest) -> int:
+    return int((spec.get("router") or {}).get("replicas", 1))
 
 
 def owners_of(one: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

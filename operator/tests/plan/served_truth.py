@@ -14,11 +14,20 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
-from rough_world import CLUSTER, NAME, Identity, World, copied, is_strange, is_up, owners_of
+from rough_world import (
+    CLUSTER,
+    NAME,
+    Identity,
+    World,
+    copied,
+    is_broken,
+    is_strange,
+    is_up,
+    owners_of,
+    routers_in,
+)
 
 LABEL = "pdcluster.dev/"
-FORBIDDEN = "--kv-transfer-config={}"  # a flag that no spec may have
-MOST_REPLICAS = 1000
 OWN_KINDS = (
     "StatefulSet",
     "Deployment",
@@ -66,10 +75,14 @@ def served_pairs(world: World) -> set[Pair]:
 
 
 def is_rolling(world: World) -> bool:
-    """Whether routers are being replaced: nobody sees which engines the older pods know."""
+    """Whether routers are being replaced: nobody sees which engines the older pods know.
+
+    Or a controller has not seen yet that a pod is none of its own any more.
+    """
     return any(
         one["status"].get("updatedReplicas", 0) < one["status"].get("replicas", 0)
         or one["status"].get("observedGeneration") != one["metadata"]["generation"]
+        or world.lags(one)
         for one in world.of_kind("Deployment")
     )
 
@@ -79,18 +92,12 @@ def url(world: World, name: str) -> str:
 
 
 def wanted_routers(world: World) -> int:
-    return int((world.cluster["spec"].get("router") or {}).get("replicas", 1))
+    spec = world.cluster["spec"]
+    return world.routers if is_broken(spec) else routers_in(spec)
 
 
 def wanted(world: World, role: str) -> int:
     return int((world.cluster["spec"].get(role) or {}).get("replicas", 1))
-
-
-def is_broken(world: World) -> bool:
-    """Whether the spec is one that no webhook has refused, and nobody may have."""
-    flags = (world.cluster["spec"].get("engine") or {}).get("extraArgs") or ()
-    counts = [wanted(world, role) for role in ("prefill", "decode")]
-    return FORBIDDEN in flags or max(counts) > MOST_REPLICAS
 
 
 class Judge:
@@ -178,9 +185,13 @@ class Judge:
             served_pairs(one) or is_rolling(one) for one in (seen, self.world)
         ):
             self.found.append("Available is True, and no pair serves")
-        if "Accepted" in true and is_broken(seen) and is_broken(self.world):
+        if (
+            "Accepted" in true
+            and is_broken(seen.cluster["spec"])
+            and is_broken(self.world.cluster["spec"])
+        ):
             self.found.append("Accepted is True, and the spec is broken")
-        if "Ready" in true:
+        if "Ready" in true and not any(map(self.world.lags, self.world.of_kind("Deployment"))):
             self.counts["ready"] += 1
             before, after = set(lacking(seen)), set(lacking(self.world))
             self.found += [f"Ready is True, but {what}" for what in sorted(before & after)]
@@ -311,6 +322,6 @@ def as_seen(world: World) -> Any:
     seen = object.__new__(World)
     seen.objects, seen.sick = dict(world.objects), set(world.sick)
     seen.verified, seen.seconds = set(world.verified), world.seconds
-    seen.namespace = world.namespace
+    seen.namespace, seen.routers = world.namespace, world.routers
     seen.objects[CLUSTER] = copied(world.cluster)
     return seen
