@@ -47,6 +47,7 @@ def test_changed_inputs_of_the_corpus(target: str, data: st.DataObject) -> None:
     TARGETS[target](raw[:at] + data.draw(st.binary(max_size=8)) + raw[at + length :])
 
 
+@pytest.mark.sampled
 @each_target
 @given(first=st.binary(min_size=1, max_size=1), value=VALUES)
 def test_well_formed_values_of_any_type(target: str, first: bytes, value: object) -> None:

@@ -106,6 +106,7 @@ def test_the_index_lists_every_file() -> None:
     assert len(FILES) >= 11
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_printed_manifests_hold_no_yaml_aliases(
     path: Path, capsys: pytest.CaptureFixture[str]

@@ -124,6 +124,7 @@ def test_an_engine_whose_node_is_gone_gets_no_requests() -> None:
     assert len(world.leaders("decode")) == 2, "changes wait, so nothing is added or removed"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["Surge", "Replace", "Recreate"])
 @pytest.mark.parametrize("rounds", range(5))
 def test_half_way_through_a_change_nothing_begins_and_nothing_ends(how: str, rounds: int) -> None:

@@ -119,6 +119,7 @@ def limit(part: str) -> int:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("part", "field", "kind"), LARGEST)
 def test_the_largest_spec_makes_objects_that_api_servers_take(
     part: str, field: str, kind: str

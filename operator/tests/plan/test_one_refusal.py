@@ -146,6 +146,7 @@ EDITS: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["Recreate", "Replace"])
 @pytest.mark.parametrize(
     "refused", ["certificates", "ticket key", "ConfigMap", "NetworkPolicy", "ServiceAccount"]

@@ -632,6 +632,7 @@ def running() -> SimulatedCluster:
     return up()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("value", [None, 7, [7], {}], ids=str)
 @pytest.mark.parametrize(
     "path",

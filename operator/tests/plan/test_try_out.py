@@ -147,6 +147,7 @@ def lose(world: SimulatedCluster, role: Role) -> list[str]:
     return names
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("paused", [False, True])
 @pytest.mark.parametrize("routers", [0, 1])
 @pytest.mark.parametrize("roles", [(Role.DECODE,), (Role.PREFILL,), tuple(Role)])

@@ -115,13 +115,27 @@ class Engines(PolledLaunchers):
         return
 
 
+class OwnPods:
+    """The server as a controller sees it that has an index: it lists the pods of one owner."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.pods: list[Manifest] = []
+
+    def list(self, *_: str) -> list[Manifest]:
+        return self.pods
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
+
+
 class Nodes:
     """Plays controllers and kubelets: pods are made, run and become ready."""
 
     def __init__(self, server: Server, engines: Engines) -> None:
         self._server, self._engines = server, engines
-        self._workloads = Workloads(server)
-        self._workloads._pods = self._pods_of  # type: ignore[method-assign]  # it lists all pods
+        self._own = OwnPods(server)
+        self._workloads = Workloads(self._own)  # type: ignore[arg-type]
         self._changed: set[tuple[str, str]] = set()
         self._pods: dict[str, set[str]] = {}
         self._tasks = [asyncio.create_task(self._control())]
@@ -144,10 +158,9 @@ class Nodes:
             changed, self._changed = self._changed, set()
             for kind, name in sorted(changed):
                 if (live := self._server.get(kind, NAMESPACE, name)) is not None:
+                    names = self._pods.get(live["metadata"]["uid"], ())
+                    self._own.pods = [self._pod(one) for one in names]
                     self._workloads._sync(live)
-
-    def _pods_of(self, owner: Manifest) -> list[Manifest]:
-        return [self._pod(name) for name in self._pods.get(owner["metadata"]["uid"], ())]
 
     async def _run(self, name: str) -> None:
         number = len(self._tasks)
