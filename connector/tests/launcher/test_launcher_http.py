@@ -218,6 +218,16 @@ async def test_reports_need_the_token(headers, status):
         assert (await client.post("/v1/reports", json=REPORT, headers=headers)).status == status
 
 
+async def test_a_token_with_bytes_that_are_no_text_is_a_wrong_token():
+    head = b"POST /v1/reports HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n"
+    async with launcher() as (client, _, _):
+        reader, writer = await asyncio.open_connection(client.host, client.port)
+        writer.write(head + b"Authorization: Bearer \xff\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 401 ")
+
+
 BAD_PEERS = [
     b"",
     b"{",

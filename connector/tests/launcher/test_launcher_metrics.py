@@ -89,3 +89,20 @@ async def test_each_scrape_is_asked_of_the_engine_in_the_text_format(slow_engine
                 assert (answer.status, await answer.text()) == (200, f"asked {number}\n")
         await guard.close()
     assert seen["accept"] == {"text/plain;version=0.0.4"}
+
+
+async def test_a_crowd_of_scrapes_is_one_request_to_the_engine(slow_engine):
+    """Each took a connection of the launcher's own, so its health check got none."""
+    port, seen = slow_engine
+    async with aiohttp.ClientSession() as session:
+        page = metrics_page(EngineApi(session, f"http://127.0.0.1:{port}").metrics)
+        own = free_port()
+        guard = await listening.serve(page, listening.open_port("127.0.0.1", own))
+
+        async def scrape() -> str:
+            async with session.get(f"http://127.0.0.1:{own}/metrics") as answer:
+                return await answer.text()
+
+        answers = await asyncio.gather(*(scrape() for _ in range(60)))
+        await guard.close()
+    assert len(set(answers)) == seen["asked"] <= 3

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import socket
 import statistics
+import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from operator import add
 from urllib.error import HTTPError
@@ -344,3 +347,32 @@ def test_handshake_latency(
         book.forget(PREFILL, Failure(Reason.BACKEND_ERROR, "again"))
     record_property("handshake_median_ms", round(statistics.median(took) * 1000, 2))
     assert server.statuses("handshake") == [200] * 50
+
+
+@pytest.mark.parametrize("answer", ["reset", "503"])
+def test_a_port_that_only_resets_or_refuses_to_serve_is_given_up_before_the_lease_ends(
+    books: Books, answer: str
+) -> None:
+    """A proxy whose engine is gone does so. Only silence says nothing about the engine."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                if answer == "reset":
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                else:
+                    client.recv(65536)
+                    client.sendall(
+                        b"HTTP/1.1 503 No\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+                    )
+                client.close()
+
+    threading.Thread(target=serve, daemon=True).start()
+    start = time.monotonic()
+    outcome = connect(books(), listener.getsockname()[1], seconds=200.0).wait()
+    listener.close()
+    assert isinstance(outcome, Failure)
+    assert outcome.reason is Reason.SIDE_CHANNEL_UNREACHABLE
+    assert time.monotonic() - start < 100.0

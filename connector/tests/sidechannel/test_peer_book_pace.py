@@ -23,7 +23,7 @@ from pdcluster_connector.sidechannel.peers import KnownPeer, PeerBook
 WHERE = "10.0.0.1:5600"
 TOLD = m.EngineMetadata(3, PREFILL, SHAPE, shards_of(PREFILL))
 REFUSED = Failure(Reason.MODEL_MISMATCH, "another model")
-SILENT = TryAgain(f"{WHERE}: connection refused")
+SILENT = TryAgain(f"{WHERE}: no answer in time", silent=True)
 Outcome = m.EngineMetadata | Failure | TryAgain
 
 

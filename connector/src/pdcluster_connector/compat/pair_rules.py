@@ -161,8 +161,7 @@ def _cut_blocks(prefill: EngineShape, decode: EngineShape) -> Clash | None:
     clash = _block_difference(prefill, decode)
     if clash is None:
         return None
-    shared = _shared_groups(prefill, decode)
-    if shared:
+    if shared := _shared_groups(prefill, decode):
         alike = all(have.kernel_tokens == want.kernel_tokens for _, have, want in shared)
     else:
         sizes = [

@@ -11,7 +11,6 @@ the API's port to the router only.
 
 import asyncio
 import hashlib
-import hmac
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from pdcluster_connector.launcher.engine import engine_api, prompt_window
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.launcher.multi_node import Followers, Rendezvous
-from pdcluster_connector.protocol import launcher_documents as documents
+from pdcluster_connector.protocol import api_key, launcher_documents as documents
 from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, names_in
 from pdcluster_connector.protocol.messages import Malformed
 
@@ -150,7 +149,7 @@ class LauncherServer:
 
     async def _post_reports(self, request: web.Request) -> web.Response:
         given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+        if not api_key.admits(self.token, given):
             return _error(401, "reports need this engine's token (PDCLUSTER_CONTROL_TOKEN)")
         wrong = self.links.add(await _body(request, documents.decode_report), time.monotonic())
         return _error(400, wrong) if wrong else web.Response(status=204)
@@ -265,10 +264,16 @@ def metrics_page(fetch: Callable[[], Awaitable[bytes]]) -> web.Application:
 
     ``fetch`` reads the engine's metrics, in Prometheus' text format.
     """
+    asking: asyncio.Future[bytes] | None = None
 
     async def get_metrics(_: web.Request) -> web.Response:
+        nonlocal asking
+        # All who ask meanwhile get the same answer: a crowd takes one connection to the engine.
+        if asking is None or asking.done():
+            asking = asyncio.ensure_future(fetch())
         try:
-            return web.Response(body=await fetch(), headers={"Content-Type": CONTENT_TYPE})
+            body = await asyncio.shield(asking)
+            return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
         except TimeoutError:
             return web.Response(status=503, text="the engine's /metrics did not answer in time\n")
         except (engine_api.ApiError, engine_api.ApiUnreachableError) as error:

@@ -68,6 +68,7 @@ class Connection:
         notice: what makes the link slow though it works; empty if nothing is known to.
         waiting: called when the warm-up has ended, with its failure, or when the broken connection
             has closed; None when there is nothing to wait for.
+        wanted: whether somebody checks or probes it; receives wait for it by ``waiting``.
     """
 
     metadata: messages.EngineMetadata
@@ -78,6 +79,7 @@ class Connection:
     stalled: Failure | None = None
     waiting: list[Callable[[Failure | None], None]] | None = field(default_factory=list)
     notice: str = ""
+    wanted: bool = False
 
     @property
     def engine_id(self) -> str:

@@ -36,5 +36,5 @@ def admits(key: str, authorization: str) -> bool:
         authorization: the header's value; empty if there was none.
     """
     scheme, _, given = authorization.partition(" ")
-    right = hmac.compare_digest(given.strip().encode(), key.encode())
+    right = hmac.compare_digest(given.strip().encode(errors="replace"), key.encode())
     return right and scheme.lower() == "bearer"

@@ -266,7 +266,7 @@ class PeerBook:
             if isinstance(outcome, handshake.TryAgain):
                 peer.last_error = outcome
                 now = time.monotonic()
-                peer.refused_at = min(peer.refused_at, now) if outcome.refused else inf
+                peer.refused_at = inf if outcome.silent else min(peer.refused_at, now)
                 if now - peer.refused_at >= REFUSED_SECONDS:  # long enough to believe it
                     peer.answer_all(handshake.unreachable(outcome))
                     return
@@ -360,9 +360,8 @@ class PeerBook:
             self._wait(peer, waiter)
         elif waiter in peer.waiters:
             peer.waiters.remove(waiter)
-            last = peer.last_error or handshake.TryAgain(
-                "{}:{} has not answered yet".format(*peer.address)
-            )
+            where = "{}:{}".format(*peer.address)
+            last = peer.last_error or handshake.TryAgain(f"{where} has not answered yet")
             message = f"no handshake before the deadline; last: {last.message}"
             if self.silence.is_long(peer.address):
                 seconds = self.silence.seconds(peer.address)

@@ -182,11 +182,9 @@ class SideChannelServer:
             return self._malformed(asked)
         if why := self._stranger("handshake", names, asked.engine_id):
             return _text(403, why)
-        refusal = self._refusal(asked)
-        if refusal is not None:
-            logger.warning(
-                "handshake of %s refused: %s: %s", asked.engine_id, refusal.reason, refusal.message
-            )
+        if (refusal := self._refusal(asked)) is not None:
+            why = f"{refusal.reason}: {refusal.message}"
+            logger.warning("handshake of %s refused: %s", asked.engine_id, why)
             return _packed(409, messages.encode(refusal))
         return _packed(200, self._metadata)
 
@@ -228,8 +226,7 @@ class SideChannelServer:
         """Return why a client may not ask this; ``claimed`` is who it says that it is."""
         if names is None:
             return None
-        why = why_not_peer(self.engine_id, names, claimed, "decode")
-        if why is not None:
+        if (why := why_not_peer(self.engine_id, names, claimed, "decode")) is not None:
             logger.warning("a %s was refused: %s", what, why)
         return why
 

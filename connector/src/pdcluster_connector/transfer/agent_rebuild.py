@@ -100,7 +100,7 @@ class AgentRebuild:
         for connection, since in closing.items():
             moved = max([since, *(source.moved_at for source in connection.sources)])
             is_due = now >= max(moved + seconds, self._cut_again_at)
-            if connection in waited_for and is_due and self.by is None:
+            if (connection.wanted or connection in waited_for) and is_due and self.by is None:
                 logger.error("receives wait for %s, over which a read hangs", connection.engine_id)
                 self.by, self._cut_again_at = now + HEALTHY_SECONDS, now + self._stall_seconds / 2
 

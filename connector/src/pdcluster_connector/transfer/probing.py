@@ -259,7 +259,9 @@ class Probing:
             failure = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message)
         try:
             if failure is None:
-                connection = connections.open(metadata)
+                # Who probes has just shaken hands, so a silence is over, as for a receive.
+                connection = (connections.open if check else connections.answered)(metadata)
+                connection.wanted = True
                 failure = connection.broken or connection.stalled
                 if failure is None and connection.waiting is None:
                     size = serving_agent.WARM_UP_BYTES if check else serving_agent.PROBE_BYTES

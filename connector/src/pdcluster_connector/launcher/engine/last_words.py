@@ -8,6 +8,7 @@ leaks. A user needs the last exception that does not wrap another one.
 import re
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import IntEnum
 from typing import Final
 
@@ -111,12 +112,9 @@ def death(
 
 def _killed(code: int) -> str:
     """Return the signal of an exit code; empty if there is none."""
-    if code <= 128:
-        return ""
-    try:
+    with suppress(ValueError):
         return signal.Signals(code - 128).name
-    except ValueError:
-        return ""
+    return ""
 
 
 def _victim(words: str | None) -> str:
