@@ -89,6 +89,7 @@ def status(
         (status(), status("True"), 0.0, 0.0),
         (status(), status(generation=2), 0.0, 0.0),
         (status(), status(reason="ImageUnavailable"), 0.0, 0.0),
+        (status(reason="Forbidden"), status(reason="NameConflict"), 0.0, 0.0),
         (status(), status(reason="LoadingWeights"), 0.0, QUIET_SECONDS),
         (status(), status(message="1 of 2 pods"), 0.25, QUIET_SECONDS - 0.25),
         (status(), status(message="1 of 2 pods"), QUIET_SECONDS, 0.0),

@@ -143,7 +143,9 @@ async def test_an_engine_goes_after_the_routers_and_they_after_the_address_for_c
     assert api.begun == ["tiny-router", *(["delete old"] * goes)]
 
 
-@pytest.mark.parametrize("reason", sorted(executor.STOP_ALL))
+@pytest.mark.parametrize(
+    "reason", ["ApiServerUnreachable", "NamespaceTerminating", "TooManyRequests"]
+)
 async def test_nothing_more_is_asked_of_a_server_that_refuses_everything(reason: str) -> None:
     api = Api()
     api.fail, api.reason = {"a"}, reason
@@ -184,6 +186,28 @@ async def test_no_engine_makes_room_for_one_without_certificates(makes_room: boo
         await executor_of(api).perform(KEY, [address, certificates(), gone], [])
     others = [] if makes_room else ["tiny-router", "delete old"]
     assert sorted(api.begun) == sorted(["certificates", *others])
+
+
+@pytest.mark.parametrize(
+    ("kind", "pod"),
+    [
+        ("PodGroup", {"schedulingGroup": {"podGroupName": "refused"}}),
+        ("ConfigMap", {"volumes": [{"name": "connector", "configMap": {"name": "refused"}}]}),
+    ],
+)
+async def test_no_engine_is_made_whose_pods_would_wait_for_what_was_refused(
+    kind: str, pod: dict[str, Any]
+) -> None:
+    api = Api()
+    api.fail = {"refused"}
+    manifest = engine("decode-a-0").manifest
+    spec = {"serviceName": "decode-a-0", "template": {"spec": pod}}
+    needy = Apply({**manifest, "spec": spec}, "a test")
+    with pytest.raises(ApiError, match="refused"):
+        await executor_of(api).perform(
+            KEY, [apply("refused", kind), needy, engine("decode-a-1")], []
+        )
+    assert api.begun == ["refused", "decode-a-1"]
 
 
 async def test_no_engine_makes_room_for_one_whose_revision_is_not_stored() -> None:

@@ -835,6 +835,32 @@ async def test_a_cluster_whose_step_fails_is_not_ready_and_says_so_once() -> Non
     assert [one.message.partition(":")[0] for one in world.events.events] == ["Ready is False"]
 
 
+async def test_a_server_that_has_no_time_for_a_moment_is_no_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each cluster at rest would have one, and nobody refused anything."""
+    world = World()
+    idle = copy.deepcopy(MANIFEST)
+    idle["spec"] |= {"prefill": {"replicas": 0}, "decode": {"replicas": 0}}
+    world.api.apply(idle)
+    for _ in range(3):
+        await world.reconcile()
+    assert world.condition("Progressing")["reason"] == "Complete"
+    world.events.events.clear()
+    policy = next(c for c in world.store.children(KEY) if c["kind"] == "NetworkPolicy")
+    world.api.delete("NetworkPolicy", "ns", policy["metadata"]["name"])
+    world.port.fail["apply NetworkPolicy"] = ApiError("TooManyRequests", "try again later")
+    monkeypatch.setattr(reconcile, "time", SimpleNamespace(monotonic=lambda: 2000.0))
+    with pytest.raises(ApiError):
+        await world.reconcile()
+    assert world.condition("Progressing")["reason"] == "TooManyRequests"
+    monkeypatch.setattr(reconcile, "time", SimpleNamespace(monotonic=lambda: 2010.0))
+    world.port.fail.clear()
+    await world.reconcile()
+    assert world.condition("Progressing")["reason"] == "Complete"
+    assert world.events.events == []
+
+
 @pytest.mark.usefixtures("all_is_well")
 async def test_ready_is_not_true_for_long_while_the_secrets_cannot_be_read() -> None:
     world = World()
