@@ -136,7 +136,7 @@ async def test_a_handler_that_raises_loses_nothing(real, namespace, monkeypatch,
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["prefillscalers", "pdclusters"])
 def test_a_crd_that_vanishes_and_comes_back(real, operator, namespace, kind):
-    """Until the kind comes back, kopf asks for it again and again, and nothing is lost."""
+    """Once the kind is back, the operator works again, perhaps after a restart; nothing is lost."""
     manifest = crd(kind)
     operator.start()
     create(real, namespace, cluster())

@@ -1,4 +1,4 @@
-"""How far a PDCluster has come, and what may be done by then."""
+"""Whether a PDCluster is new or changed, and what to wait for before acting on it."""
 
 from pdcluster_operator.plan.observed.engines import known_ids
 from pdcluster_operator.plan.types import Manifest

@@ -34,7 +34,7 @@ BUSY_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What follows from what is observed and desired, whatever the time is.
+    """What follows from what is observed and desired (independent of the time, so cached).
 
     Attributes:
         steps: of the plan.

@@ -79,7 +79,7 @@ def are_needed(observed: types.Observed, cluster: Cluster) -> bool:
 
 
 def period_start(now: float) -> float:
-    """Return when the period began in which all certificates are made alike."""
+    """Return the start of the current certificate period, in which all are made alike."""
     return now // PERIOD_SECONDS * PERIOD_SECONDS
 
 

@@ -189,17 +189,14 @@ class KeyedQueue:
             self.slots.done(key)
         again = self._again.pop(key, None)
         if not again:
-            self._let_rest(key, again=again is not None)
+            self._resting[key] = again is not None
+            rest = self.rest * (CROWD_RESTS if len(self.slots) > self.workers else 1)
+            asyncio.get_running_loop().call_later(rest, self._rested, key)
             if again is None and requeue_after is not None:
                 self.add_after(key, requeue_after)
         else:
             self.add(key, urgent=True)
         self._hand_out()
-
-    def _let_rest(self, key: Key, *, again: bool) -> None:
-        self._resting[key] = again
-        rest = self.rest * (CROWD_RESTS if len(self.slots) > self.workers else 1)
-        asyncio.get_running_loop().call_later(rest, self._rested, key)
 
     def _rested(self, key: Key) -> None:
         if self._resting.pop(key, False):
@@ -230,8 +227,8 @@ class FairSlots:
 
     **Namespaces that hang.** All namespaces in which something hangs count as one. If each of many
     could have a few slots, they would hold all of them together. Before it is known that they hang,
-    they do. So what they hold beyond three quarters is given out a second time: what hangs computes
-    nothing.
+    they do. So slots of hanging namespaces beyond three quarters are handed out again, because a
+    call that hangs uses no CPU.
 
     ``operator/tests/runtime/test_fair_slots.py`` shows it in virtual time, and
     ``operator/tests/adapters/test_hanging_webhook.py`` on a real API server: without the shares, a
@@ -309,7 +306,7 @@ class FairSlots:
     def take(self) -> Key | None:
         """Give a slot to the key whose turn it is, and return it; None if none may have one.
 
-        A line of which no key may be started loses no turn, nor does a namespace.
+        A line or namespace that gets no slot now keeps its turn.
         """
         hanging = self.hanging()
         of_hanging = sum(len(held) for name, held in self._since.items() if name in hanging)

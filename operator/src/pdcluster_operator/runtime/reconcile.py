@@ -100,8 +100,7 @@ class Reconciler:
     def _note_end_of_namespace(self, key: Key, cluster: Manifest) -> None:
         """Note that each PDCluster of the namespace goes with it, for ``BELIEVED_SECONDS``.
 
-        If this cluster is gone, what was refused may have been of a namespace of the same name,
-        which is gone, too.
+        If this PDCluster is gone, the refusal may be about an earlier namespace of the same name.
         """
         now = time.monotonic()
         self._ending = {one: until for one, until in self._ending.items() if now < until}

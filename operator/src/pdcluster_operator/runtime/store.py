@@ -32,7 +32,7 @@ Manifest = dict[str, Any]
 Identity = tuple[str, str, str]
 """Kind, namespace, name."""
 Place = tuple[str, ...]
-"""An index, and under what an object stands in it."""
+"""An index name, and a key in that index."""
 
 CLUSTER_KIND = "PDCluster"
 # The indexes. An owner is always in the namespace of what it owns.
@@ -40,7 +40,7 @@ CLUSTERS, OWNER, POD_LABEL = "clusters", "owner", "pod-label"
 CONNECTOR, MOUNTED = "connector", "mounted"
 VERSION = "resourceVersion"
 GONE_SECONDS = 60.0
-"""How long a deletion is remembered: longer than the answer to a call may take."""
+"""How long a deletion is remembered: longer than a call may take (``test_store_versions.py``)."""
 
 
 class Store:

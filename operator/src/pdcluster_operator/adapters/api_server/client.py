@@ -250,7 +250,7 @@ class KubeClient:
             self._seen(method, path, status, time.monotonic() - started)
 
     def _set_clock(self, date: str) -> None:
-        """Follow the ``Date`` of an answer, in whole seconds, unless it says what is known."""
+        """Set the clock by the ``Date`` header if it differs by more than two seconds."""
         with suppress(ValueError):
             told = parsedate_to_datetime(date).timestamp()
             if abs(told - self.now()) > CLOCK_SECONDS:

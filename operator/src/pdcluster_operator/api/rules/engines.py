@@ -64,17 +64,19 @@ def within_links(
     many = [error for error in findings.errors if error.rule == Rule.TOO_MANY_LINKS]
     if not many:
         return cluster, findings
-    asked = min(spec.prefill.replicas, MOST_SIDE_CHANNELS // ranks), spec.decode.replicas
-    most = MOST_LINKS // max(1, min(isqrt(MOST_LINKS), *asked))
-    prefill, decode = (min(number, most) for number in asked)
-    old = [min(number, there[role]) for number, role in zip(asked, Role, strict=True)]
+    prefills = min(spec.prefill.replicas, MOST_SIDE_CHANNELS // ranks)
+    decodes = spec.decode.replicas
+    most = MOST_LINKS // max(1, min(isqrt(MOST_LINKS), prefills, decodes))
+    prefill, decode = min(prefills, most), min(decodes, most)
+    old_prefills = min(prefills, there[Role.PREFILL])
+    old_decodes = min(decodes, there[Role.DECODE])
     # A rollout has more of them for a while. If these are too many, the longer side is cut.
-    if old[0] > prefill and old[1] <= decode:
-        prefill = min(old[0], MOST_LINKS // max(1, old[1]))
-        decode = min(asked[1], MOST_LINKS // prefill)
-    elif old[1] > decode and old[0] <= prefill:
-        decode = min(old[1], MOST_LINKS // max(1, old[0]))
-        prefill = min(asked[0], MOST_LINKS // decode)
+    if old_prefills > prefill and old_decodes <= decode:
+        prefill = min(old_prefills, MOST_LINKS // max(1, old_decodes))
+        decode = min(decodes, MOST_LINKS // prefill)
+    elif old_decodes > decode and old_prefills <= prefill:
+        decode = min(old_decodes, MOST_LINKS // max(1, old_prefills))
+        prefill = min(prefills, MOST_LINKS // decode)
     made = replace(
         spec,
         prefill=replace(spec.prefill, replicas=prefill),

@@ -135,7 +135,7 @@ class RouterResources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """The router before the engines: vLLM's own vllm-router."""
+    """The router that sends requests to the engines: vLLM's own vllm-router."""
 
     replicas: Annotated[
         int,

@@ -299,7 +299,7 @@ class Spec:
     decode: Annotated[engine_types.RoleSpec, "are the engines that produce tokens."] = field(
         default_factory=engine_types.RoleSpec
     )
-    router: Annotated[Router, "is the router before the engines."] = field(default_factory=Router)
+    router: Annotated[Router, "sends requests to the engines."] = field(default_factory=Router)
     rollout: Annotated[Rollout, "is how a change of the spec reaches the engines."] = Rollout()
     scheduling: Annotated[Scheduling, "is how the pods of engines get their nodes."] = Scheduling()
     verification: Annotated[Verification, "is how the KV path is proved."] = Verification()

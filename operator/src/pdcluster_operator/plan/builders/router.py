@@ -1,4 +1,4 @@
-"""The router before the engines of one pairing key, vLLM's own ``vllm-router``, and its Service."""
+"""vLLM's own ``vllm-router``, which sends requests to the engines of one pairing key."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -18,7 +18,7 @@ Reference = Mapping[str, Any]
 """An owner reference."""
 
 WORKLOADS = frozenset({"StatefulSet", "ReplicaSet", "Deployment"})
-"""What stands between a pod and its PDCluster, once or twice."""
+"""Kinds in the owner chain between a pod and its PDCluster."""
 _NAME = re.compile("[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 
 

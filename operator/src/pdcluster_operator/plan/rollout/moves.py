@@ -137,7 +137,7 @@ def _affordable(side: RoleFleet, surge: int) -> set[EngineName]:
 
 
 def _replaced(side: RoleFleet, fleet: Fleet, leaving: set[EngineName]) -> set[EngineName]:
-    """Return the old engines whose work new ones do."""
+    """Return the old engines that new engines have replaced."""
     fresh = fleet.fresh(side)
     old = _in_order(set(side.old) - leaving, fleet)
     found: set[EngineName] = set()
@@ -172,7 +172,7 @@ def _make_room(fleet: Fleet, leaving: set[EngineName]) -> str:
     """Let one old engine leave for each role whose new engines have no place.
 
     Engines of both roles leave together or not at all: new ones of one role alone may not pair.
-    Returns why nobody can leave; empty if somebody does, or nobody has to.
+    Returns why no old engine can leave; empty if one leaves or none has to.
     """
     found: set[EngineName] = set()
     for role, side in fleet.roles.items():
@@ -192,7 +192,7 @@ def _make_room(fleet: Fleet, leaving: set[EngineName]) -> str:
 
 
 def _needs_room(side: RoleFleet, fleet: Fleet) -> bool:
-    """Whether the next new engine has no place, and all that were made so far are verified."""
+    """Whether an old engine must leave for a new one. False while a new engine is unverified."""
     made = side.made
     if len(made) == len(side.wanted) or len(_affordable(side, 0)) > len(made):
         return False

@@ -73,7 +73,7 @@ def route(observed: Observed, fleet: Fleet, moves: Moves, target: str, *, hold: 
 
 
 def _first_key(observed: Observed, fleet: Fleet, target: str) -> str:
-    """Return the key for a Service that is new, or that somebody deleted: of what serves now."""
+    """Return the key for a Service that does not exist: that of the engines that serve now."""
     live = {fleet.keys[name] for side in fleet.roles.values() for name in side.live}
     others = (live & routed_keys(observed) or {fleet.keys[one] for one, _ in fleet.verified}) - {
         target
@@ -133,7 +133,7 @@ def with_stored_router(observed: Observed, given: Manifest) -> dict[str, Any]:
 def router_template(
     cluster: types.Cluster, given: Manifest, key: str, connector: str, stored: str
 ) -> dict[str, Any]:
-    """Return the stored template if it still means what the spec means, else a new one.
+    """Return the stored template if it renders to the same pods as the spec, else a new one.
 
     The pod template stands under ``template``, before it is bound to engines. Under ``spec`` are
     the fields of ``PARTS`` as the user wrote them. Both specs are rendered by the builder of today

@@ -159,7 +159,7 @@ def _fitting(
     spec: Mapping[str, Any],
     role: Role,
 ) -> Iterator[Revision]:
-    """Yield each revision of a role that means what the spec means."""
+    """Yield each stored revision of a role that renders to the same template as the spec."""
     renew = cluster.spec.rollout.renew or ""
     today: Any = None
     for one in known:

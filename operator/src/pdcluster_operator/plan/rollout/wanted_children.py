@@ -73,11 +73,12 @@ class Build:
             for name in names[role]:
                 if name not in skipped:
                     yield from self._engine(name, revision)
+        stop = self.routing.stop
         for one in routers:
-            yield Apply(one, "the router before the engines", makes_room=self.routing.stop)
+            yield Apply(one, "the router that sends requests to the engines", makes_room=stop)
         service = router.build_router_service(self.cluster, self.routing.served_key)
         if service is not None:
-            yield Apply(service, "the address for clients", makes_room=self.routing.stop)
+            yield Apply(service, "the address for clients", makes_room=stop)
 
     def _routers(self) -> list[dict[str, Any]]:
         """Return the routers of each pairing key that has engines of both roles."""
@@ -133,7 +134,8 @@ class Build:
 
     def _fences(self) -> Iterator[Apply]:
         """Yield what must exist before the first pod: its identity, and who may reach it."""
-        yield Apply(protection.build_service_account(self.cluster, self.given), "who the pods are")
+        account = protection.build_service_account(self.cluster, self.given)
+        yield Apply(account, "the ServiceAccount of all pods")
         policy = protection.build_engines_policy(self.cluster, self.operator_namespace)
         yield Apply(policy, "who may reach the engines")
         if (policy_of_router := protection.build_router_policy(self.cluster)) is not None:

@@ -90,7 +90,7 @@ def judge(
     steps: Iterable[Step],
     lost: AbstractSet[str],
 ) -> Judgement:
-    """Return what the status says of a cluster, whatever the time is.
+    """Return what the status says of a cluster (independent of the time, so it is cached).
 
     Args:
         steps: those of the plan. They may be about to change the routers.

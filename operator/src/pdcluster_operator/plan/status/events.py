@@ -82,8 +82,8 @@ def _is_reported(kind: str, old: str | None, new: str) -> bool:
     if kind in (ConditionType.ACCEPTED, ConditionType.PROGRESSING):
         return True
     if kind in (ConditionType.AVAILABLE, ConditionType.READY):
-        return Status.TRUE in (old, new)  # in between, another condition says what is wrong
-    return new == Status.FALSE  # of what is Unknown, Ready says why
+        return Status.TRUE in (old, new)  # other changes have an event of another condition
+    return new == Status.FALSE  # Ready explains Unknown
 
 
 def _reporting(before: object, after: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -28,7 +28,7 @@ HELD_BY_OTHERS = (
 """The scheduler's messages contain one of these if other pods hold what the pod needs."""
 
 FAILING_SECONDS = 30.0
-"""How long steps may fail that nobody refuses: an API server that restarts is back by then."""
+"""An outage of the API server makes Ready False after this time; a restart is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def with_failure(
         status: the planned status.
         cluster: the live PDCluster; its Progressing condition says when that last changed.
         now: seconds since the epoch.
-        outage: for how many seconds steps have failed that nobody refuses; endless for a refusal.
+        outage: seconds since steps began to fail by an outage; infinite if the server refused one.
     """
     planned = conditions.find_condition(status, ConditionType.PROGRESSING)
     if planned.get("reason") == NAME_CONFLICT != reason:  # it stays while others come and go
