@@ -149,11 +149,11 @@ async def test_a_key_that_rests_waits_once_whoever_asks_for_it() -> None:
         return
 
     queue = KeyedQueue(handler, workers=1)
-    queue._let_rest(A, again=False)
+    queue._resting[A] = False
     queue.add(A)
     assert queue.depth == 1, "after its rest"
     queue._rested(A)
-    queue._let_rest(A, again=False)
+    queue._resting[A] = False
     queue.add(A, urgent=True)
     queue.add(A)
     assert queue.depth == 1, "somebody waits for it, so its rest is over"
