@@ -40,7 +40,7 @@ CLUSTERS, OWNER, POD_LABEL = "clusters", "owner", "pod-label"
 CONNECTOR, MOUNTED = "connector", "mounted"
 VERSION = "resourceVersion"
 GONE_SECONDS = 60.0
-"""How long a deletion is remembered: longer than a call may take (``test_store_versions.py``)."""
+"""How long a deletion is remembered: longer than the answer to a call may take."""
 
 
 class Store:
