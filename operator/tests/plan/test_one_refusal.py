@@ -218,15 +218,17 @@ def test_available_says_what_clients_get_while_recreate_is_held(
     assert world.condition("Ready")["status"] == "True"
 
 
-def test_old_engines_stay_while_clients_cannot_be_sent_to_new_ones() -> None:
+@pytest.mark.parametrize("refused", [SERVICE, ("Deployment",)])
+def test_old_engines_stay_while_clients_cannot_be_sent_to_new_ones(refused: tuple[str]) -> None:
     """Recreate would end them, and nobody would reach the new ones."""
     world = brought_up(rollout={"type": "Recreate"})
     old = engines(world)
     world.edit(engine={"blockSize": 32})
-    refuse(world, *SERVICE)
+    refuse(world, *refused)
     for _ in range(8):
         world.step()
         world.others_act()
+        assert world.condition("Available")["status"] == "True"
     assert old == engines(world)
 
 

@@ -271,7 +271,7 @@ def stages(steps: Iterable[Step]) -> list[tuple[Step, ...]]:
     """Return the steps in stages; within a stage they keep their order.
 
     First come the objects that pods mount or go by. Then new revisions are tried out, and then come
-    the workloads that make pods. Deletions come last.
+    the workloads that make pods. The Service follows Recreate's routers. Deletions come last.
     """
     staged: dict[int, list[Step]] = {}
     for step in steps:
@@ -344,5 +344,5 @@ def _is_used(child: Manifest, step: Apply) -> bool:
 
 def _stage(step: Step) -> int:
     if isinstance(step, Apply):
-        return 2 if step.makes_room or step.manifest["kind"] in MAKE_PODS else 0
-    return 1 if isinstance(step, TryOut) else 3 if isinstance(step, Delete) else 0
+        return 2 if step.manifest["kind"] in MAKE_PODS else 3 if step.makes_room else 0
+    return 1 if isinstance(step, TryOut) else 4 if isinstance(step, Delete) else 0
