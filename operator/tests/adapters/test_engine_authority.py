@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -19,7 +20,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pdcluster_connector.certificate_files import LOOK_SECONDS, Tls, TlsError, tls_files
 from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, names_in, why_not_peer
-from pdcluster_operator.adapters import engines_http
+from pdcluster_operator.adapters import engines_http, own_secrets
 from pdcluster_operator.adapters.engine_authority import (
     AuthorityError,
     EngineAuthority,
@@ -27,12 +28,13 @@ from pdcluster_operator.adapters.engine_authority import (
     with_certificates,
 )
 from pdcluster_operator.adapters.engines_http import EnginesHttp
+from pdcluster_operator.adapters.own_secrets import find_authority
 from pdcluster_operator.api.object_names import CERTIFICATES_HASH_ANNOTATION
 from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.renewals import MOST_CERTIFICATES
 from pdcluster_operator.plan.types import HeldCertificates, WriteCertificates
-from pdcluster_operator.runtime.interfaces import LauncherError
+from pdcluster_operator.runtime.interfaces import Conflict, LauncherError
 
 NOW = time.time()
 DAY = 86_400.0
@@ -183,6 +185,33 @@ def test_a_secret_without_files_or_notes_holds_nothing(authority: EngineAuthorit
     assert held_certificates({"metadata": {}}, authority) == nothing
     bare = {"metadata": {"uid": "u", "annotations": None}, "data": None}
     assert held_certificates(bare, authority) == replace(nothing, uid="u")
+
+
+@pytest.mark.parametrize(
+    ("live", "version"), [(None, "1"), ({"metadata": {"resourceVersion": "7"}}, "7")]
+)
+async def test_of_two_operators_that_make_the_authority_at_once_the_first_wins(
+    monkeypatch: pytest.MonkeyPatch, live: dict[str, Any] | None, version: str
+) -> None:
+    """The other one would sign with a CA that no engine trusts after a restart."""
+    monkeypatch.setattr(own_secrets, "WAIT_SECONDS", 0.0)
+    _, theirs = EngineAuthority.new(NOW)
+    parts = {"ca.crt": theirs.certificate, "ca.key": theirs.key}
+    held, sent = [live], []
+
+    class Server:
+        async def read(self, path: str) -> dict[str, Any] | None:
+            assert path.endswith("/namespaces/system/secrets/ca")
+            return held[0]
+
+        async def call(self, *_: Any, body: dict[str, Any], **__: Any) -> None:
+            sent.append(body["metadata"].get("resourceVersion"))
+            held[0] = {"data": {key: base64.b64encode(one).decode() for key, one in parts.items()}}
+            raise Conflict("another version")
+
+    server: Any = Server()
+    assert (await find_authority(server, ("system", "ca"))).pem == theirs.certificate
+    assert sent == [version], "the API server compares it; no object has the first one"
 
 
 def test_a_stored_authority_is_the_same_and_a_spoiled_one_is_refused() -> None:
