@@ -146,10 +146,16 @@ def options_of_kopf_run(environment: Mapping[str, str]) -> OperatorOptions:
     ``PDCLUSTER_AUTHORITY=NAMESPACE/NAME`` and ``PDCLUSTER_HOST_PATH_MODELS=true``, and defaults.
 
     Raises:
-        msgspec.ValidationError: a variable has a value of another type.
+        ValueError: a variable has a value of another type, or a namespace is a pattern.
     """
     context = click.get_current_context(silent=True)
-    chosen: dict[str, Any] = {"namespaces": context.params.get("namespaces", ()) if context else ()}
+    named = [*(context.params.get("namespaces", ()) if context else ())]
+    named += filter(None, [environment.get("KOPF_RUN_NAMESPACE")])  # kopf adds it by itself
+    if patterns := [one for one in named if not one.replace("-", "").isalnum()]:
+        raise ValueError(
+            f"--namespace {patterns[0]}: name each namespace; patterns are not watched"
+        )
+    chosen: dict[str, Any] = {"namespaces": tuple(named)}
     for field in fields(OperatorOptions):
         if (text := environment.get(ENVIRONMENT + field.name.upper())) is not None:
             chosen[field.name] = text.split("/") if field.name == "authority" else text

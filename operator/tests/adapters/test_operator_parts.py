@@ -293,6 +293,15 @@ def test_kopf_run_has_the_options_of_the_command(monkeypatch):
         handlers.options_of_kopf_run({"PDCLUSTER_HEALTH_PORT": "many"})
 
 
+def test_kopf_run_watches_the_namespaces_that_the_reflectors_watch():
+    found = handlers.options_of_kopf_run({"KOPF_RUN_NAMESPACE": "llm"})
+    assert found.namespaces == ("llm",), "kopf takes it from this variable, too"
+    with click.Context(click.Command("run")) as context:
+        context.params["namespaces"] = ("team-1", "team-*")
+        with pytest.raises(ValueError, match=r"^--namespace team-\*: name each namespace"):
+            handlers.options_of_kopf_run({})
+
+
 async def test_the_page_of_readiness_says_what_is_wrong():
     health, metrics = free_ports(2)
     said = [None]

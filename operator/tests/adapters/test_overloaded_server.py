@@ -20,8 +20,8 @@ from pdcluster_operator.adapters.api_server.client import (
     TRIES,
     KubeClient,
     Overload,
-    namespace_of,
 )
+from pdcluster_operator.adapters.api_server.kinds import namespace_of
 from pdcluster_operator.runtime.executor import SIDE_BY_SIDE
 from pdcluster_operator.runtime.interfaces import ApiError
 from pdcluster_operator.runtime.queue import WORKERS

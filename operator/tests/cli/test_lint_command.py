@@ -119,6 +119,8 @@ def test_plan_prints_the_steps_of_the_operators_own_planner(
     assert main(["plan", "warnings.yaml"]) == 0
     printed = capsys.readouterr().out
     assert "apply StatefulSet warned-prefill-" in printed
+    numbers = [int(line.partition(".")[0]) for line in printed.splitlines() if ". " in line[:6]]
+    assert numbers == list(range(1, len(numbers) + 1)), "no step is left out"
     assert main(["plan", "-o", "yaml", "warnings.yaml"]) == 0
     printed = capsys.readouterr().out
     assert "characters of base64" in printed

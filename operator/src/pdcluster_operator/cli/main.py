@@ -127,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
         "--output",
         choices=("steps", "yaml"),
         default="steps",
-        help="yaml: the objects themselves (not with --against)",
+        help="yaml: the objects, without the Secrets that the operator fills (not with --against)",
     )
     plan.add_argument(
         "--against",

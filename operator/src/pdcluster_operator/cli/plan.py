@@ -36,8 +36,7 @@ def show_plan(options: argparse.Namespace) -> exits.Exit:
         console.print(text, markup=False)
         return exits.Exit.DONE
     for number, step in enumerate(plan.steps, 1):
-        if isinstance(step, types.Apply | types.TryOut | types.WriteTicketKey):
-            show_step(console, number, step)
+        show_step(console, number, step)
     accepted = find_condition(plan.status, ConditionType.ACCEPTED)
     text = f"{accepted.get('status')} {accepted.get('reason')} {accepted.get('message', '')}"
     console.print(Text(f"Accepted: {text}".rstrip(), style="dim"))

@@ -84,21 +84,23 @@ MANAGED_KINDS = frozenset(
         REVISION_KIND,
     }
 )
-"""The kinds that a PDCluster owns. The operator deletes no object of another kind."""
+"""The kinds that a PDCluster owns. A plan deletes no object of another kind."""
 
 
 def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
     """Yield each child that is not wanted and that nothing needs any more."""
     wanted = {ownership.identity(child.manifest) for child in desired.children}
     there = {*ownership.engine_sets(observed.children), *ownership.engines_of(observed.pods)}
-    named, kept = ({one.stateful_set for one in engines} for engines in (there, desired.kept))
+    kept = {name.stateful_set for name in desired.kept}
     leaving = there.difference(desired.kept, *desired.names.values())
     for child in observed.children:
         kind, name = ownership.identity(child)
         if kind not in MANAGED_KINDS or (kind, name) in wanted or ownership.is_being_deleted(child):
             continue
-        # An engine needs its address until its last pod is gone.
-        if name in {"StatefulSet": kept, "Service": named}.get(kind, ()):
+        if kind == "StatefulSet" and name in kept:
+            continue
+        if kind == "Service" and name in {one.stateful_set for one in there}:
+            # An engine needs its address until its last pod is gone.
             continue
         if kind == REVISION_KIND and name not in desired.forgotten:
             continue

@@ -13,7 +13,6 @@ JSON if its text is ``<<<``.
 
 import asyncio
 import json
-import logging
 import math
 import random
 import re
@@ -29,9 +28,8 @@ import msgspec
 from kubernetes.aio import client
 from yarl import URL
 
+from pdcluster_operator.adapters.api_server.kinds import namespace_of
 from pdcluster_operator.runtime import interfaces
-
-log = logging.getLogger(__name__)
 
 Seen = Callable[[str, str, int, float], None]
 """Called after every call with its method, path, status (0: no answer) and seconds."""
@@ -69,7 +67,6 @@ If a webhook refuses all objects of one kind, the status has to say so.
 SPREAD = 0.5
 """Calls that waited together are sent within this share of the time that was asked for."""
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
-_OPENING = (b"[", b"{")
 
 
 class _Request(NamedTuple):
@@ -174,8 +171,7 @@ class KubeClient:
         await self._overload.wait(namespace_of(path))
         limits = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=SILENCE)
         try:
-            answer = await self._send(_Request("GET", path, query), limits)
-            async with answer as response:
+            async with await self._send(_Request("GET", path, query), limits) as response:
                 if response.status == TOO_MANY:
                     asked = response.headers.get("Retry-After", "")
                     self._overload.refused(namespace_of(path), asked)
@@ -189,10 +185,9 @@ class KubeClient:
 
     async def read(self, path: str) -> dict[str, Any] | None:
         """Return an object; None if there is none."""
-        try:
+        with suppress(NotFound):
             return await self.call("GET", path)
-        except NotFound:
-            return None
+        return None
 
     async def _send(
         self, request: _Request, limits: aiohttp.ClientTimeout
@@ -255,11 +250,6 @@ class KubeClient:
             told = parsedate_to_datetime(date).timestamp()
             if abs(told - self.now()) > CLOCK_SECONDS:
                 self._date = told, time.monotonic()
-
-
-def namespace_of(path: str) -> str:
-    """Return the namespace in a path of the API server; empty if it has none."""
-    return path.partition("/namespaces/")[2].partition("/")[0]
 
 
 class _Asked(NamedTuple):
@@ -387,7 +377,7 @@ def without_depths(text: bytes) -> bytes:
 def _shallow_parts(text: bytes) -> Iterator[bytes]:
     level = written = 0
     for token in _TOKEN.finditer(text):
-        if token[0] in _OPENING:
+        if token[0] in (b"[", b"{"):
             level += 1
             if level == LEVELS + 1:
                 yield text[written : token.start()]

@@ -122,3 +122,8 @@ def slim(manifest: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
         if status := kept_fields.status_that_is_read(kind.name, manifest.get("status") or {}):
             kept["status"] = status
     return dict(kept_fields.without_contents(kept))
+
+
+def namespace_of(path: str) -> str:
+    """Return the namespace in a path of the API server; empty if it has none."""
+    return path.partition("/namespaces/")[2].partition("/")[0]
