@@ -302,6 +302,14 @@ async def test_a_revision_is_stored_only_if_the_server_would_take_its_pods(refus
     assert api.begun == ["try out", *(["revision"] * (not refused))]
 
 
+async def test_a_revision_that_is_stored_is_tried_out_and_not_written_again() -> None:
+    """A Recreate asks each time before it ends old engines, also while something else holds it."""
+    api = Api()
+    stored = {"kind": "ControllerRevision", "metadata": {"name": "revision"}}
+    assert await executor_of(api).perform(KEY, [TryOut((), stored, True, "a test", uid="u")], [])
+    assert api.begun == ["try out"]
+
+
 async def test_nothing_is_written_without_the_lease() -> None:
     api = Api()
     api.ours = False

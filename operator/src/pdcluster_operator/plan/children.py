@@ -64,7 +64,7 @@ def steps_to(observed: Observed, desired: Desired, children: tuple[Apply, ...]) 
     for wanted in children:
         name = ownership.identity(wanted.manifest)
         if (trial := trials.pop(name, None)) is not None:
-            yield replace(trial, manifest=wanted.manifest, why=wanted.why, uid=uids.get(name, ""))
+            yield replace(trial, manifest=wanted.manifest, why=wanted.why)
         elif not drift.is_settled(live.get(name), wanted.manifest, observed.rewrites.get(name)):
             yield replace(wanted, uid=uids.get(name, ""))
     for name, trial in trials.items():

@@ -180,7 +180,7 @@ class TryOut:
             pod, and a quota that is used up refuses nothing.
         first: no engine of the role exists. Then none of either role is created before the trial
             of both has passed: one role alone would hold GPUs and serve nothing.
-        uid: of the revision if it is stored already; else empty.
+        uid: of the revision if it is stored as it is, and nothing is to be applied; else empty.
     """
 
     tried: tuple[Manifest, ...]

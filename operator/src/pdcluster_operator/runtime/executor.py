@@ -138,7 +138,8 @@ class Executor:
                 events += self._note(key, step.manifest, answer)
             elif isinstance(step, types.TryOut):
                 await self.api_server.try_out(step)
-                await self.api_server.apply(step.manifest, step.uid)
+                if not step.uid:
+                    await self.api_server.apply(step.manifest)
             else:
                 await self.api_server.delete(step)
         done.append(f"{type(step).__name__}: {step.why}")
