@@ -528,7 +528,7 @@ class World:
             name = str(labels.get(ENGINE_LABEL, ""))
             ours = controller_of(pod).get("kind") == "StatefulSet"
             leads = pod["metadata"]["name"] == f"{name}-0"
-            role = labels.get(ROLE_LABEL)
+            role = labels.get(ROLE_LABEL) if labels.get(CLUSTER_LABEL) == NAME else None
             if ours and leads and role in ROLES and name not in self.sick and is_up(pod):
                 # An engine's key is in its arguments, whatever its labels say later.
                 made = self.objects.get(("StatefulSet", name), pod)

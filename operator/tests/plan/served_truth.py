@@ -314,7 +314,8 @@ def _is_found(world: World, one: Mapping[str, Any]) -> bool:
     """
     labels = one["metadata"].get("labels") or {}
     makers = {ref["uid"] for pod in world.of_kind("Pod") for ref in owners_of(pod)}
-    return f"{LABEL}cluster" in labels or one["metadata"]["uid"] in makers
+    watched = one["kind"] != "Secret"  # a Secret is read by its name
+    return not watched or f"{LABEL}cluster" in labels or one["metadata"]["uid"] in makers
 
 
 def as_seen(world: World) -> Any:
