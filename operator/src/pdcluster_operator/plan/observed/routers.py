@@ -23,7 +23,8 @@ def why_unreachable(observed: Observed, cluster: Cluster, *, accepted: bool) -> 
     """Return why clients reach no router; empty if they do, or if none is wanted or offered."""
     key = served_key(observed, cluster)
     # The status keeps the address while another spec is not accepted, unless the status was lost.
-    offered = key or (not accepted and status_of(observed.cluster).get("endpoint", "unknown"))
+    lost = "unknown" if observed.children else ""  # a new PDCluster had none
+    offered = key or (not accepted and status_of(observed.cluster).get("endpoint", lost))
     if cluster.spec.router.replicas == 0 and not offered:
         return ""
     behind = [one for one in _deployments(observed) if not key or pairing_key_of(one) == key]
