@@ -37,6 +37,7 @@ CASES = [
     (TRIAL, ("try, then apply", "ControllerRevision", "revision")),
     (Delete("Service", "ns", "old", "u", "1", "why"), ("delete", "Service", "old")),
     (Delete("Pod", "ns", "pod-0", "u", "1", "why"), ("delete", "Pod", "pod-0")),
+    (replace(TRIAL, uid="u"), ("try", "ControllerRevision", "revision")),
 ]
 
 

@@ -72,7 +72,8 @@ def in_words(step: types.Step) -> tuple[str, str, str]:
     """Return the verb, kind and name of a step."""
     if isinstance(step, types.Delete):
         return "delete", step.kind, step.name
-    verb = {types.Apply: "apply", types.TryOut: "try, then apply"}.get(type(step), "write")
+    trial = "try" if isinstance(step, types.TryOut) and step.uid else "try, then apply"
+    verb = {types.Apply: "apply", types.TryOut: trial}.get(type(step), "write")
     return verb, str(step.manifest["kind"]), str(step.manifest["metadata"]["name"])
 
 
