@@ -78,31 +78,33 @@ async def slow_engine():
     await runner.cleanup()
 
 
-async def test_each_scrape_is_asked_of_the_engine_in_the_text_format(slow_engine):
+@pytest.fixture
+async def page(slow_engine):
+    """The launcher's page before that engine: a session, the page's URL, and what was seen."""
     port, seen = slow_engine
     async with aiohttp.ClientSession() as session:
-        page = metrics_page(EngineApi(session, f"http://127.0.0.1:{port}").metrics)
+        app = metrics_page(EngineApi(session, f"http://127.0.0.1:{port}").metrics)
         own = free_port()
-        guard = await listening.serve(page, listening.open_port("127.0.0.1", own))
-        for number in (1, 2):
-            async with session.get(f"http://127.0.0.1:{own}/metrics") as answer:
-                assert (answer.status, await answer.text()) == (200, f"asked {number}\n")
+        guard = await listening.serve(app, listening.open_port("127.0.0.1", own))
+        yield session, f"http://127.0.0.1:{own}/metrics", seen
         await guard.close()
+
+
+async def test_each_scrape_is_asked_of_the_engine_in_the_text_format(page):
+    session, url, seen = page
+    for number in (1, 2):
+        async with session.get(url) as answer:
+            assert (answer.status, await answer.text()) == (200, f"asked {number}\n")
     assert seen["accept"] == {"text/plain;version=0.0.4"}
 
 
-async def test_a_crowd_of_scrapes_is_one_request_to_the_engine(slow_engine):
+async def test_a_crowd_of_scrapes_is_one_request_to_the_engine(page):
     """Each took a connection of the launcher's own, so its health check got none."""
-    port, seen = slow_engine
-    async with aiohttp.ClientSession() as session:
-        page = metrics_page(EngineApi(session, f"http://127.0.0.1:{port}").metrics)
-        own = free_port()
-        guard = await listening.serve(page, listening.open_port("127.0.0.1", own))
+    session, url, seen = page
 
-        async def scrape() -> str:
-            async with session.get(f"http://127.0.0.1:{own}/metrics") as answer:
-                return await answer.text()
+    async def scrape() -> str:
+        async with session.get(url) as answer:
+            return await answer.text()
 
-        answers = await asyncio.gather(*(scrape() for _ in range(60)))
-        await guard.close()
+    answers = await asyncio.gather(*(scrape() for _ in range(60)))
     assert len(set(answers)) == seen["asked"] <= 3
