@@ -14,6 +14,23 @@ from cryptography.x509.oid import NameOID
 from pdcluster_connector.certificate_files import TlsFiles
 from pdcluster_connector.protocol.engine_id import engine_name, role_name
 
+# Clients of Python 3.13 and later ask for these and for the identifiers (``VERIFY_X509_STRICT``).
+_SIGNS_CERTIFICATES = x509.KeyUsage(
+    digital_signature=False,
+    key_cert_sign=True,
+    crl_sign=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    encipher_only=False,
+    decipher_only=False,
+)
+
+
+def _signed_by(key: ec.EllipticCurvePrivateKey) -> x509.AuthorityKeyIdentifier:
+    return x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key())
+
 
 def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
@@ -41,6 +58,9 @@ class Authority:
         self.certificate = (
             _builder(self.title, signer.title, self.key.public_key(), start, self.days)
             .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+            .add_extension(_SIGNS_CERTIFICATES, critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(self.key.public_key()), False)
+            .add_extension(_signed_by(signer.key), critical=False)
             .sign(signer.key, hashes.SHA256())
         )
 
@@ -80,6 +100,7 @@ class Authority:
         held = name or (own(engine_id) if named else "localhost")
         valid = 1 if expired else days
         builder = _builder(common_name, self.title, key.public_key(), start, valid)
+        builder = builder.add_extension(_signed_by(self.key), critical=False)
         if named is not None:
             names = x509.SubjectAlternativeName([x509.DNSName(held)])
             builder = builder.add_extension(names, critical=False)

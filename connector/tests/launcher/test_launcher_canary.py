@@ -259,8 +259,9 @@ async def test_a_server_that_speaks_no_http():
 
 
 async def test_an_api_that_hangs_means_unknown():
-    async def hang(*_: object) -> None:
-        await asyncio.sleep(600)
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # until the client gives up
+        writer.close()
 
     server = await asyncio.start_server(hang, "127.0.0.1", 0)
     async with server, aiohttp.ClientSession() as session:

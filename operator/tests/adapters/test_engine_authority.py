@@ -308,6 +308,16 @@ def test_engines_of_two_periods_speak_with_each_other_and_new_files_are_taken_up
         assert "another one" in str(why_not_peer(other, held, f"{DECODE}/1", "decode"))
 
 
+def test_strict_clients_and_servers_take_the_certificates(
+    authority: EngineAuthority, tmp_path: Path
+) -> None:
+    """``ssl.create_default_context`` of Python 3.13 and later is strict."""
+    decode, prefill = (mounted(authority, one, tmp_path / one) for one in (DECODE, PREFILL))
+    for context in (decode.client(), prefill.server):
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+    assert shaken(decode, prefill)
+
+
 def option_names() -> dict[str, str]:
     return {"ca": "ca.crt", "certificate": "tls.crt", "key": "tls.key"}
 

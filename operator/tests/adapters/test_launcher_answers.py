@@ -95,7 +95,7 @@ def test_a_redirect_is_a_failure_and_is_not_followed(status: int) -> None:
     assert all(f"answers {status}" in message for message in said)
 
 
-@pytest.mark.parametrize("depth", [2_000, 1_000_000])
+@pytest.mark.parametrize("depth", [50_000, 1_000_000])
 def test_json_that_is_nested_too_deep_is_a_failure(depth: int) -> None:
 
     async def deep(_: web.Request) -> web.Response:

@@ -117,8 +117,9 @@ async def verified() -> AsyncIterator[Canary]:
         yield watched[0]
 
 
-async def hang(*_: object) -> None:
-    await asyncio.sleep(600)
+async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()  # until the client gives up
+    writer.close()
 
 
 BUSY = [
