@@ -223,6 +223,44 @@ def test_a_message_is_sent_again_ever_more_rarely_until_its_deadline(
     assert client.answers() == []
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [400, 403, 404, 409, 413, 503, ConnectionRefusedError(), TimeoutError(), b"\xc1"],
+    ids=str,
+)
+def test_it_is_known_which_engine_does_not_answer(
+    play: Play, fault: int | Exception | bytes
+) -> None:
+    """Until it answers a message as it should."""
+
+    async def story(client: LeaseClient, prefill: Prefill) -> None:
+        prefill.status = fault if isinstance(fault, int) else 200
+        prefill.error = fault if isinstance(fault, Exception) else None
+        prefill.body = fault if isinstance(fault, bytes) else None
+        renew(client, "a", ends=2.0)
+        await asyncio.sleep(3.0)
+        assert client.unanswered == {PREFILL}
+        prefill.status, prefill.error, prefill.body = 200, None, None
+        renew(client, "b", engine=OTHER)
+        await asyncio.sleep(1.0)
+        assert client.unanswered == {PREFILL}
+        release(client, "a")
+        await asyncio.sleep(1.0)
+
+    client, _ = play(story)
+    assert client.unanswered == set()
+
+
+def test_the_engines_that_do_not_answer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a ticket key, anybody may invent their names."""
+    monkeypatch.setattr(lease_client, "MAX_PENDING", 3)
+    client = LeaseClient(DECODE)
+    for number in range(20):
+        client.doubt([f"e/{number}"])
+        assert f"e/{number}" in client.unanswered
+        assert len(client.unanswered) <= 3
+
+
 def test_after_a_message_that_arrived_the_next_fault_is_tried_again_soon(play: Play) -> None:
     async def story(client: LeaseClient, prefill: Prefill) -> None:
         prefill.status = 503

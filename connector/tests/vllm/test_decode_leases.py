@@ -19,6 +19,7 @@ class Sender:
     def __init__(self) -> None:
         self.sent: list[tuple[str, str, float]] = []
         self.said: list[LeaseAnswer] = []
+        self.unanswered: set[str] = set()
 
     def answers(self) -> list[LeaseAnswer]:
         said, self.said = self.said, []
@@ -92,6 +93,19 @@ def test_only_a_ticket_that_was_held_back_waits_for_the_claim() -> None:
     sender.said.append(LeaseAnswer("e/1", "after", 7, Standing.HELD, 220.0))
     assert book.objection(back) is None
     assert not waits(made(160.0 - 3600.0, "next")), "one such ticket waits, and not all"
+
+
+def test_nothing_waits_for_the_claim_of_an_engine_that_does_not_answer() -> None:
+    sender = Sender()
+    book = DecodeLeases(sender, 60.0, Clock())
+    book.use(ticket(), "d")
+    assert book.waits_for_claim(ticket(), shared=True)
+    sender.unanswered.add("e/2")
+    assert book.waits_for_claim(ticket(), shared=True), "another engine"
+    sender.unanswered.add("e/1")
+    assert not book.waits_for_claim(ticket(), shared=True)
+    sender.unanswered.clear()
+    assert book.waits_for_claim(ticket(), shared=True), "it answers again"
 
 
 def test_the_clocks_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from loopback import free_port
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.failure import Failure
 
 pytestmark = pytest.mark.vllm
 
@@ -151,3 +153,27 @@ def test_another_request_waits_for_no_claim(engines: Any, monkeypatch: Any) -> N
     for _ in range(5):
         decode.step()
     assert decode.parked() == {"d0"}
+
+
+@pytest.mark.parametrize("prefill_is", ["gone", "restarted", "silent"])
+def test_a_choice_does_not_wait_for_a_prefill_that_does_not_answer(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, prefill_is: str
+) -> None:
+    """Its receive ends as soon as that of any other request, and says why."""
+    prefill = engines("producer")
+    decode = ranks_of(engines, "consumer")[0]
+    ticket = prefill.prefill("p0", prompt(40))
+    if prefill_is == "gone":
+        prefill.connector._scheduler._side_channel.stop()
+    elif prefill_is == "restarted":
+        prefill.connector._scheduler._side_channel.engine_id = f"{prefill.engine_id[:-1]}!"
+    else:  # the first rank has noticed it, and the claim gets no answer
+        silence = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "no answer in time")
+        decode.workers[0].found_gone = {prefill.engine_id: silence}
+        decode.step()
+        monkeypatch.setattr(decode.connector._scheduler._lease_client, "renew", lambda *_: None)
+    (choice, _) = choices("d0", 2)
+    decode.add(choice, prompt(40), ticket)
+    decode.run(lambda: choice in decode.parked() or choice in decode.finished)
+    assert decode.parked() == {choice}, "it has waited for the lease's end"
+    assert not decode.workers[0].parked[choice].claimed

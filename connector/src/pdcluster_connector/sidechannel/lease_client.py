@@ -12,6 +12,7 @@ import logging
 import random
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +69,8 @@ class _Outbox:
 class LeaseClient:
     """Thread-safe; its methods never block and never raise.
 
-    ``holder`` is this engine's id: leases are claimed for it.
+    ``holder`` is this engine's id: leases are claimed for it. ``unanswered`` are engines that gave
+    no answer of use when they were last asked. Nobody waits for the answer to a claim of theirs.
 
     At most ``MAX_PENDING`` renewals and releases wait, for all engines together. When there are
     more, the engine for which most wait loses its oldest. So an engine that does not answer costs
@@ -82,6 +84,7 @@ class LeaseClient:
         self._thread = loop_thread.LoopThread("pdcluster-leases")
         self._outboxes: dict[Address, _Outbox] = {}
         self._session: aiohttp.ClientSession | None = None
+        self.unanswered: set[str] = set()
 
     def start(self) -> None:
         """Start the thread."""
@@ -100,6 +103,12 @@ class LeaseClient:
     def renew(self, ticket: Ticket, deadline: float) -> None:
         """Renew a ticket's lease once. The first renewal claims it."""
         self._thread.call(self._add, ticket, deadline, False)
+
+    def doubt(self, engine_ids: Iterable[str]) -> None:
+        """Note that engines are silent or gone, until they answer a message."""
+        if len(self.unanswered) >= MAX_PENDING:  # of engines that are long gone
+            self.unanswered.clear()
+        self.unanswered.update(engine_ids)
 
     def answers(self) -> list[LeaseAnswer]:
         """Return what prefill engines have answered to renewals since the last call."""
@@ -137,13 +146,16 @@ class LeaseClient:
                 releases = tuple(outbox.releases)[: BATCH - len(renewals)]
                 sent_at = time.monotonic()
                 reply = await self._send(address, releases, renewals)
+                if isinstance(reply, LeaseReply):
+                    self._note(engine_id, renewals, reply, sent_at)
+                    self.unanswered.discard(engine_id)
+                else:
+                    self.doubt([engine_id])
                 if reply is None:
                     await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
                     pause = min(2 * pause, LAST_RETRY_SECONDS)
                     continue
                 pause = FIRST_RETRY_SECONDS
-                if isinstance(reply, LeaseReply):
-                    self._note(engine_id, renewals, reply, sent_at)
                 for key in releases:
                     outbox.releases.pop(key, None)
                 for key in renewals:

@@ -315,19 +315,16 @@ class Receive:
         if self.posting:
             message = "not every transfer was posted when the lease ended"
             return Failure(Reason.TRANSFER_STALLED, message)
+        message = "the lease ended before the prefill engine could be read"
         if self.state is State.FENCE:
             message = "prefill did not acknowledge the lease for this engine before it ended"
-            return Failure(Reason.LEASE_EXPIRED, message)
-        return Failure(
-            Reason.LEASE_EXPIRED, "the lease ended before the prefill engine could be read"
-        )
+        return Failure(Reason.LEASE_EXPIRED, message)
 
     def _stalled(self, now: float) -> Failure:
+        message = f"{counted(len(self.open), 'transfer')} under way, and none has landed"
         if self.state is State.HANDSHAKE:
-            message = f"no connection to the prefill engine for {now - self.moved_at:.0f} s"
-            return Failure(Reason.TRANSFER_STALLED, message)
-        silent = f"none has landed for {now - self.moved_at:.0f} s"
-        message = f"{counted(len(self.open), 'transfer')} under way, and {silent}"
+            message = "no connection to the prefill engine"
+        message += f" for {now - self.moved_at:.0f} s"
         return Failure(Reason.TRANSFER_STALLED, message)
 
     def _enter(self, state: State, now: float) -> None:

@@ -207,12 +207,32 @@ class DecodeRole:
         incoming = self._requests.get(request.request_id)
         if incoming is None or incoming.stage is Stage.PARKED:
             return
-        if incoming.stage is Stage.WAITING and external_tokens > 0 and incoming.ticket is not None:
-            self.local.kv_comes(request.request_id)
-            # Nothing follows the order: it is given, or the exception fails the request.
-            self._park(request, incoming, incoming.ticket, blocks, external_tokens)
-        else:
+        ticket = incoming.ticket
+        if incoming.stage is not Stage.WAITING or external_tokens <= 0 or ticket is None:
             self._begin_here(request, incoming)
+            return
+        self.local.kv_comes(request.request_id)
+        # The ticket covers [0, stop). What vLLM has not asked for is a local prefix hit.
+        stop = incoming.stop = min(ticket.tokens, request.num_tokens)
+        start = incoming.start = stop - external_tokens
+        held = tuple(
+            group.holding(ids, start, stop) for group, ids in zip(self.groups, blocks, strict=True)
+        )
+        incoming.blocks = sum(block > 0 for group in held for block in group.blocks)
+        incoming.stage = Stage.PARKED
+        seconds, claimed = self._tickets.park(ticket, request.request_id)
+        # Nothing follows the order: it is given, or the exception fails the request.
+        self._orders.append(
+            receive_order.ReceiveOrder(
+                request_id=request.request_id,
+                ticket=ticket,
+                blocks=held,
+                start=start,
+                stop=stop,
+                seconds=seconds,
+                claimed=claimed,
+            )
+        )
 
     def _begin_here(self, request: Request, incoming: Incoming) -> None:
         if incoming.stage is Stage.WAITING:
@@ -244,35 +264,6 @@ class DecodeRole:
         if incoming.reason == LocalReason.NO_TICKET and tokens < self._block:
             incoming.reason = LocalReason.SHORT_PROMPT
         self.stats.prompt(Outcome.LOCAL, incoming.reason, tokens)
-
-    def _park(
-        self,
-        request: Request,
-        incoming: Incoming,
-        ticket: Ticket,
-        blocks: tuple[list[int], ...],
-        external_tokens: int,
-    ) -> None:
-        # The ticket covers [0, stop). What vLLM has not asked for is a local prefix hit.
-        stop = incoming.stop = min(ticket.tokens, request.num_tokens)
-        start = incoming.start = stop - external_tokens
-        held = tuple(
-            group.holding(ids, start, stop) for group, ids in zip(self.groups, blocks, strict=True)
-        )
-        incoming.blocks = sum(block > 0 for group in held for block in group.blocks)
-        incoming.stage = Stage.PARKED
-        seconds, claimed = self._tickets.park(ticket, request.request_id)
-        self._orders.append(
-            receive_order.ReceiveOrder(
-                request_id=request.request_id,
-                ticket=ticket,
-                blocks=held,
-                start=start,
-                stop=stop,
-                seconds=seconds,
-                claimed=claimed,
-            )
-        )
 
     def step(self, orders: step_messages.StepOrders) -> None:
         """Add what the workers have to do in this step."""

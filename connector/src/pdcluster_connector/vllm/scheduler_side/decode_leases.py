@@ -115,10 +115,12 @@ class DecodeLeases:
     def waits_for_claim(self, ticket: Ticket, *, shared: bool) -> bool:
         """Whether a ticket in use waits until prefill has acknowledged its lease.
 
-        ``shared``: another engine may use it up.
+        ``shared``: another engine may use it up. If prefill does not answer, a receive finds out
+        why, and ends as soon as that of any other request.
         """
         lease = self.held[_key(ticket)]
-        return not lease.claimed and (shared or lease.doubtful)
+        waits = not lease.claimed and (shared or lease.doubtful)
+        return waits and ticket.engine_id not in self.leases.unanswered
 
     def park(self, ticket: Ticket, request_id: str) -> tuple[float, bool]:
         """Note a request that waits for the ticket's KV.

@@ -169,6 +169,7 @@ class SchedulerRole:
         if not isinstance(report, StepReport):
             report = StepReport({})
         self._orders[0].gone |= report.gone
+        self.decode.leases.doubt(report.gone)
         self.decode.received(report.receipts, output.finished_recving or (), output.failed_recving)
 
     def finished(

@@ -116,7 +116,11 @@ class LinkKeeper:
             return Failure(Reason.ENGINE_ID_INCONSISTENT, f"{where} is {wrong}")
         self._engine_id = health.engine_id
         self._lost = asyncio.get_running_loop().create_future()
-        metadata = await self._connect(*address)
+        answer: Future[EngineMetadata | Failure] = Future()
+        deadline = time.monotonic() + CONNECT_SECONDS
+        self.peers.connect(self._engine_id, *address, lambda: deadline, answer.set_result)
+        # A keeper that is cancelled cancels no answer: the peer book would set its result.
+        metadata = await asyncio.shield(asyncio.wrap_future(answer))
         if isinstance(metadata, Failure):
             return metadata
         probed = await self._probed(metadata, self.probe(metadata))
@@ -149,13 +153,6 @@ class LinkKeeper:
             checked = await self._probed(metadata, self.probe(metadata, check=True))
             if isinstance(checked, Failure):
                 return checked
-
-    async def _connect(self, host: str, port: int) -> EngineMetadata | Failure:
-        answer: Future[EngineMetadata | Failure] = Future()
-        deadline = time.monotonic() + CONNECT_SECONDS
-        self.peers.connect(self._engine_id, host, port, lambda: deadline, answer.set_result)
-        # A keeper that is cancelled cancels no answer: the peer book would set its result.
-        return await asyncio.shield(asyncio.wrap_future(answer))
 
     async def _probed(
         self, metadata: EngineMetadata, probe: Future[ProbeResult]
