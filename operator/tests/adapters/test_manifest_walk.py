@@ -176,7 +176,7 @@ async def walked() -> list[Call]:
 
             server.api.watch(kopf_sees)
             server.api.apply(MANIFEST)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while not any(body["peers"] for body in server.told):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         watching.cancel()

@@ -8,8 +8,20 @@ import pytest
 
 from pdcluster_operator.runtime.interfaces import Key
 from pdcluster_operator.runtime.queue import Backoff, KeyedQueue
+from virtual_time import VirtualTime
 
 A, B = Key("ns", "a"), Key("ns", "b")
+
+
+class _Policy(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        return VirtualTime()
+
+
+@pytest.fixture
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    """Waits are over at once, in the order of their ends, however busy the machine is."""
+    return _Policy()
 
 
 def fixed(low: float, high: float) -> float:
@@ -17,11 +29,10 @@ def fixed(low: float, high: float) -> float:
 
 
 async def settle(queue: KeyedQueue, seconds: float = 0.05) -> None:
-    """Let the queue work that long, or longer where a busy machine has to."""
+    """Let the queue work for so long, and then until nothing waits."""
     await asyncio.sleep(seconds)
-    async with asyncio.timeout(60):
-        while queue.depth:  # noqa: ASYNC110 - it has no event for that
-            await asyncio.sleep(0.005)
+    while queue.depth:  # noqa: ASYNC110 - it has no event for that
+        await asyncio.sleep(0.005)
 
 
 async def test_a_key_added_many_times_runs_once() -> None:
