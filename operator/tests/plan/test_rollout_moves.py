@@ -277,21 +277,27 @@ def test_a_change_of_decode_leaves_prefill_alone() -> None:
     assert {n.role for n in moves.made if n not in world.live} == {Role.DECODE}
 
 
-def test_old_engines_of_another_key_stay_until_the_service_has_moved() -> None:
-    world = fresh(SURGE, Spec())
-    world.change(KEY)
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 2)])
+def test_old_engines_of_another_key_stay_until_the_service_has_moved(
+    replicas: tuple[int, int],
+) -> None:
+    """Also those that are not the last pair: the new pair serves nobody yet."""
+    before = Spec(replicas)
+    world = fresh(SURGE, before)
+    world.change(replace(KEY, replicas=replicas))
     for write in world.writes():
         world.write(*write)
-    for engine in wanted(KEY):
-        world.ready.add(engine)
-    world.linked.add(tuple(sorted(wanted(KEY), key=lambda n: list(Role).index(n.role))))
+    pair = name(Role.PREFILL, "p2", 0), name(Role.DECODE, "d2", 0)
+    assert world.names() == wanted(before) | set(pair)
+    world.ready.update(pair)
+    world.linked.add(pair)
     assert not world.moves().leaving
     world.served_key = "k2"
-    assert world.moves().leaving == wanted(Spec())
+    assert world.moves().leaving == wanted(before)
     # A router that knows them may still send requests.
     assert not world.moves().removed
     world.routed.clear()
-    assert world.moves().removed == wanted(Spec())
+    assert world.moves().removed == wanted(before)
 
 
 def test_replace_needs_no_spare_gpu() -> None:
@@ -400,6 +406,19 @@ def test_recreate_makes_new_engines_when_the_old_pods_are_gone() -> None:
     assert world.writes() == []
     world.settle()
     assert world.names() == wanted(ENV)
+
+
+def test_recreate_makes_no_new_engine_while_one_old_pod_is_left() -> None:
+    """Also where there would be GPUs for it: the two may want the same volume."""
+    world = fresh(RECREATE, Spec((2, 1)))
+    first, last = (name(Role.PREFILL, "p1", index) for index in range(2))
+    world.change(replace(KEY, replicas=(2, 1)))
+    for write in world.writes():
+        world.write(*write)
+    world.let("go", first)
+    assert not [engine for engine in world.moves().made if engine.role is Role.PREFILL]
+    world.let("go", last)
+    assert sum(engine.role is Role.PREFILL for engine in world.moves().made) == 2
 
 
 def test_recreate_that_goes_back_waits_for_the_pods_of_its_own_revision() -> None:

@@ -778,6 +778,16 @@ def test_without_a_history_what_is_wanted_stays_although_no_engine_has_it() -> N
     assert world.plan().steps == ()
 
 
+def test_without_a_history_what_engines_have_stays_although_it_is_not_wanted() -> None:
+    """While a change is held, an engine that is evicted comes back as it was."""
+    none = {"revisionHistoryLimit": 0}
+    world = up(rollout=none)
+    stored = named(world, "ControllerRevision")
+    world.edit(prefill=ONE_VARIABLE, rollout={**none, "paused": True})
+    world.settle()
+    assert stored <= named(world, "ControllerRevision")
+
+
 @pytest.mark.parametrize(
     ("before", "after", "paths"),
     [

@@ -227,6 +227,21 @@ async def test_engines_are_made_of_the_new_spec_if_nobody_has_refused_it_yet() -
     assert f"llama-decode-{made.revision}" not in old
 
 
+async def test_the_refusal_of_a_spec_says_nothing_of_the_next_one() -> None:
+    """Engines of the stored revision would be made, only to be replaced."""
+    world = brought_up(decode={"replicas": 0})
+    world.edit(decode={"replicas": 1, "engine": {"env": [{"name": "A", "value": "b"}]}})
+    server = Server(world, Role.DECODE)
+    old = {name for kind, name in world.children if kind == "ControllerRevision"}
+    assert await server.round(1) == ["TemplateRefused"]
+    assert world.condition("Progressing")["reason"] == "TemplateRefused"
+    world.edit(decode={"replicas": 1, "engine": {"env": [{"name": "A", "value": "c"}]}})
+    server.refused = ()
+    await server.round(1)
+    [made] = world.leaders("decode")
+    assert f"llama-decode-{made.revision}" not in old
+
+
 async def test_engines_leave_while_none_of_the_other_role_can_be_created() -> None:
     world = brought_up(prefill={"replicas": 3})
     server = Server(world, Role.DECODE)

@@ -260,6 +260,17 @@ def test_the_pods_of_a_deleted_cluster_are_not_those_of_its_successor() -> None:
     assert [pod["metadata"]["uid"] for pod in store.pods(KEY)] == ["p2"]
 
 
+@pytest.mark.parametrize(("second", "counts"), [(3, False), (9, True), (12, True)])
+async def test_a_pod_whose_workload_is_gone_counts_unless_it_is_older_than_the_cluster(
+    second: int, counts: bool
+) -> None:
+    """It would hold an engine's place and GPUs, although a deleted cluster had made it."""
+    store = Store()
+    store.put(created(CLUSTER, 9))
+    store.put(created(POD, second))
+    assert (await learned(store, Server()) == names(store) == [POD["metadata"]["name"]]) is counts
+
+
 @pytest.mark.parametrize("way", ["watch", "list"])
 async def test_a_pod_that_somebody_gives_to_another_cluster_concerns_both(way: str) -> None:
     """The one that it leaves would count it as its own, up to five minutes, until its resync."""
