@@ -22,10 +22,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from heapq import nsmallest
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
     from aiohttp import web
+    from aiohttp.typedefs import Handler
 
 logger = logging.getLogger(__name__)
 
@@ -192,9 +194,8 @@ class ConnectionGuard:
 
     def _take(self, connection: socket.socket, address: str) -> None:
         connection.setblocking(False)
-        handler = self._make_handler()
-        taken = _Connection(connection, address, handler, self._loop.time())
-        self._held[handler] = taken
+        taken = _Connection(connection, address, self._make_handler(), self._loop.time())
+        self._held[taken.handler] = taken
         self._place(taken, *self._room(self._strangers, address))
         self._loop.add_reader(connection, self._speaks, taken)
 
@@ -205,20 +206,24 @@ class ConnectionGuard:
             if connection.socket.recv(1, socket.MSG_PEEK):
                 if not self._waiting:
                     self._loop.call_soon(self._greet_some)
-                self._waiting.setdefault(connection.address, {})[connection] = None
+                of = self._waiting.pop(connection.address, {})
+                self._waiting[connection.address] = of  # its address is the newest now
+                of[connection] = None
                 return
         self._close(connection)
 
     def _greet_some(self) -> None:
         """Greet the newest, of those addresses that have the fewest strangers that speak.
 
-        The oldest of a crowd would wait for seconds, and so would others beside a crowd.
-        As with accepting, each must have some turns of the loop before it is in the way of others.
+        The oldest of a crowd would wait for seconds, and so would others beside a crowd. An answer
+        takes several times as long as an accept. So a turn of the loop greets fewer clients than it
+        accepts: else a new one would wait in the kernel's queue, behind thousands of others.
         """
         waiting = self._waiting = {each: of for each, of in self._waiting.items() if of}
-        few = max(1, self._speaking.limit // 64)
+        few = max(1, self._limit // 1024)
+        newest = islice(reversed(waiting), 32 * few)  # a bound for the work of a turn
         for each in nsmallest(
-            few, reversed(waiting), key=lambda each: len(self._room(self._speaking, each)[0])
+            few, newest, key=lambda each: len(self._addresses.get((each, self._speaking), ()))
         ):
             if waiting[each]:
                 self._greet(waiting[each].popitem()[0])
@@ -283,18 +288,14 @@ class ConnectionGuard:
         """Close connections that take too long, and forget closed ones. Runs until cancelled."""
         late: dict[_Connection, float] = {}
         while True:
-            now, late_before = self._loop.time(), late
-            late = {}
+            now, before, late = self._loop.time(), late, {}
             for connection in list(self._held.values()):
                 longest = BUSY_SECONDS if connection.state == "busy" else self._idle_seconds
-                if connection.socket.fileno() < 0:
+                if connection.socket.fileno() < 0 or before.get(connection) == connection.since:
                     self._close(connection)
                 elif now - connection.since > longest:
                     # A request of it may have come while the loop was busy: give it one turn.
-                    if late_before.get(connection) == connection.since:
-                        self._close(connection)
-                    else:
-                        late[connection] = connection.since
+                    late[connection] = connection.since
             self._addresses = {each: group for each, group in self._addresses.items() if len(group)}
             await asyncio.sleep(1.0)
 
@@ -311,11 +312,10 @@ async def serve(
     from aiohttp import web
 
     @web.middleware
-    async def watch(request: web.Request, handler: Any) -> web.StreamResponse:
+    async def watch(request: web.Request, handler: Handler) -> web.StreamResponse:
         guard.enter(request.protocol, "busy")
         try:
-            answer: web.StreamResponse = await handler(request)
-            return answer
+            return await handler(request)
         finally:
             guard.enter(request.protocol, "idle")
 

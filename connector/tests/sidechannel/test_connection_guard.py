@@ -271,6 +271,45 @@ async def test_of_addresses_with_equally_few_the_newest_is_greeted_next(tls_crow
     assert tls_crowd.greeted == ["5", "4", "3", "2", "1", "0"]
 
 
+async def test_an_address_is_as_new_as_its_newest_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the newest addresses are looked at, and one of a crowd's may also be a good client's."""
+    async with crowd_of(64, monkeypatch) as crowd:
+        for number in range(40):
+            crowd.guard._speaks(crowd.accept(f"{number}", f"10.0.0.{number}"))
+        crowd.guard._speaks(crowd.accept("good", "10.0.0.0"))
+        await crowd.turn()
+        assert crowd.greeted[0] == "good"
+
+
+async def test_a_new_client_does_not_wait_until_those_before_it_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server has the kernel's queue in order, and an answer takes longer than an accept."""
+    monkeypatch.setattr(listening, "connection_limit", lambda: 2048)
+    answered = []
+
+    class Answering(asyncio.Protocol):
+        def connection_made(self, transport: Any) -> None:
+            self.transport = transport
+
+        def data_received(self, data: bytes) -> None:
+            answered.append(data)
+            self.transport.close()
+
+    listener = open_port("127.0.0.1", 0)
+    with contextlib.ExitStack() as stack:
+        for number in range(301):
+            client = stack.enter_context(socket.socket())
+            client.bind((f"127.0.3.{number % 200 + 1}", 0))
+            client.connect(listener.getsockname())
+            client.sendall(b"good" if number == 300 else b"one of a crowd")
+        guard = ConnectionGuard(Answering, listener)
+        while b"good" not in answered:  # noqa: ASYNC110 - nobody reports it
+            await asyncio.sleep(0)
+        assert len(answered) < 100
+        await guard.close()
+
+
 async def test_a_handshake_that_is_cut_off_leaves_no_garbage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
