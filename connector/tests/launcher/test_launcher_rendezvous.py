@@ -11,12 +11,17 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
+from aiohttp.test_utils import TestClient, TestServer
 from launched import Launched, http, wait_for
 
 from loopback import free_port
 from pdcluster_connector.launcher import multi_node
+from pdcluster_connector.launcher.arguments import engine_command
+from pdcluster_connector.launcher.engine.readiness import Readiness
+from pdcluster_connector.launcher.interface import LauncherServer
+from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.launcher.multi_node import SILENCE, Followers, Leader
+from pdcluster_connector.protocol.engine_id import EngineId
 
 pytestmark = pytest.mark.process
 
@@ -220,6 +225,39 @@ def test_the_rendezvous_is_for_this_engines_followers(node, launch):
     single = launch("serve")
     single.ready()
     assert http(f"{single.url}/v1/rendezvous?rank=1&start=a")[0] == 404
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+async def test_without_tls_whoever_asks_as_a_follower_gets_the_token_and_nobody_else(nodes):
+    """Who may ask at all is for the network policies of the operator to say."""
+    engine = EngineId("ns.c.decode.r.0", "00000000000000dd")
+    command = engine_command(
+        ["m", "--kv-transfer-config", '{"kv_role":"kv_consumer"}'],
+        engine_id=engine.engine, role="decode",
+    )  # fmt: skip
+    followers = Followers(nodes) if nodes > 1 else None
+    server = LauncherServer(
+        Readiness(engine, "decode", command, {}), LinkTable((1, 1)), "the token", lambda: None,
+        followers,
+    )  # fmt: skip
+
+    async with TestClient(TestServer(server.application())) as client:
+
+        async def ask(path: str) -> tuple[int, bool]:
+            answer = await client.get(path)
+            return answer.status, "the token" in await answer.text()
+
+        for path in ("readyz", "v1/peers", "v1/links", "v1/changes", "no/such/path"):
+            assert not (await ask(f"/{path}"))[1], path
+        asked = "/v1/rendezvous?start=a&rank="
+        if nodes == 1:
+            assert await ask(f"{asked}1") == (404, False)
+            return
+        for rank in ("", "0", "3", "x"):
+            assert await ask(f"{asked}{rank}") == (400, False)
+        assert await ask(f"{asked}1") == (200, True)
+        assert await ask("/v1/rendezvous?rank=1&start=b&of=another/1") == (200, True)
+        assert await ask("/v1/rendezvous?rank=1&start=b") == (409, False), "it has restarted"
 
 
 def test_losses():

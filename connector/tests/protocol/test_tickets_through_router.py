@@ -1,4 +1,4 @@
-"""The longest ticket through vLLM's own router: from prefill's answer into decode's request."""
+"""What vLLM's own router passes on: prefill's ticket, however long, and what clients say of KV."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ pytestmark = [
 
 
 class Engine(ThreadingHTTPServer):
-    """Answers a completion with ``params`` and keeps what it was asked."""
+    """Answers a completion with ``fields`` and keeps what it was asked."""
 
-    def __init__(self, params: dict[str, Any]) -> None:
+    def __init__(self, **fields: Any) -> None:
         self.asked: list[dict[str, Any]] = []
         engine = self
 
@@ -46,11 +46,11 @@ class Engine(ThreadingHTTPServer):
 
             def do_POST(self) -> None:
                 raw = self.rfile.read(int(self.headers["Content-Length"]))
-                if self.path == "/v1/completions":  # the router also asks for …/render
+                if self.path.endswith("/completions"):  # the router also asks for …/render
                     engine.asked.append(json.loads(raw))
                 choices = [{"index": 0, "text": "x", "finish_reason": "length"}]
                 self._answer({"id": "x", "object": "text_completion", "created": 1, "model": "m",
-                              "choices": choices, "kv_transfer_params": params})  # fmt: skip
+                              "choices": choices, **fields})  # fmt: skip
 
             def _answer(self, document: dict[str, Any]) -> None:
                 body = json.dumps(document).encode()
@@ -85,9 +85,11 @@ def router(prefill: Engine, decode: Engine) -> Iterator[str]:
         process.wait(10)
 
 
-def complete(url: str, seconds: float = 120.0) -> None:
-    body = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 4}).encode()
-    request = Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+def complete(url: str, seconds: float = 120.0, *, chat: bool = False, **more: Any) -> None:
+    what = {"messages": [{"role": "user", "content": "hello"}]} if chat else {"prompt": "hello"}
+    body = json.dumps({"model": "m", "max_tokens": 4, **what, **more}).encode()
+    path = "chat/completions" if chat else "completions"
+    request = Request(f"{url}/v1/{path}", body, {"Content-Type": "application/json"})
     until = time.monotonic() + seconds
     while True:
         try:
@@ -103,7 +105,7 @@ def test_a_million_tokens_in_four_groups_reach_decode() -> None:
     dice = random.Random(4)
     blocks = tuple(BlockIds(dice.sample(range(1, 300_000), 62_500)) for _ in range(4))
     ticket = Ticket("e/1", "h", 5600, "r", 7, blocks, 16, 1_000_000, b"d" * 16, 0.0)
-    prefill, decode = Engine(kv_transfer_params(ticket, KEYS)), Engine({})
+    prefill, decode = Engine(kv_transfer_params=kv_transfer_params(ticket, KEYS)), Engine()
     with router(prefill, decode) as url:
         complete(url)
     for engine in (prefill, decode):
@@ -113,3 +115,35 @@ def test_a_million_tokens_in_four_groups_reach_decode() -> None:
     params = asked["kv_transfer_params"]
     assert len(params["ticket"]) > 1_300_000
     assert ticket_of(params, KEYS) == ticket
+
+
+FORGED = {"do_remote_prefill": True, "ticket": "forged"}
+GIVEN = {"do_remote_prefill": True, "do_remote_decode": False, "ticket": "prefill's"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "passed_on"),
+    [({"kv_transfer_params": GIVEN}, GIVEN), ({"kv_transfer_params": None}, None), ({}, "theirs")],
+    ids=["ticket", "null", "nothing"],
+)
+def test_what_a_client_says_of_kv_reaches_no_engine_that_hears_of_prefill(
+    answer: dict[str, Any], passed_on: Any
+) -> None:
+    """vLLM's answers always have the field, with null for no ticket. Without it, the client's own
+    field goes to decode: there, only a ticket that an engine of ours has signed counts
+    (``test_a_request_for_prefill_at_decode_is_a_prompt_without_a_ticket``).
+    """
+    prefill, decode = Engine(**answer), Engine()
+    with router(prefill, decode) as url:
+        for chat in (False, True):
+            for stream in (False, True):
+                for theirs in ({"do_remote_decode": True}, FORGED):
+                    complete(url, chat=chat, stream=stream, kv_transfer_params=theirs)
+                    asked = prefill.asked[-1]["kv_transfer_params"]
+                    assert (asked["do_remote_decode"], asked["do_remote_prefill"]) == (True, False)
+                    assert "ticket" not in asked
+                    expected = theirs if passed_on == "theirs" else passed_on
+                    assert decode.asked[-1]["kv_transfer_params"] == expected
+    for engine in (prefill, decode):
+        engine.shutdown()
+        engine.server_close()

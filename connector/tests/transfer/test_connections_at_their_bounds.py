@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from transfer_rig import Prefill
 from turn_by_turn import LEASE, PROBE_SECONDS, Bench
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.plan.block_pairs import GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.receive_order import Receipt, ReceiveOrder
 from pdcluster_connector.transfer.planned_reads import HANDSHAKE_GRACE_SECONDS
 from pdcluster_connector.transfer.probing import NO_ROOM, PROBE_SLOTS
 from pdcluster_connector.transfer.receive_machine import Signal
@@ -152,3 +155,41 @@ def test_a_receive_whose_connection_has_ended_fails(bench: Bench, broken: Failur
     assert bench.take().failed[request] == (broken or ended)
     assert not bench.written(request)
     connection.sources = sources
+
+
+def test_a_rank_without_kv_reads_nothing_and_waits_for_the_claim(bench: Bench) -> None:
+    """Its pipeline stage has no layer with KV, so it has no sources to read from either."""
+    bench.connections._shard = replace(bench.connections._shard, regions=())
+    request = bench.send(bench.prefill("p/1"), claimed=False)
+    assert bench.connections.by_engine["p/1"].plan.sources == ()
+    assert not bench.take().finished
+    bench.acknowledge([request], bench.now + LEASE)
+    bench.turns()
+    assert bench.take().received == {request: Receipt(0, 0.0)}
+    assert not bench.written(request)
+
+
+@pytest.mark.parametrize("left", ["no shard", "no region"])
+def test_a_rank_with_kv_never_gets_a_connection_without_sources(bench: Bench, left: str) -> None:
+    prefill = bench.prefill("p/1")
+    shards = [replace(one, regions=()) for one in prefill.metadata.shards]
+    kept = () if left == "no shard" else tuple(shards)
+    bench.peers.table["p/1"] = replace(prefill.metadata, shards=kept)
+    request = bench.send(prefill)
+    assert bench.take().failed[request].reason is Reason.LAYER_MISMATCH
+
+
+@pytest.mark.parametrize("theirs", [(), (0,), (1,)], ids=str)
+@pytest.mark.parametrize("ours", [(), (0,), (30,)], ids=str)
+def test_tokens_without_a_block_on_either_side_are_never_taken_as_read(
+    bench: Bench, theirs: tuple[int, ...], ours: tuple[int, ...]
+) -> None:
+    """Block 0 is vLLM's null block: it stands for a block that a request does not have."""
+    ticket = bench.prefill("p/1").ticket(1, theirs, 4)
+    bench.receive(ReceiveOrder("r1", ticket, (GroupBlocks(ours),), 0, 4, LEASE, claimed=True))
+    bench.turns()
+    ended = bench.take()
+    if (theirs, ours) == ((1,), (30,)):
+        assert ended.received["r1"].nbytes == bench.cache.bytes[:, 30].nbytes
+    else:
+        assert ended.failed["r1"].reason is Reason.COVERAGE_INCOMPLETE

@@ -173,6 +173,30 @@ def test_a_request_that_the_serving_layer_rejects_releases_its_ticket(pair: Any)
     assert decode.total("decodes_without_transfer") == {}, "nothing was decoded"
 
 
+def test_without_a_key_prefill_keeps_the_blocks_of_a_rejected_request_for_one_lease(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody may have made its ticket, so decode sends nothing to the host that it names."""
+    insecure = {"allow_insecure": True, "ticket_key_file": None}
+    prefill, decode = engines("producer", **insecure), engines("consumer", **insecure)
+    now, before, desk = [1000.0], prefill.free_blocks(), prefill.connector._scheduler._leases
+    monkeypatch.setattr(desk, "_clock", lambda: now[0])
+    params = prefill.prefill("p0", prompt(40))
+    sent = messages_to_prefill(decode, monkeypatch)
+    decode.add("d0", [0], params, abort_immediately=True)
+    abort(decode, "d0")
+    decode.run(lambda: not decode.scheduler.requests)
+    assert sent == []
+    now[0] += prefill.connector._scheduler._options.lease_seconds - 0.01
+    for _ in range(3):
+        prefill.step()
+    assert (desk.held, prefill.free_blocks()) == (1, before - 3)
+    now[0] += 0.01
+    assert released(prefill)
+    assert prefill.free_blocks() == before
+    assert prefill.total("leases_expired") == 1
+
+
 def test_preemption_does_not_load_again(engines: Any) -> None:
     prefill = engines("producer")
     decode = engines("consumer", blocks=9)

@@ -7,12 +7,14 @@ Words against blocks that are written again: test_lease_words_in_steps.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+import vllm
 from contract import closing_engines, prompt
 from v2_runner import V2Rank, drive
 from vllm.v1.request import RequestStatus
@@ -121,3 +123,16 @@ def test_an_abort_without_a_forward_pass_is_not_lost(
 
 def happened(rank: V2Rank, name: str) -> bool:
     return any(event[0] == name for step in rank.steps for event in step)
+
+
+def test_vllm_hands_tokens_out_before_its_drafter_has_run() -> None:
+    """So a ticket may leave before the KV of EAGLE's layers is written, as docs/features.md says.
+
+    If this fails, vLLM waits for its drafter, and the page's sentence can go.
+    """
+    page = Path(__file__).resolve().parents[3] / "docs" / "features.md"
+    assert "a ticket may leave before the drafter has written its KV" in page.read_text()
+    runner = Path(vllm.__file__).parent / "v1" / "worker" / "gpu" / "model_runner.py"
+    source = runner.read_text()
+    source = source[source.index("def sample_tokens(") :]
+    assert source.index("async_output = AsyncOutput(") < source.index("self.speculator.propose(")
