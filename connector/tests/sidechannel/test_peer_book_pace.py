@@ -342,3 +342,33 @@ def test_a_clock_that_is_nearly_right_or_that_another_rank_watches_is_not_warned
     assert skews(monkeypatch, 0.0, 0.9, 1.0, 4.9, -4.9) == [0.0, 0.0, 1.0, 4.9, -4.9]
     assert skews(monkeypatch, 3600.0, rank=(0, 1)) == [3600.0]
     assert caplog.records == []
+
+
+RESET = TryAgain(f"{WHERE}: Connection reset by peer")
+REFUSES = TryAgain(f"{WHERE}: Connection refused", refused=True)
+
+
+@pytest.mark.parametrize(("found", "seconds"), [(REFUSES, 1.0), (RESET, 5.0)], ids=str)
+def test_a_crowd_may_be_the_cause_of_a_reset_and_not_of_a_refusal(
+    play: Play, found: TryAgain, seconds: float
+) -> None:
+    """An answer, or a silence, begins the time anew: only what lasts is believed."""
+
+    async def story(asked: Asked) -> None:
+        asked.outcome = found
+        told = asked.connect(60.0)
+        await asyncio.sleep(seconds - 0.1)
+        asked.outcome = SILENT
+        await asyncio.sleep(2.0)
+        asked.outcome = found
+        await asyncio.sleep(seconds - 0.1)
+        assert told == []
+        await asyncio.sleep(2.2)  # an attempt a second, the first up to a second late
+        assert told == [peers.handshake.unreachable(found)]
+        again = asked.connect(120.0)
+        await asyncio.sleep(0.9 * seconds)
+        asked.outcome = TOLD
+        await asyncio.sleep(1.1)
+        assert again == [TOLD], "a good request must not fail because of it"
+
+    play(story)

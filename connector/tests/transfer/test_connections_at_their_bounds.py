@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 from msgspec.structs import replace
 from transfer_rig import Prefill
 from turn_by_turn import LEASE, PROBE_SECONDS, Bench
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.plan.block_pairs import GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.receive_order import Receipt, ReceiveOrder
@@ -193,3 +196,19 @@ def test_tokens_without_a_block_on_either_side_are_never_taken_as_read(
         assert ended.received["r1"].nbytes == bench.cache.bytes[:, 30].nbytes
     else:
         assert ended.failed["r1"].reason is Reason.COVERAGE_INCOMPLETE
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_only_who_has_just_shaken_hands_ends_a_silence(bench: Bench, check: bool) -> None:
+    """A check asks nobody whether the peer lives, and a probe comes after a handshake."""
+    prefill, _ = break_off(bench, UNREACHABLE)
+    connection = bench.connections.by_engine["p/1"]
+    asked: Future[ProbeResult] = Future()
+    probing = bench.connections.probing
+    if check:
+        probing.begin(prefill.metadata, asked, check=True)
+    else:
+        probing.probe(prefill.metadata, asked)
+    bench.turns()
+    assert asked.result(0).failure == (UNREACHABLE if check else None)
+    assert connection.broken == (UNREACHABLE if check else None)
