@@ -328,10 +328,11 @@ def test_a_revision_from_engines_says_what_they_were_made_from() -> None:
     ],
 )
 def test_engines_that_were_to_be_replaced_were_made_of_another_spec(
-    status: str, reason: str, ready: str, again: bool
+    status: str, reason: str, ready: str, again: bool, request: pytest.FixtureRequest
 ) -> None:
-    """Nothing then says what the engines that run were made from."""
+    """If another builder made them, nothing then says what the engines were made from."""
     world = up()
+    request.getfixturevalue("other_builder")
     for name in named(world, "ControllerRevision"):
         del world.children["ControllerRevision", name]
     world.connector = NEWER

@@ -807,8 +807,19 @@ async def test_a_cluster_whose_step_fails_is_not_ready_and_says_so_once() -> Non
     assert said == [("Warning", "Ready is False"), ("Normal", "Ready is True")]
 
     world.events.events.clear()
-    world.api.delete("NetworkPolicy", "ns", policy["metadata"]["name"])
     world.port.fail["apply NetworkPolicy"] = ApiError("TooManyRequests", "try again later")
+    world.api.delete("NetworkPolicy", "ns", policy["metadata"]["name"])
+    with pytest.raises(ApiError):
+        await world.reconcile()
+    assert world.condition("Ready")["status"] == "False", "it is known to be missing"
+    world.port.fail.clear()
+    await world.reconcile()
+    assert world.condition("Ready")["status"] == "True"
+
+    world.events.events.clear()
+    world.port.fail["apply NetworkPolicy"] = ApiError("TooManyRequests", "try again later")
+    policy = next(c for c in world.store.children(KEY) if c["kind"] == "NetworkPolicy")
+    world.api.apply({**policy, "spec": {**policy["spec"], "policyTypes": ["Egress"]}})
     for failing, ready in ((0.0, "True"), (0.0, "True"), (progress.FAILING_SECONDS, "False")):
         if failing:
             world.reconciler._failing[KEY] -= failing

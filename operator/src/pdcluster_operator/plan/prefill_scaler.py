@@ -5,7 +5,6 @@ no other code has to know about scalers. The scaler may bound it by the number o
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.api.object_names import role_selector
@@ -24,30 +23,18 @@ def as_scaled(cluster: Manifest, scaler: Manifest | None) -> Manifest:
     if scaled is None:
         return cluster  # there is no scaler, or the rules say what is wrong with the spec
     spec = cluster["spec"]
-    prefill = {**(spec.get("prefill") or {}), "replicas": scaled.number}
+    prefill = {**(spec.get("prefill") or {}), "replicas": scaled[0]}
     return {**cluster, "spec": {**spec, "prefill": prefill}}
 
 
 def who_decides(cluster: Manifest, scaler: Manifest | None) -> str:
     """Return that a scaler decides, for the message of PrefillReady; empty without one."""
     scaled = _scaled(cluster, scaler)
-    if scaled is None:
-        return ""
-    words = f"PrefillScaler {cluster['metadata']['name']} decides how many"
-    if not scaled.bound:
-        return words
-    return f"{words}: it asks for {scaled.asked}, and its {scaled.bound} allows {scaled.number}"
+    return "" if scaled is None else scaled[1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Scaled:
-    asked: int
-    number: int
-    bound: str = ""
-
-
-def _scaled(cluster: Manifest, scaler: Manifest | None) -> _Scaled | None:
-    """Return the number of prefill engines; None if no scaler decides it."""
+def _scaled(cluster: Manifest, scaler: Manifest | None) -> tuple[int, str] | None:
+    """Return the number of prefill engines, and that a scaler decides it; None if none does."""
     if scaler is None or is_being_deleted(scaler):
         return None
     wanted, spec = scaler.get("spec") or {}, cluster.get("spec")
@@ -62,11 +49,12 @@ def _scaled(cluster: Manifest, scaler: Manifest | None) -> _Scaled | None:
     least, most = (  # rounded up
         -(-share * max(0, others) // 100) if isinstance(share, int) else None for share in shares
     )
+    words = f"PrefillScaler {cluster['metadata']['name']} decides how many"
     if least is not None and asked < least:
-        return _Scaled(asked, least, LEAST_SHARE)
+        return least, f"{words}: it asks for {asked}, and its {LEAST_SHARE} allows {least}"
     if most is not None and asked > most:
-        return _Scaled(asked, most, MOST_SHARE)
-    return _Scaled(asked, asked)
+        return most, f"{words}: it asks for {asked}, and its {MOST_SHARE} allows {most}"
+    return asked, words
 
 
 def scaler_status(observed: Observed) -> ScalerStatus | None:

@@ -10,6 +10,7 @@ from typing import Any
 from pdcluster_operator.api import object_names
 from pdcluster_operator.api.conditions import ConditionType, Status, find_condition
 from pdcluster_operator.api.spec.fields import as_manifest
+from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.router import ROUTER_COMPONENT, router_pods, router_selector
@@ -66,7 +67,11 @@ def accepted_fields(observed: Observed) -> Mapping[str, Any]:
         known = json.loads(annotations.get(object_names.ACCEPTED_ANNOTATION, ""))
     except (ValueError, RecursionError):
         known = None
-    if isinstance(known, Mapping) and all(isinstance(part, Mapping) for part in known.values()):
+    # Others may have changed a part of it. Peers that cannot be read must not become the default,
+    # which lets in everybody.
+    spec = {"model": {"source": {"hostPath": {"path": "/any"}}}, **as_mapping(known)}
+    errors = parse_cluster({**observed.cluster, "spec": spec}).errors
+    if isinstance(known, Mapping) and known == _not_stored(known) and not errors:
         return known
     before = find_condition(observed.cluster.get("status"), ConditionType.ACCEPTED)
     same = before.get("observedGeneration") == metadata.get("generation")

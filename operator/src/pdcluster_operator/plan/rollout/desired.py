@@ -199,7 +199,10 @@ def desire(
         pods={role: _pods(cluster, role, made[role], live, choice) for role in Role},
         config_maps=config_maps_seen(observed),
         gangs=gangs if observed.pod_groups else replace(gangs, groups=()),
-        queues=_queues(live),
+        queues={
+            name: str((engine["metadata"].get("labels") or {}).get(QUEUE_LABEL, ""))
+            for name, engine in chain.from_iterable(found.items() for found in live.values())
+        },
         given=observed.cluster.get("spec") or {},
         stored_routers=routers.stored_templates(observed),
     )
@@ -297,12 +300,3 @@ def _serving(
     running = {name.revision for name in engines}
     found = (one for one in known if one.name in running)
     return next(found, None) or of_engines(observed, engines, {})
-
-
-def _queues(live: Live) -> dict[EngineName, str]:
-    """Return the queue that each existing engine was made for. Kueue lets none change it."""
-    return {
-        name: str((engine["metadata"].get("labels") or {}).get(QUEUE_LABEL, ""))
-        for found in live.values()
-        for name, engine in found.items()
-    }

@@ -45,8 +45,7 @@ class RoleFleet:
     @property
     def surplus(self) -> list[EngineName]:
         """Engines of the wanted revision that the spec does not ask for any more."""
-        revisions = {name.revision for name in self.wanted}
-        return [name for name in self.unwanted if name.revision in revisions]
+        return sorted(set(self.unwanted).difference(self.old))
 
     @property
     def unwanted(self) -> list[EngineName]:

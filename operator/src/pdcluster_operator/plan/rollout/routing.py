@@ -65,8 +65,8 @@ def route(observed: Observed, fleet: Fleet, moves: Moves, target: str, *, hold: 
     members = {key: found for key, found in members.items() if all(found.values())}
     verified = {fleet.keys[prefill] for prefill, _ in fleet.verified}
     movable = served not in members or (target in verified and routers_run(observed, target))
-    if served != target and movable and not hold:
-        served = target if target in members else served
+    if movable and not hold and target in members:
+        served = target
     return Routing(
         served, {key: found for key, found in members.items() if key in (served, target)}
     )

@@ -108,9 +108,8 @@ def find_targets(
 def _find(observed: Observed, cluster: Cluster, live: Live) -> Targets:
     spec = revisions.spec_of_engines(observed.cluster)
     stored = revisions.stored_revisions(observed)
-    names = {(one.role, one.name) for one in stored}
     renew = cluster.spec.rollout.renew or ""
-    alone = _of_engines_alone(observed, spec, live, names)
+    alone = _of_engines_alone(observed, cluster, live)
     known = (*(replace(one, renew=renew) for one in alone), *stored)
     usable = [one for one in known if _is_usable(one, observed, live)]
     fits = {role: list(_fitting(usable, observed, cluster, spec, role)) for role in Role}
@@ -202,16 +201,21 @@ def _is_usable(one: Revision, observed: Observed, live: Live) -> bool:
     return mounted in config_maps_seen(observed)
 
 
-def _of_engines_alone(
-    observed: Observed, spec: Mapping[str, Any], live: Live, stored: AbstractSet[tuple[Role, str]]
-) -> Iterator[Revision]:
-    """Yield the revision of each role whose engines have one that is not stored."""
-    if not _is_settled(observed.cluster):
-        return
+def _of_engines_alone(observed: Observed, cluster: Cluster, live: Live) -> Iterator[Revision]:
+    """Yield the revision of each role whose engines have one that is not stored.
+
+    It counts only if it was made of the present spec. The name of a revision says so: it is a hash
+    of the content. If another builder made it, only the last status can say so.
+    """
+    spec = revisions.spec_of_engines(observed.cluster)
+    stored = {(one.role, one.name) for one in revisions.revisions_in(observed.children)}
     for role in Role:
         names = {(role, name.revision) for name in live[role]}
         if len(names) == 1 and not names & stored:
-            yield of_engines(observed, live[role], spec)
+            one, key = of_engines(observed, live[role], spec), revisions.pairing_key(cluster)
+            today = _fresh(cluster, role, key, one.connector, spec, known=())
+            if one.name == today.name or _is_settled(observed.cluster):
+                yield one
 
 
 def of_engines(
@@ -241,14 +245,19 @@ def of_engines(
 def _is_settled(cluster: Mapping[str, Any]) -> bool:
     """Whether the engines that run were made of the present spec, as the last status says.
 
-    Ready and Complete say so, and so does a change of another kind that is under way. While a
-    change is held or fails, the reason may be any other one.
+    Ready and Complete say so, and so does a change of another kind that is under way. So does a
+    step that fails, if Ready has its reason too, and would be True without it. While a change is
+    held or fails, the reason may be any other one.
     """
     status = cluster.get("status") or {}
     seen = status.get("observedGeneration") == cluster["metadata"].get("generation")
-    progress = find_condition(status, ConditionType.PROGRESSING)
-    going = (
-        progress.get("status") == Status.TRUE and progress.get("reason") != StatusReason.REPLACING
+    found = {kind: find_condition(status, kind) for kind in ConditionType}
+    true = {kind for kind, one in found.items() if one.get("status") == Status.TRUE}
+    reason = found[ConditionType.PROGRESSING].get("reason")
+    going = ConditionType.PROGRESSING in true and reason != StatusReason.REPLACING
+    failed = reason == found[ConditionType.READY].get("reason") and (
+        reason not in (StatusReason.PAUSED, StatusReason.REPLACING)
+        and {ConditionType.PREFILL_READY, ConditionType.DECODE_READY} <= true
     )
-    ready = find_condition(status, ConditionType.READY).get("status") == Status.TRUE
-    return seen and (ready or going or progress.get("reason") == StatusReason.COMPLETE)
+    done = ConditionType.READY in true or reason == StatusReason.COMPLETE
+    return seen and (going or failed or done)

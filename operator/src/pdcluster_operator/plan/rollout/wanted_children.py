@@ -37,7 +37,8 @@ class Build:
         pods: how many pods the engines of a role should have.
         config_maps: names of the ConfigMaps with a connector that exist.
         gangs: which pods get their nodes together.
-        queues: the queue of each engine that exists; empty for those without.
+        queues: the queue of each engine that exists; empty for those without. Kueue lets none
+            change it.
         given: the spec as the user wrote it.
         stored_routers: the template that each router's Deployment carries, by its name.
     """

@@ -61,27 +61,6 @@ class Judgement:
     transfer: Mapping[str, Any]
 
 
-def _change(
-    observed: Observed, cluster: Cluster, desired: Desired, steps: Iterable[Step], *, accepted: bool
-) -> ChangeView:
-    wanted = {name for names in desired.names.values() for name in names}
-    created = [
-        api_conditions.seconds(one["metadata"].get("creationTimestamp"))
-        for name, one in engine_sets(observed.children).items()
-        if name in wanted
-    ]
-    empty = [role.value for role in Role if not desired.names[role]]
-    return ChangeView(
-        desired=desired,
-        rollout=cluster.spec.rollout,
-        started=max((moment for moment in created if moment is not None), default=None),
-        unreachable=routers.why_unreachable(observed, cluster, accepted=accepted),
-        router_behind=routers.router_behind(observed, steps),
-        scaled_to_zero=empty[0] if accepted and empty else "",
-        accepted=accepted,
-    )
-
-
 def judge(
     observed: Observed,
     cluster: Cluster,
@@ -104,7 +83,22 @@ def judge(
         for group in links.by_pairing_key(prefill, decode, desired.keys)
     ]
     pairs = [pair for group in groups for pair in links.observe_pairs(*group, observed.links)]
-    change = _change(observed, cluster, desired, steps, accepted=findings.ok)
+    wanted = {name for names in desired.names.values() for name in names}
+    created = [
+        api_conditions.seconds(one["metadata"].get("creationTimestamp"))
+        for name, one in engine_sets(observed.children).items()
+        if name in wanted
+    ]
+    empty = [role.value for role in Role if not desired.names[role]]
+    change = ChangeView(
+        desired=desired,
+        rollout=cluster.spec.rollout,
+        started=max((moment for moment in created if moment is not None), default=None),
+        unreachable=routers.why_unreachable(observed, cluster, accepted=findings.ok),
+        router_behind=routers.router_behind(observed, steps),
+        scaled_to_zero=empty[0] if findings.ok and empty else "",
+        accepted=findings.ok,
+    )
     established = sum(pair.state is LinkState.ESTABLISHED for pair in pairs)
     failed = (pair for pair in pairs if pair.state is LinkState.FAILED or pair.canary_failed)
     fields = {

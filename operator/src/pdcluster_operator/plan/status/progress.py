@@ -121,6 +121,11 @@ def without_plan(cluster: Manifest, reason: str, why: str, now: float) -> dict[s
     return {**pod_templates.as_mapping(before), "conditions": written}
 
 
+def is_ready(status: object) -> bool:
+    """Whether a status says that what the spec wants is there and verified."""
+    return conditions.find_condition(status, ConditionType.READY).get("status") == Status.TRUE
+
+
 def with_failure(
     status: Manifest,
     cluster: Manifest,
@@ -144,11 +149,9 @@ def with_failure(
     if planned.get("reason") == NAME_CONFLICT != reason:  # it stays while others come and go
         reason, message = NAME_CONFLICT, f"{planned['message']}; {reason}: {message}"
     ready = conditions.find_condition(status, ConditionType.READY)
-    if ready.get("status") == Status.TRUE:
-        was = conditions.find_condition(cluster.get("status"), ConditionType.READY).get("status")
-        lacks = outage >= FAILING_SECONDS or was != Status.TRUE
-    else:
-        lacks = ready.get("reason") == StatusReason.PODS_MISSING and math.isinf(outage)
+    lacks = ready.get("reason") == StatusReason.PODS_MISSING and math.isinf(outage)
+    if is_ready(status):
+        lacks = outage >= FAILING_SECONDS or not is_ready(cluster.get("status"))
     kinds = (ConditionType.PROGRESSING, *([ConditionType.READY] if lacks else []))
     verdicts = [(kind, conditions.no(reason, message)) for kind in kinds]
     generation = cluster["metadata"].get("generation", 0)
