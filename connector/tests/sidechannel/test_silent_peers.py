@@ -373,3 +373,20 @@ def test_questions_of_engines_that_are_long_gone_are_forgotten(
         assert len(network.book.silence._asked_at) <= 10
 
     play(story)
+
+
+def test_what_another_rank_says_of_a_silence_does_not_shorten_it(play: Play) -> None:
+    """The first rank reports a silence when it is three seconds old, whatever this one has seen."""
+
+    async def story(network: Network) -> None:
+        silence = network.book.silence
+        await silence.asking(ADDRESS, answers(TryAgain("", silent=True)))
+        await asyncio.sleep(4.0)
+        silence.hear(ADDRESS, 3.0)
+        assert silence.seconds(ADDRESS) == pytest.approx(4.0)
+        await asyncio.sleep(1.0)
+        assert silence.is_long(ADDRESS)
+        silence.hear(("10.0.0.2", 5600), 3.0)
+        assert silence.seconds(("10.0.0.2", 5600)) == pytest.approx(3.0)
+
+    play(story)
