@@ -41,9 +41,12 @@ def test_without_a_key_no_header_is_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["", "Bearer", "Bearer ", "secret", "Basic secret", "Bearer secre", "Bearer secrets"]
-)
+    "given",
+    ["", "Bearer", "Bearer ", "secret", "Basic secret", "Bearer secre", "Bearer secrets",
+     "Bearer secret\udcff", "Bearer \udcff\ud800"],
+)  # fmt: skip
 def test_another_header_is_not_admitted(given: str) -> None:
+    """aiohttp gives surrogates for the bytes of a header that are not UTF-8."""
     assert not admits("secret", given)
 
 

@@ -40,6 +40,7 @@ class Peer:
         self.answers_after = self.shakes_after = self.probed_after = 0.0
         self.asked: list[float] = []
         self.shaken: list[tuple[str, str, int]] = []
+        self.answers: list[Callable[[m.EngineMetadata | Failure], None]] = []
         self.probes: list[tuple[float, bool, Future[Any]]] = []
         self.tls: list[object] = []
         self.noted: list[tuple[str, int]] = []
@@ -65,6 +66,7 @@ class Peer:
         done: Callable[[m.EngineMetadata | Failure], None],
     ) -> None:
         self.shaken.append((engine_id, host, port))
+        self.answers.append(done)
         late = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "no handshake in time")
         metadata = m.EngineMetadata(1, engine_id, SHAPE, shards_of(engine_id))
         ready = self.now + self.shakes_after
@@ -396,3 +398,12 @@ def test_who_answers_must_be_the_rank_that_is_meant(
     else:
         assert kept.last.state is LinkState.ESTABLISHED
         assert peer.shaken == [(f"{FIRST}{runs}", "10.0.0.1", 5600 + rank)]
+
+
+def test_a_keeper_that_ended_meanwhile_may_be_answered(tell: Tell) -> None:
+    """The peer book does not know that nobody waits any more."""
+    peer = Peer()
+    peer.shakes_after = 5.0
+    tell(peer, for_seconds(1.0))
+    (answer,) = peer.answers
+    answer(REFUSED)
