@@ -28,6 +28,7 @@ from pdcluster_connector import listening
 from pdcluster_operator.adapters.api_server import kubeconfig
 from pdcluster_operator.adapters.api_server.client import KubeClient, document_of, shallow
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, PREFILL_SCALER
+from pdcluster_operator.adapters.api_server.reflector import WATCHED_LINE
 from pdcluster_operator.adapters.operator_process import OperatorOptions, OperatorProcess
 from pdcluster_operator.adapters.webhook_process import WEBHOOK_ID, WebhookOptions, WebhookProcess
 from pdcluster_operator.api.object_names import GROUP
@@ -55,9 +56,15 @@ FORGOTTEN = b'{"type":"ERROR","object":{"kind":"Status","code":410,"reason":"Exp
 async def start(settings: kopf.OperatorSettings, memo: Any, **_: Any) -> None:
     """List everything, and begin to work. Wait for the API server and for the CRDs meanwhile."""
     _configure(settings)
-    options = memo.get("options") or options_of_kopf_run(os.environ)
-    process = memo.process = OperatorProcess(options)
-    await process.start()
+    by_kopf = "options" not in memo
+    try:
+        options = options_of_kopf_run(os.environ) if by_kopf else memo.options
+        process = memo.process = OperatorProcess(options)
+        await process.start()
+    except (kubeconfig.NotConnected, ValueError, OSError) as error:
+        if by_kopf:  # which would print the stack of any other error
+            raise SystemExit(f"stopped: {error}") from error
+        raise
 
 
 @kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT, registry=WEBHOOK)
@@ -116,7 +123,8 @@ async def see(event: Mapping[str, Any], memo: Any, **_: Any) -> None:
 @kopf.on.validate(GROUP, PDCLUSTER.version, PDCLUSTER.plural, id=WEBHOOK_ID, registry=WEBHOOK)
 async def validate(*, warnings: list[str], memo: Any, **review: Any) -> None:
     """Judge one admission review by the rules of ``pdcluster lint``."""
-    answer = memo.process.judge(_plain(review["new"]), _plain(review["old"]), review["operation"])
+    new, old = (one if one is None else dict(one) for one in (review["new"], review["old"]))
+    answer = memo.process.judge(new, old, review["operation"])
     warnings.extend(answer.warnings)
     if answer.errors:
         raise kopf.AdmissionError(answer.message, code=REFUSED)
@@ -156,12 +164,18 @@ def options_of_kopf_run(environment: Mapping[str, str]) -> OperatorOptions:
             f"--namespace {patterns[0]}: name each namespace; patterns are not watched"
         )
     chosen: dict[str, Any] = {"namespaces": tuple(named)}
+    read = partial(msgspec.convert, strict=False, dec_hook=lambda kind, value: kind(value))
     for field in fields(OperatorOptions):
-        if (text := environment.get(ENVIRONMENT + field.name.upper())) is not None:
-            chosen[field.name] = text.split("/") if field.name == "authority" else text
-    return msgspec.convert(
-        chosen, OperatorOptions, strict=False, dec_hook=lambda kind, value: kind(value)
-    )
+        text = environment.get(variable := ENVIRONMENT + field.name.upper())
+        # For a Service pdcluster-metrics, Kubernetes sets PDCLUSTER_METRICS_PORT=tcp://10.0.0.1:80.
+        if text is None or "://" in text:
+            continue
+        given = text.split("/") if field.name == "authority" else text
+        try:
+            chosen[field.name] = read(given, field.type)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{variable}={text}: {error}") from error
+    return OperatorOptions(**chosen)
 
 
 class _Endless:
@@ -182,15 +196,6 @@ class _NothingKept(kopf.StatusDiffBaseStorage):
 
     def build(self, **_: Any) -> Any:
         return {}
-
-
-class _Line(msgspec.Struct):
-    """A line of a watch; see the watch events of Kubernetes' API."""
-
-    type: str
-
-
-_LINE = msgspec.json.Decoder(_Line)
 
 
 class _Response(aiohttp.ClientResponse):
@@ -261,7 +266,7 @@ class _ShallowLines:
             return
         try:
             async for line in shallow(self._content):
-                if _LINE.decode(line).type == "ERROR":
+                if WATCHED_LINE.decode(line).type == "ERROR":
                     await asyncio.sleep(PAUSE_SECONDS)
                     yield FORGOTTEN
                     return
@@ -285,6 +290,8 @@ def _configure(settings: kopf.OperatorSettings) -> None:
     settings.persistence.finalizer = f"{GROUP}/none"
     settings.persistence.diffbase_storage = _NothingKept()
     settings.persistence.progress_storage = kopf.StatusProgressStorage()
+    # Whoever runs kopf reports why it did not start; kopf would print the stack as well.
+    logging.getLogger("kopf.activities.startup").setLevel(logging.CRITICAL)
     # One line for each event is too much. A handler that raises is logged.
     logging.getLogger("kopf.objects").setLevel(logging.ERROR)
 
@@ -327,7 +334,3 @@ async def _run(
     for error in (task.exception() for task in done if not task.cancelled()):
         if error is not None:
             raise error.__cause__ or error  # kopf wraps the error of a handler of startup
-
-
-def _plain(body: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    return None if body is None else dict(body)

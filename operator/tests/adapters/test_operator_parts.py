@@ -9,13 +9,13 @@ import signal
 import socket
 import sys
 from contextlib import AsyncExitStack, suppress
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import aiohttp
 import click
 import jsonschema
-import msgspec
 import pytest
 from kubernetes.aio import client as kubernetes
 from operator_runs import cluster
@@ -289,8 +289,27 @@ def test_kopf_run_has_the_options_of_the_command(monkeypatch):
         engine_certificate=Path("/c"),
         operator_class="blue",
     )
-    with pytest.raises(msgspec.ValidationError):
+    with pytest.raises(ValueError, match=r"^PDCLUSTER_HEALTH_PORT=many: Expected `int`"):
         handlers.options_of_kopf_run({"PDCLUSTER_HEALTH_PORT": "many"})
+    with pytest.raises(ValueError, match=r"^PDCLUSTER_AUTHORITY=ca: Expected `array` of length 2"):
+        handlers.options_of_kopf_run({"PDCLUSTER_AUTHORITY": "ca"})
+
+
+@pytest.mark.parametrize("option", [field.name for field in fields(OperatorOptions)])
+def test_kopf_run_ignores_what_kubernetes_sets_for_a_service(option):
+    # The kubelet's service links: `envvars.go` makes the same names of a Service's name.
+    service = f"PDCLUSTER_{option.upper()}".removesuffix("_PORT").removesuffix("_HOST")
+    environment = {
+        f"{service}_SERVICE_HOST": "10.0.0.1",
+        f"{service}_SERVICE_PORT": "8080",
+        f"{service}_SERVICE_PORT_HTTP": "8080",
+        f"{service}_PORT": "tcp://10.0.0.1:8080",
+        f"{service}_PORT_8080_TCP": "tcp://10.0.0.1:8080",
+        f"{service}_PORT_8080_TCP_PROTO": "tcp",
+        f"{service}_PORT_8080_TCP_PORT": "8080",
+        f"{service}_PORT_8080_TCP_ADDR": "10.0.0.1",
+    }
+    assert handlers.options_of_kopf_run(environment) == OperatorOptions()
 
 
 def test_kopf_run_watches_the_namespaces_that_the_reflectors_watch():

@@ -26,25 +26,28 @@ async def find_configuration(
     Raises:
         NotConnected: neither is there, or what is there cannot be read.
     """
+    files = kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
+    in_pod = kubeconfig is None and context is None and (ACCOUNT / "token").exists()
     configuration = client.Configuration()
     # A cluster's CA often lacks the extensions that Python's strict mode asks for.
     configuration.disable_strict_ssl_verification = True
     # With trust_env, each request first asks two threads for a .netrc and for proxies.
     configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
     try:
-        if kubeconfig is None and context is None and (ACCOUNT / "token").exists():
+        if in_pod:
             config.load_incluster_config(  # type: ignore[no-untyped-call]
                 client_configuration=configuration
             )
-        else:
+        elif any(one.expanduser().exists() for one in map(Path, filter(None, files.split(":")))):
             await config.load_kube_config(  # type: ignore[no-untyped-call]
-                config_file=kubeconfig, context=context, client_configuration=configuration
+                config_file=files, context=context, client_configuration=configuration
             )
-    except (config.ConfigException, OSError) as error:
-        raise NotConnected(
-            f"cannot reach the API server: {error}; run in a pod with a ServiceAccount, or set "
-            "KUBECONFIG"
-        ) from error
+        else:
+            raise FileNotFoundError("there is no such file")
+    except Exception as error:  # a file may be anything, and the library raises anything then
+        named, why = ACCOUNT if in_pod else files, " ".join(str(error).split())
+        remedy = "run in a pod with a ServiceAccount, or set KUBECONFIG"
+        raise NotConnected(f"cannot reach the API server: {named}: {why}; {remedy}") from error
     return configuration
 
 

@@ -53,14 +53,14 @@ class _Line(msgspec.Struct):
     object: dict[str, Any]
 
 
-_LINE = msgspec.json.Decoder(_Line)
+WATCHED_LINE = msgspec.json.Decoder(_Line)
 
 
 def _read(text: bytes) -> _Line:
     try:
-        return _LINE.decode(text)
+        return WATCHED_LINE.decode(text)
     except RecursionError:
-        return _LINE.decode(api_client.without_depths(text))
+        return WATCHED_LINE.decode(api_client.without_depths(text))
 
 
 class HistoryLostError(Exception):
