@@ -23,8 +23,8 @@ from pdcluster_operator.adapters.api_server.client import (
 )
 from pdcluster_operator.adapters.api_server.kinds import namespace_of
 from pdcluster_operator.runtime.executor import SIDE_BY_SIDE
-from pdcluster_operator.runtime.interfaces import ApiError
-from pdcluster_operator.runtime.queue import WORKERS
+from pdcluster_operator.runtime.interfaces import ApiError, Key
+from pdcluster_operator.runtime.queue import WORKERS, KeyedQueue
 
 
 class Time:
@@ -136,6 +136,26 @@ def test_a_kind_that_is_refused_holds_nobodys_status_back_for_long(asked: str) -
             await asyncio.gather(*map(look, range(looks)))
         assert max(told) <= 2 * MOST_PATIENCE
         assert client.refused <= TRIES * 2 * looks
+
+    virtual_time.run(story())
+
+
+@pytest.mark.parametrize(("asked", "most"), [("0", 120), ("1", 120), ("10", 60)])
+def test_a_kind_that_is_refused_for_ten_minutes_is_asked_for_seldom(asked: str, most: int) -> None:
+    async def story() -> None:
+        client = Webhook(asked)
+
+        async def look(_: Key) -> None:
+            calls = (f"/apis/x/v1/namespaces/ns/statefulsets/{one}" for one in range(2))
+            await asyncio.gather(*(client.call("PATCH", path) for path in calls))
+
+        queue = KeyedQueue(look)
+        async with client:
+            queue.start()
+            queue.add(Key("ns", "one"))
+            await asyncio.sleep(600.0)
+            await queue.stop(grace=0.0)
+        assert 20 < client.refused <= most
 
     virtual_time.run(story())
 

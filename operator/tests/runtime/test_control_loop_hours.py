@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 from typing import Any
 
 import virtual_time
@@ -20,6 +21,7 @@ class Looks:
         unused: Any = object()
         self.moments: dict[Key, list[float]] = {}
         self.fails = False
+        self.again_after: float | None = None
         self.worked: list[tuple[float, bool]] = []
         self.loop = ControlLoop(
             api_server=unused, launchers=unused, events=unused, connector=unused, clock=unused,
@@ -33,7 +35,7 @@ class Looks:
         self.moments.setdefault(key, []).append(asyncio.get_running_loop().time())
         if self.fails:
             raise RuntimeError("no answer")
-        return None
+        return self.again_after
 
     def see(self, name: str, namespace: str = "ns", operator_class: str = "") -> Key:
         metadata = {"namespace": namespace, "name": name, "uid": name}
@@ -58,17 +60,43 @@ def play(story: Callable[[Looks], Awaitable[None]], **options: Any) -> Looks:
 
 def test_each_cluster_is_looked_at_every_five_minutes_and_not_all_at_once() -> None:
     async def story(looks: Looks) -> None:
-        keys = [looks.see(f"c{number}") for number in range(40)]
-        await asyncio.sleep(3600.0 + 29.0)
+        keys = [looks.see(f"c{number}") for number in range(300)]
+        looks.again_after = 1000.0
+        await asyncio.sleep(3600.0)
         for key in keys:
-            first, *later = looks.moments[key]
-            assert first == 0.0
-            assert len(later) in (11, 12)
-            for number, moment in enumerate(later, 1):
-                assert 0.0 <= moment - number * 300.0 <= 30.0
+            assert looks.moments[key][0] == 0.0
+            gaps = [after - before for before, after in pairwise(looks.moments[key])]
+            assert all(300.0 <= gap <= 330.0 for gap in gaps)
+            assert len(gaps) in (10, 11, 12)
         second = sorted(looks.moments[key][1] - 300.0 for key in keys)
-        assert second[0] < 10.0
-        assert second[-1] > 20.0
+        for begin in range(0, 30, 5):
+            assert 20 < sum(begin <= moment < begin + 5 for moment in second) < 90
+
+    play(story)
+
+
+def test_a_cluster_whose_events_come_often_is_not_looked_at_once_more() -> None:
+    async def story(looks: Looks) -> None:
+        key = looks.see("one")
+        for _ in range(10):
+            await asyncio.sleep(200.0)
+            looks.loop.queue.add(key)
+        await asyncio.sleep(1.0)
+        assert looks.moments[key] == [200.0 * number for number in range(11)]
+
+    play(story)
+
+
+def test_a_cluster_that_is_gone_is_not_looked_at_again() -> None:
+    async def story(looks: Looks) -> None:
+        key = looks.see("one")
+        await asyncio.sleep(1.0)
+        looks.loop.see(
+            "DELETED", {"kind": "PDCluster", "metadata": {**key._asdict(), "uid": "one"}}
+        )
+        await asyncio.sleep(1000.0)
+        assert len(looks.moments[key]) == 2
+        assert looks.loop.queue._timers == {}
 
     play(story)
 

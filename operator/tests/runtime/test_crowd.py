@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ from pdcluster_operator.plan import planner
 from pdcluster_operator.plan.forecast.world import running
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.runtime import reconcile
-from pdcluster_operator.runtime.control_loop import ControlLoop
+from pdcluster_operator.runtime.control_loop import RESYNC_SECONDS, ControlLoop
 from pdcluster_operator.runtime.interfaces import Key, LauncherError
 from pdcluster_operator.runtime.queue import WORKERS
 
@@ -194,8 +195,9 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def create_many(counts: Counter[str]) -> float:
-    """Create PDClusters; return after how many seconds all are Ready."""
+@asynccontextmanager
+async def crowd(counts: Counter[str]) -> AsyncIterator[tuple[Server, ControlLoop]]:
+    """Create PDClusters, whose control loop runs."""
     server, engines = Server(), Engines()
     port = BusyPort(server, counts)
     loop = ControlLoop(
@@ -229,14 +231,68 @@ async def create_many(counts: Counter[str]) -> float:
             {"apiVersion": API_VERSION, "kind": "PDCluster", "metadata": metadata, "spec": spec}
         )
     await asyncio.sleep(1.0)
-    while (not_ready := loop.not_ready()) and now() < LIMIT_SECONDS:  # noqa: ASYNC110 - no event
-        await asyncio.sleep(0.5)
-    took = now()
-    assert not not_ready
-    await asyncio.sleep(10.0)
+    yield server, loop
     await loop.stop()
     await nodes.stop()
+
+
+async def create_many(counts: Counter[str]) -> float:
+    """Create PDClusters; return after how many seconds all are Ready."""
+    async with crowd(counts) as (_, loop):
+        while (not_ready := loop.not_ready()) and now() < LIMIT_SECONDS:  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.5)
+        took = now()
+        assert not not_ready
+        await asyncio.sleep(10.0)
     return took
+
+
+async def change_one() -> float:
+    """Change the spec of a PDCluster that is Ready; return after how long new engines exist."""
+    async with crowd(Counter()) as (server, loop):
+        while loop.not_ready():  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.5)
+        await asyncio.sleep(10.0)
+        began, engines = now(), len(server.list("StatefulSet", NAMESPACE))
+        live = server.get("PDCluster", NAMESPACE, "c-0")
+        assert live is not None
+        live["spec"]["engine"] = {"maxModelLen": 1024}
+        server.apply(live)
+        while len(server.list("StatefulSet", NAMESPACE)) == engines:  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.1)
+        return now() - began
+
+
+def test_a_changed_spec_waits_for_no_event_of_our_own_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first plan stores the new revision and tries it out, the second makes its engines."""
+    monkeypatch.setattr(reconcile, "time", SimpleNamespace(monotonic=now))
+    monkeypatch.setattr(f"{__name__}.COUNT", 1)
+    assert virtual_time.run(change_one()) < 2.0
+
+
+async def lose_the_secret() -> float:
+    """Delete the ticket keys of a PDCluster that is Ready; return when there are new ones."""
+    async with crowd(Counter()) as (server, loop):
+        while loop.not_ready():  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.5)
+        await asyncio.sleep(10.0)
+        began = now()
+        server.delete("Secret", NAMESPACE, "c-0-ticket-key")
+        while server.get("Secret", NAMESPACE, "c-0-ticket-key") is None:
+            await asyncio.sleep(1.0)
+            assert now() - began < 1000.0
+        return now() - began
+
+
+def test_a_secret_that_somebody_deletes_is_found_by_the_resync(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No watch reports it: the operator has no right to watch Secrets."""
+    monkeypatch.setattr(reconcile, "time", SimpleNamespace(monotonic=now))
+    monkeypatch.setattr(f"{__name__}.COUNT", 1)
+    assert 200.0 < virtual_time.run(lose_the_secret()) <= 1.1 * RESYNC_SECONDS
 
 
 @pytest.mark.parametrize(

@@ -309,20 +309,6 @@ async def test_a_run_ends_the_wish_of_the_run_before() -> None:
     assert runs == 2
 
 
-async def test_resync_adds_every_key() -> None:
-    seen: set[Key] = set()
-
-    async def handler(key: Key) -> None:
-        seen.add(key)
-
-    queue = KeyedQueue(handler)
-    queue.start()
-    queue.resync([A, B], within=0.02)
-    await settle(queue)
-    await queue.stop()
-    assert seen == {A, B}
-
-
 async def test_stop_lets_a_running_handler_end_and_takes_no_more() -> None:
     ended: list[Key] = []
 

@@ -133,21 +133,6 @@ def test_a_wish_does_not_come_true_twice() -> None:
     play(story)
 
 
-def test_a_look_at_everything_is_spread_over_its_time() -> None:
-    async def story(worked: Worked) -> None:
-        keys = [Key("ns", str(number)) for number in range(300)]
-        worked.queue.resync(keys, within=300.0)
-        await asyncio.sleep(301.0)
-        moments = sorted(moment for (moment,) in worked.moments.values())
-        assert len(moments) == 300
-        assert moments[0] < 20.0
-        assert moments[-1] > 280.0
-        for begin in range(0, 300, 50):
-            assert 20 < sum(begin <= moment < begin + 50 for moment in moments) < 90
-
-    play(story)
-
-
 def test_eighteen_keys_are_worked_on_at_once_and_a_change_goes_first() -> None:
     async def story(worked: Worked) -> None:
         worked.takes = 10.0

@@ -5,8 +5,11 @@ from pdcluster_operator.plan.types import Manifest
 
 JUST_REPORTED_SECONDS = 5.0
 FIRST_CHILDREN_SECONDS = 300.0
+"""See :func:`needs_live_check`. With 5 for both, each new PDCluster in a crowd is read; with 300,
+a deleted one gets children twice (``operator/tests/runtime/test_reconcile_loop.py``)."""
 LONGEST_WAIT_SECONDS = 5.0
-"""The longest wait of :func:`wait_before_judging`. Then an engine without an answer is silent."""
+"""The longest wait of :func:`wait_before_judging`. Then an engine without an answer is silent. With
+no wait, a new process says so of each (``operator/tests/runtime/test_reconcile_loop.py``)."""
 
 
 def is_new(cluster: Manifest, *, has_children: bool) -> bool:

@@ -237,8 +237,8 @@ class LauncherWatch:
         self.links = links if self.target.role is Role.DECODE else None
         self._revision = changes.revision
         self._read_at = time.monotonic()
-        links, sent = self.links, self._sent
-        if links and sent and peers_and_canaries.has_other_peers(sent[1], links):
+        _, sent = self._sent or ("", None)
+        if self.links and sent and peers_and_canaries.has_other_peers(sent, self.links):
             self._sent = None
 
     def _rest(self) -> None:

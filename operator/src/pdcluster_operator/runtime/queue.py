@@ -9,15 +9,14 @@ Which key is next: urgent keys, whose spec was changed, new keys and the others 
 do namespaces; see :class:`FairSlots`. A changed spec therefore does not wait behind a thousand new
 PDClusters, nor does one whose pods have just become ready.
 
-A key that was reconciled rests for half a second, unless its spec changes. Objects that were just
-created cause a dozen events within a second, and one reconcile is enough for all of them.
+A key that was reconciled rests for half a second, unless its spec changes; see ``REST_SECONDS``.
 """
 
 import asyncio
 import logging
 import random
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterable, Set as AbstractSet
+from collections.abc import Awaitable, Callable, Set as AbstractSet
 from dataclasses import KW_ONLY, dataclass
 
 from pdcluster_operator.runtime.interfaces import Key
@@ -25,17 +24,20 @@ from pdcluster_operator.runtime.interfaces import Key
 log = logging.getLogger(__name__)
 
 TIMES_FREE = 3
+"""One namespace alone gets 18 of 24 slots, and all 24 without it; see :class:`FairSlots`."""
 BELIEVED_SECONDS = 120.0
-"""How long a namespace counts as one that hangs after something in it has hung."""
+"""How long a namespace counts as one that hangs after something in it has hung. Without it, many
+such namespaces hold all slots in turn; see :class:`FairSlots`."""
 CHECK_SECONDS = 1.0
 """How soon to check again for keys that wait: a call that becomes one that hangs is no event."""
 
 _Line = OrderedDict[str, OrderedDict[Key, None]]
 """Keys that wait by namespace: namespaces take turns, and in one the oldest key is first."""
 WORKERS = 24
-"""Keys that are reconciled at once, 18 of them of one namespace if no other has any.
+"""Keys that are reconciled at once: a reconcile waits for the API server most of its time.
 
-A reconcile waits for the API server most of its time.
+With 4, others wait for keys that hang (``operator/tests/runtime/test_fair_slots.py``). Without a
+limit, each new PDCluster is reconciled more often (``operator/tests/runtime/test_crowd.py``).
 """
 RECONCILE_HANGS_SECONDS = 15.0
 """A reconcile that takes longer hangs. While many PDClusters start, some take several seconds."""
@@ -131,11 +133,6 @@ class KeyedQueue:
             held.cancel()
         self._timers[key] = loop.call_later(max(seconds, 0.0), self._due, key)
 
-    def resync(self, keys: Iterable[Key], *, within: float) -> None:
-        """Queue every key at a random moment of the next ``within`` seconds."""
-        for key in keys:
-            self.add_after(key, self.uniform(0.0, within))
-
     @property
     def depth(self) -> int:
         """Number of keys that wait for a worker, or for the end of their rest."""
@@ -149,9 +146,8 @@ class KeyedQueue:
     async def stop(self, *, grace: float = 5.0) -> None:
         """Take no more keys, and cancel handlers that still run after ``grace`` seconds."""
         self._stopping = True
-        self.slots.clear()
-        self._resting.clear()
-        self._again.clear()
+        for held in (self.slots, self._resting, self._again):
+            held.clear()
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()

@@ -40,7 +40,8 @@ CLUSTERS, OWNER, POD_LABEL = "clusters", "owner", "pod-label"
 CONNECTOR, MOUNTED = "connector", "mounted"
 VERSION = "resourceVersion"
 GONE_SECONDS = 60.0
-"""How long a deletion is remembered: longer than the answer to a call may take."""
+"""How long a deletion is remembered: longer than the answer to a call may take. Without it, such an
+answer brings back what is gone (``operator/tests/runtime/test_store_versions.py``)."""
 
 
 class Store:

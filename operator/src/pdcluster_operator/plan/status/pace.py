@@ -13,11 +13,13 @@ from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
 from pdcluster_operator.plan.status.conditions import NEED_HELP
 
 QUIET_SECONDS = 5.0
-"""The least time between two status writes of a PDCluster if the second has only details."""
+"""The least time between two status writes of a PDCluster if the second has only details. Without
+it, each of a burst is written (``operator/tests/runtime/test_reconcile_loop.py``)."""
 LONGEST_SECONDS = 60.0
 """That time at most, while the statuses of many PDClusters wait."""
 WRITES_A_SECOND = 1.0
-"""Such writes of all PDClusters together. Each costs the API server as much as a child."""
+"""Such writes of all PDClusters together. Each costs the API server as much as a child: 30 statuses
+wait for 30 seconds, not for 5 (``operator/tests/plan/test_stages_and_pace.py``)."""
 CROWD = 10
 """How many PDClusters must wait before the first status of a new one waits, too.
 
