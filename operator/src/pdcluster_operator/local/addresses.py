@@ -39,7 +39,8 @@ class AddressBook:
         """Return the pod's address; raises :class:`PortBusyError` when no address is free."""
         if pod not in self._held:
             self._held[pod] = self._choose(pod)
-        return self._held[pod][0]
+        address, _ = self._held[pod]
+        return address
 
     def close(self) -> None:
         """Give all addresses back."""

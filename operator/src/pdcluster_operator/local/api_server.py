@@ -45,8 +45,8 @@ class LocalApi:
         """All objects of a kind, ordered by name."""
         return [
             copy.deepcopy(manifest)
-            for identity, manifest in sorted(self._objects.items())
-            if identity[0] == kind and namespace in (None, identity[1])
+            for (one, place, _), manifest in sorted(self._objects.items())
+            if one == kind and namespace in (None, place)
         ]
 
     def apply(self, desired: Manifest) -> Manifest:
@@ -63,7 +63,7 @@ class LocalApi:
             return self._put(identity, content, "ADDED")
         wanted_uid = desired["metadata"].get("uid")
         if wanted_uid not in (None, live["metadata"]["uid"]):
-            raise Conflict(f"{_text(identity)} is another object than the one applied to")
+            raise Conflict(f"{_text(live)} is another object than the one applied to")
         metadata |= {
             key: live["metadata"][key] for key in _SERVER_FIELDS if key in live["metadata"]
         }
@@ -104,9 +104,9 @@ class LocalApi:
             return
         metadata = live["metadata"]
         if uid not in (None, metadata["uid"]):
-            raise Conflict(f"{_text(_identity(live))} is another object than the one to delete")
+            raise Conflict(f"{_text(live)} is another object than the one to delete")
         if resource_version not in (None, metadata["resourceVersion"]):
-            raise Conflict(f"{_text(_identity(live))} changed since it was read")
+            raise Conflict(f"{_text(live)} changed since it was read")
         if kind != "Pod":
             self._remove(live)
         elif "deletionTimestamp" not in metadata:
@@ -156,5 +156,5 @@ def _identity(manifest: Manifest) -> Identity:
     return manifest["kind"], metadata.get("namespace", "default"), metadata["name"]
 
 
-def _text(identity: Identity) -> str:
-    return f"{identity[0]} {identity[1]}/{identity[2]}"
+def _text(manifest: Manifest) -> str:
+    return "{} {}/{}".format(*_identity(manifest))

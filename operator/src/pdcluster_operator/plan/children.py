@@ -11,6 +11,7 @@ while, then it is tried again. What was decided stands in annotations of the Sta
 process of the operator goes on with it.
 """
 
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -151,21 +152,21 @@ def with_releases(
     pods = pods_by_engine(observed.pods)
     for engine in reversed(engines):
         name = engine["metadata"]["name"]
-        stuck = None if name in found else _stuck(pods.get(name, ()))
-        if stuck is not None and now - stuck[0] > timeout:
+        since, words = _stuck(pods.get(name, ()))
+        if name not in found and now - since > timeout:
             because = (
                 f"only some of its pods could be scheduled within {timeout:.0f} s, so they were "
-                f"deleted; they are created again later: {stuck[1]}"
+                f"deleted; they are created again later: {words}"
             )
             found[name] = _without_pods(engine, conditions.timestamp(now), because[:LONGEST_WORDS])
             break
     return found
 
 
-def _stuck(pods: Iterable[Manifest]) -> tuple[float, str] | None:
+def _stuck(pods: Iterable[Manifest]) -> tuple[float, str]:
     """Return since when a pod waits while another has its node, and the scheduler's words.
 
-    Before that, all of them may have waited in a queue of Kueue.
+    Before that, all of them may have waited in a queue of Kueue. It is never if none waits so.
     """
     waiting, placed = [], []
     for pod in pods:
@@ -175,10 +176,8 @@ def _stuck(pods: Iterable[Manifest]) -> tuple[float, str] | None:
             placed.append(since or 0.0)
         elif since is not None:
             waiting.append((since, words))
-    if not waiting or not placed:
-        return None
-    since, words = min(waiting)
-    return max(since, min(placed)), words
+    since, words = min(waiting, default=(math.inf, ""))
+    return max(since, min(placed, default=math.inf)), words
 
 
 def _scheduled(pod: Manifest) -> tuple[float | None, str]:

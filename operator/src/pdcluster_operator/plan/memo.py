@@ -11,7 +11,7 @@ half of a plan at rest. To keep the views of engines and of pairs as well saved 
 """
 
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -34,11 +34,11 @@ class Memo:
                 the same objects.
         """
         self._used.add(name)
-        held = self._held.get(name)
-        if held is None or held[0] != inputs:
-            held = self._held[name] = (inputs, compute(*inputs))
-        result: T = held[1]
-        return result
+        known, result = self._held.get(name, (None, None))
+        if known != inputs:
+            result = compute(*inputs)
+            self._held[name] = inputs, result
+        return cast("T", result)
 
     def forget_unused(self) -> None:
         """Drop what was not asked for since the last call, such as a child that is gone."""

@@ -124,17 +124,9 @@ def _outcome(
     if certified and (renewal := renewals.certificates_step(observed, cluster, names, period)):
         steps.append(renewal)
     steps += steps_to(observed, desired, children)
-    # Pods must not start with a connector that no operator has made.
-    strange = name_conflicts.strange_connectors(
-        observed, (child.manifest for child in desired.children)
-    )
-    if strange:
-        wrong = [s for s in steps if isinstance(s, Apply) and connector_of(s.manifest) in strange]
-        steps = [step for step in steps if step not in wrong]
-    if observed.unread or not findings.ok:
-        # No engine comes or goes: new ones would mount the Secrets, and changes wait. A policy that
-        # exists keeps its peers: those of the spec may be what is wrong. A budget keeps its number.
-        steps = [one for one in steps if _goes_on(one, observed, findings)]
+    wanted = (child.manifest for child in desired.children)
+    strange = name_conflicts.strange_connectors(observed, wanted)
+    steps = [one for one in steps if _goes_on(one, observed, findings, strange)]
     judged = build.judge(observed, cluster, findings, desired, steps, lost)
     peers: dict[str, PeersDocument] = {}
     for group in judged.groups:
@@ -149,7 +141,13 @@ def _outcome(
     )
 
 
-def _goes_on(step: Step, observed: Observed, findings: Findings) -> bool:
+def _goes_on(step: Step, observed: Observed, findings: Findings, strange: AbstractSet[str]) -> bool:
+    if isinstance(step, Apply) and connector_of(step.manifest) in strange:
+        return False  # pods must not start with a connector that no operator has made
+    if findings.ok and not observed.unread:
+        return True
+    # No engine comes or goes: new ones would mount the Secrets, and changes wait. A policy that
+    # exists keeps its peers: those of the spec may be what is wrong. A budget keeps its number.
     if observed.unread and not observed.children:
         return False
     if not isinstance(step, Apply):
@@ -202,7 +200,8 @@ def _checked(observed: Observed, memo: Memo) -> tuple[Cluster, Findings]:
         "mounted_certificates": observed.place.mounted_certificates,
         "pod_groups": observed.pod_groups,
     }
-    checked = memo.get("checked", (known, allowed), lambda *_: check_manifest(known, **allowed))
-    if checked[1].ok:
-        return checked
-    return within_links(*checked, {one: existing_engines(observed.children, one) for one in Role})
+    spec, found = memo.get("checked", (known, allowed), lambda *_: check_manifest(known, **allowed))
+    if found.ok:
+        return spec, found
+    existing = {one: existing_engines(observed.children, one) for one in Role}
+    return within_links(spec, found, existing)

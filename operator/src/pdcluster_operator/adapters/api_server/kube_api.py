@@ -25,9 +25,8 @@ from pdcluster_operator.runtime.cluster_secrets import held_ticket_key, with_a_n
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict, Invalid, Key
 
 Manifest = Mapping[str, Any]
-NO_OBJECT = "1"
-"""A resourceVersion that no object has: the one of an empty etcd. An apply with it only creates."""
-ABSENT = {"resourceVersion": NO_OBJECT}
+ABSENT = {"resourceVersion": "1"}
+"""A version that no object has: the one of an empty etcd. An apply with it only creates."""
 REPAIR_MANAGER = f"{object_names.FIELD_MANAGER}-repair"
 MARKER = f"{object_names.FIELD_MANAGER}-collector"
 """A field manager that owns the mark alone, so that its applies leave out the content."""

@@ -39,7 +39,8 @@ def mount_warnings(cluster: Cluster) -> Iterator[FieldError]:
     for role in Role:
         if cluster.spec.transfer.tls is TlsMode.MOUNTED:
             volumes = _volumes(cluster, role)
-            for _, mount, at_folder in _mounts(pod_templates.engine_container(cluster, role)[1]):
+            _, container = pod_templates.engine_container(cluster, role)
+            for _, mount, at_folder in _mounts(container):
                 if at_folder and (named := volumes.get(str(mount.get("name")))) is not None:
                     yield from volume_warnings(cluster, role, *named)
 
@@ -100,17 +101,17 @@ def _of_role(cluster: Cluster, role: Role) -> Iterator[FieldError]:
         )
     volumes = _volumes(cluster, role)
     for number, mount, at_folder in mounts:
-        named = volumes.get(str(mount.get("name")))
+        where, volume = volumes.get(str(mount.get("name")), ("", None))
         wrong: dict[str, tuple[str, str]] = {}
-        if named is None:
+        if volume is None:
             remedy = f"Add the volume to spec.{role}.podTemplate.spec.volumes."
             wrong["name"] = "is no volume of the same podTemplate", remedy
-        elif certificates_name(cluster.name) in _secrets(named[1]):
+        elif certificates_name(cluster.name) in _secrets(volume):
             why = f"is the Secret {certificates_name(cluster.name)}, which the operator writes only"
             remedy = f"Mount a Secret of your own, or set {TLS} to Enabled without this mount."
             wrong["name"] = f"{why} while {TLS} is Enabled", remedy
         elif at_folder:
-            yield from volume_errors(role, *named)
+            yield from volume_errors(role, where, volume)
         for field in ("subPath", "subPathExpr"):
             if mount.get(field):
                 why = "never gets new files, because the kubelet does not update a subPath"

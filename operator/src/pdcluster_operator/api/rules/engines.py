@@ -197,7 +197,7 @@ def _paths(cluster: Cluster, finding: Finding, shapes: Mapping[Role, EngineShape
     found = []
     for role in (Role.DECODE, Role.PREFILL):
         own = cluster.spec.role(role).engine
-        if {flag.head for flag in parse_flags(own.extra_args)[0]} & set(flags):
+        if {flag.head for flag in parse_flags(own.extra_args)} & set(flags):
             found.append(f"spec.{role}.engine.extraArgs")
         elif name and getattr(own, attribute) is not None:
             found.append(f"spec.{role}.engine.{name}")

@@ -34,7 +34,8 @@ def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
     """Yield flags and variables that are not allowed in extraArgs and env."""
     ours = owned_variables(cluster)
     for path, engine in engine_places(cluster):
-        flags, stray = parse_flags(engine.extra_args)
+        flags = parse_flags(engine.extra_args)
+        stray = range(flags[0].place if flags else len(engine.extra_args))
         ends = [flag.place for flag in flags if flag.head == "--"]
         for place in (*stray, *ends):
             yield FieldError(
@@ -139,7 +140,7 @@ def _contradictions(cluster: Cluster, role: Role) -> Iterator[FieldError]:
 def flag_errors(cluster: Cluster) -> Iterator[FieldError]:
     """Yield the flags with which the connector does not run."""
     for path, engine in engine_places(cluster):
-        for flag in parse_flags(engine.extra_args)[0]:
+        for flag in parse_flags(engine.extra_args):
             # argparse accepts an abbreviation that fits one flag only.
             names = [name for name in REFUSED_FLAGS if name.startswith(flag.head)]
             if len(names) == 1 and not flag.negated:

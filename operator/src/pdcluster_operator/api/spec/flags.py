@@ -69,17 +69,14 @@ class Flag:
 
 
 @lru_cache(maxsize=256)
-def parse_flags(words: tuple[str, ...]) -> tuple[tuple[Flag, ...], tuple[int, ...]]:
+def parse_flags(words: tuple[str, ...]) -> tuple[Flag, ...]:
     """Group words by flag. Cached: each rule reads them, and most clusters have the same ones.
 
-    Returns:
-        The flags, and the places of words that stand before any flag.
+    Words that stand before any flag are in none.
     """
     starts = [place for place, word in enumerate(words) if _is_flag(word)]
-    flags = [
-        _flag(words[start:stop], start) for start, stop in itertools.pairwise([*starts, len(words)])
-    ]
-    return tuple(flags), tuple(range(starts[0] if starts else len(words)))
+    spans = itertools.pairwise([*starts, len(words)])
+    return tuple(_flag(words[start:stop], start) for start, stop in spans)
 
 
 def _is_flag(word: str) -> bool:
@@ -109,9 +106,9 @@ def _short(written: str) -> str:
 
 def merge_flags(shared: tuple[str, ...], role: tuple[str, ...]) -> tuple[str, ...]:
     """Return the shared words, then the role's. A flag of the role replaces the shared one."""
-    ours, _ = parse_flags(role)
+    ours = parse_flags(role)
     replaced = {flag.name for flag in ours}
-    kept = [flag for flag in parse_flags(shared)[0] if flag.name not in replaced]
+    kept = [flag for flag in parse_flags(shared) if flag.name not in replaced]
     return tuple(word for flag in (*kept, *ours) for word in flag.words)
 
 

@@ -38,7 +38,7 @@ class Engine(engine_types.SharedEngine):
     @property
     def flags(self) -> tuple[Flag, ...]:
         """The flags of ``extra_args``."""
-        return parse_flags(self.extra_args)[0]
+        return parse_flags(self.extra_args)
 
     def last(self, name: str) -> Flag | None:
         """Return the last flag of a name: the one that vLLM obeys."""
@@ -114,7 +114,7 @@ def engine_places(cluster: Cluster) -> Iterator[tuple[str, engine_types.EngineOv
 
 def flag_path(cluster: Cluster, role: Role, name: str) -> str:
     """Return the path of the extraArgs that give a role's engines the flag ``name``."""
-    own = parse_flags(cluster.spec.role(role).engine.extra_args)[0]
+    own = parse_flags(cluster.spec.role(role).engine.extra_args)
     place = f"spec.{role}.engine" if name in {flag.name for flag in own} else "spec.engine"
     return f"{place}.extraArgs"
 

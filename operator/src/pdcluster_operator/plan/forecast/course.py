@@ -82,7 +82,7 @@ def forecast(observed: Observed, now: float) -> Course:
     rounds: list[Round] = []
     after = ""
     steps: list[Step] = []
-    before = peak = world.engines()
+    held = [world.engines()]
     available: list[bool] = []
     for _ in range(MOST_ROUNDS):
         plan = planner.make_plan(world.observed(), now, memo)
@@ -93,8 +93,7 @@ def forecast(observed: Observed, now: float) -> Course:
         for step in todo:
             world.perform(step, now)
         steps += todo
-        held = world.engines()
-        peak = max(peak[0], held[0]), max(peak[1], held[1])
+        held.append(world.engines())
         if todo:
             continue
         if steps:
@@ -107,11 +106,12 @@ def forecast(observed: Observed, now: float) -> Course:
     if progress.get("status") == Status.FALSE and progress.get("reason") != StatusReason.COMPLETE:
         said = progress
     served = _is_true(observed.cluster.get("status"), ConditionType.AVAILABLE)
+    engines, gpus = zip(*held, strict=True)
     return Course(
         rounds=tuple(rounds),
         replaced=tuple(_replaced(observed)),
-        engines=(before[0], peak[0]),
-        gpus=(before[1], peak[1]),
+        engines=(engines[0], max(engines)),
+        gpus=(gpus[0], max(gpus)),
         served=served,
         interrupted=served and not all(available),
         complete=progress.get("reason") == StatusReason.COMPLETE,

@@ -173,8 +173,8 @@ class World:
 
     def _route(self) -> bool:
         changed = False
-        for key, child in self._children.items():
-            if key[0] != "Deployment":
+        for (kind, name), child in self._children.items():
+            if kind != "Deployment":
                 continue
             wanted = int(child["spec"].get("replicas", 1))
             status = {
@@ -183,8 +183,8 @@ class World:
                 "updatedReplicas": wanted,
                 "availableReplicas": wanted,
             }
-            if any(child.get("status", {}).get(name) != value for name, value in status.items()):
-                self._children[key] = {**child, "status": status}
+            if any(child.get("status", {}).get(one) != value for one, value in status.items()):
+                self._children[kind, name] = {**child, "status": status}
                 changed = True
         return changed
 

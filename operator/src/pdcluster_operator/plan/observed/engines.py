@@ -90,7 +90,8 @@ def observe_engines(
         theirs = {name.pod(node) for node in range(nodes)}
         found_pods = by_engine.get(name.stateful_set, ())
         own = sorted((pod for pod in found_pods if _name(pod) in theirs), key=_name)
-        kept_back = HELD if name in held else released(sets.get(name))[1]
+        _, because = released(sets.get(name))
+        kept_back = HELD if name in held else because
         found = (
             no(StatusReason.UNSCHEDULABLE, kept_back)
             if kept_back

@@ -119,8 +119,8 @@ def linkable(group: Group, blocked: AbstractSet[EngineName] = frozenset()) -> Gr
     prefill, decode = group
     if len(prefill) * len(decode) <= ALL_LINKS:
         return group
-    made = tuple(tuple(one for one in side if one.name not in blocked) for side in group)
-    return (made[0], made[1]) if all(made) else group
+    prefill, decode = (tuple(one for one in side if one.name not in blocked) for side in group)
+    return (prefill, decode) if prefill and decode else group
 
 
 def _pair(

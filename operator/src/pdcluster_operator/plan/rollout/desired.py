@@ -178,7 +178,7 @@ def desire(
         trials |= {role: False for role, side in fleet.roles.items() if side.old}
         serving = set(chain(*live.values())) - fleet.ending
         serving &= fleet.listed if fleet.served_key else serving
-        pairs = (pair for pair in fleet.verified if fleet.reached(pair[0]))
+        pairs = ((one, other) for one, other in fleet.verified if fleet.reached(one))
         serves = any(map(serving.issuperset, pairs))
         new = {role: tuple(wanted[role]) for role in Role}
         routing = Routing(target, {target: new}, stop=True)
@@ -259,8 +259,8 @@ def _choose(observed: Observed, cluster: Cluster, live: Live, memo: Memo) -> _Ch
                 key = serving[role].pairing_key
         # A role that has no engine now gets those that pair with the other one's. Without engines
         # and routers, it is the newest key of which both roles are stored.
-        keys = [[one.pairing_key for one in targets.stored if one.role is role] for role in Role]
-        key = key or next((one for one in keys[0] if one in keys[1]), "")
+        ours, theirs = ([r.pairing_key for r in targets.stored if r.role is role] for role in Role)
+        key = key or next((one for one in ours if one in theirs), "")
         paired = [one for one in targets.stored if one.pairing_key == key]
         empty = {one.role: one for one in reversed(paired) if not live[one.role]}
         serving |= empty

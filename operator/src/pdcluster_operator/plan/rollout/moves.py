@@ -162,8 +162,8 @@ def _may_leave(name: EngineName, fleet: Fleet, leaving: AbstractSet[EngineName])
     """
     if fleet.scaled_to_zero or not fleet.reached(name):
         return True
-    verified = [pair for pair in fleet.verified if fleet.reached(pair[0])]
-    reached = verified or [pair for pair in fleet.unclear if fleet.reached(pair[0])]
+    verified = [(one, other) for one, other in fleet.verified if fleet.reached(one)]
+    reached = verified or [(one, other) for one, other in fleet.unclear if fleet.reached(one)]
     gone = leaving | {name} | {n for side in fleet.roles.values() for n in side.going}
     return not reached or any(not gone & set(pair) for pair in reached)
 

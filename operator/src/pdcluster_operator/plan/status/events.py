@@ -57,8 +57,8 @@ def transitions(
     if NAME_CONFLICT == reason != was.get("reason") or (at_rest and gave_up):
         events = [one for one in events if one.reason != reason]
         events.append(Event("Warning", reason, f"Progressing is False: {progress['message']}"))
-    of_spec = [find_condition(one, ConditionType.ACCEPTED) for one in (before, after)]
-    if not (secured or of_spec[0]) and of_spec[1].get("status") == Status.TRUE:
+    was, accepted = (find_condition(one, ConditionType.ACCEPTED) for one in (before, after))
+    if not (secured or was) and accepted.get("status") == Status.TRUE:
         events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, INSECURE))
     if (message := build.tls_warning(after)) and not build.tls_warning(before):
         events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, message))
