@@ -109,7 +109,11 @@ class Course:
         wrote = len(world.writes)
         await world.reconcile()
         self._note(f"  {', '.join(world.writes[wrote:])} {world.error}")
-        if "PDCluster" not in world.refusals and world.error != "killed":
+        unwritten = "PDCluster" in world.refusals or world.error in (
+            "killed",
+            "another holds the Lease",
+        )
+        if not (unwritten or world.is_ending()):
             judge.says(seen)
         await world.passes(min(most, self.dice.choice(SECONDS)))
 

@@ -10,16 +10,24 @@ from random import Random
 from rough_world import (
     CLUSTER,
     FORBIDDEN,
+    LEASE,
+    NAME,
+    SCALER,
     STRANGER,
     Identity,
     Manifest,
     World,
     copied,
     is_strange,
+    wanted,
 )
 
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION
+from pdcluster_operator.api.object_names import (
+    ACCEPTED_ANNOTATION,
+    API_VERSION,
+    ROTATE_TICKET_KEY_ANNOTATION,
+)
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict, Invalid
 
 YEAR = 365 * 86_400.0
@@ -46,6 +54,14 @@ NAMED = tuple(kind for kind in KINDS if kind not in IMMUTABLE)
 OWNER = {"apiVersion": "example.com/v1", "kind": "Other", "name": "x", "uid": STRANGER}
 ENV = tuple([{"name": "A", "value": str(number)}] for number in range(3))
 MOST_ENGINES = 9  # of a role, in the end
+CLIENTS = [{"podSelector": {"matchLabels": {"app": "client"}}}]
+FORGED = (  # peers that cannot be read, in well-formed JSON
+    '{"router":{"allowFrom":7}}',
+    '{"router":{"allowFrom":["client"]}}',
+    '{"router":{"allowfrom":[]}}',
+    '{"router":{}}',
+    '{"rooter":{"allowFrom":[]}}',
+)
 SCALES = (0, 1, 2, 3, 4, MOST_ENGINES, 100_000)
 
 
@@ -81,8 +97,17 @@ class Hands:
             self.rotate,
             self.lose_status,
         )
+        simulated = (
+            self.add_scaler,
+            self.end_scaler,
+            self.create_again,
+            self.end_cluster,
+            self.name_clients,
+            self.forge_clients,
+            self.bend_lease,
+        )
         self.specs.append(spec_of(self.world))
-        return self.dice.choice(hands)()
+        return self.dice.choice((*hands, *(simulated if self.world.simulated else ())))()
 
     def delete(self) -> str:
         if (name := self._some(*KINDS)) is None:
@@ -242,7 +267,7 @@ class Hands:
             return how
         if choice == 2:
             routers = self.dice.randrange(3)
-            self.world.edit(router={"replicas": routers})
+            self._edit_part("router", replicas=routers)
             return f"{routers} routers"
         if choice == 3:
             renew = str(self.dice.randrange(3))
@@ -286,6 +311,69 @@ class Hands:
         self.world.touch(CLUSTER)["status"] = {}
         return "the status is lost"
 
+    def add_scaler(self) -> str:
+        """A PrefillScaler is created or changed; sometimes one of another name."""
+        name = self.dice.choice((NAME, NAME, NAME, "other"))
+        spec = {"replicas": self.dice.choice(SCALES)}
+        shares = {"minPercentOfDecode": 50, "maxPercentOfDecode": 150}
+        spec |= {name: one for name, one in shares.items() if self.dice.random() < 0.3}
+        metadata = {"name": name}
+        made = {"apiVersion": API_VERSION, "kind": SCALER[0], "metadata": metadata, "spec": spec}
+        self.world.write(made, by="hand")
+        return f"PrefillScaler {name}: {spec}"
+
+    def end_scaler(self) -> str:
+        """A PrefillScaler is deleted; sometimes a finalizer keeps it."""
+        if SCALER not in self.world.objects:
+            return ""
+        if self.dice.random() < 0.5:
+            moment = timestamp(self.world.seconds)
+            self.world.touch(SCALER)["metadata"]["deletionTimestamp"] = moment
+            return "the PrefillScaler is about to go"
+        self.world.remove(SCALER)
+        return "the PrefillScaler is deleted"
+
+    def create_again(self) -> str:
+        orphans = self.dice.random() < 0.3
+        self.world.create_again(orphans=orphans)
+        return f"the PDCluster is created again; its objects are orphans: {orphans}"
+
+    def end_cluster(self) -> str:
+        """The PDCluster is deleted, and waits for its objects or for a stranger's finalizer."""
+        metadata = self.world.touch(CLUSTER)["metadata"]
+        metadata["finalizers"] = [self.dice.choice(("foregroundDeletion", "example.com/other"))]
+        metadata["deletionTimestamp"] = timestamp(self.world.seconds)
+        return f"the PDCluster is about to go: {metadata['finalizers']}"
+
+    def name_clients(self) -> str:
+        """Somebody says whom routers let in, or no longer."""
+        clients = self.dice.choice((CLIENTS, None))
+        self._edit_part("router", allowFrom=clients)
+        return f"clients: {clients}"
+
+    def forge_clients(self) -> str:
+        """Somebody makes the accepted clients unreadable."""
+        name = ("ServiceAccount", f"{NAME}-pods")
+        if name not in self.world.objects:
+            return ""
+        forged = self.dice.choice(FORGED)
+        self._by_hand(name)["metadata"]["annotations"] = {ACCEPTED_ANNOTATION: forged}
+        return f"{name}: {forged}"
+
+    def bend_lease(self) -> str:
+        """The Lease is deleted, taken by a stranger who never renews it, or has odd values."""
+        if LEASE not in self.world.objects:
+            return ""
+        if self.dice.random() < 0.2:
+            self.world.remove(LEASE)
+            return "the Lease is deleted"
+        taken = {"holderIdentity": "x", "leaseDurationSeconds": self.dice.choice((1, 30, 120))}
+        future = {"renewTime": timestamp(self.world.seconds + YEAR)}
+        empty = {"holderIdentity": None, "leaseDurationSeconds": None, "leaseTransitions": None}
+        odd = self.dice.choice((taken, future, empty, {"leaseTransitions": 2**31 - 1}))
+        self.world.touch(LEASE)["spec"] |= odd
+        return f"the Lease has {odd}"
+
     def stop(self, *, mend: bool) -> None:
         """Others stop: nothing is refused, nodes are back, and the spec is one that can be had.
 
@@ -297,9 +385,17 @@ class Hands:
         self.heal()
         world.skew, world.lives = 0.0, None
         world.stuck.clear()
+        if world.is_ending():
+            world.create_again()
+        if SCALER in world.objects:
+            world.remove(SCALER)
+            if self.dice.random() < 0.5:
+                self.add_scaler()
+        if SCALER in world.objects:
+            world.touch(SCALER)["spec"] = {"replicas": self.dice.randint(1, MOST_ENGINES)}
         self._edit_part("rollout", paused=False)
         for role in ("prefill", "decode"):
-            replicas = (world.cluster["spec"].get(role) or {}).get("replicas", 1)
+            replicas = wanted(world, role)
             self._edit_part(role, replicas=min(MOST_ENGINES, max(1, replicas)))
         self._mend_spec()
         kinds = (*(kind for kind in KINDS if kind != "ConfigMap"), "Pod")
@@ -329,5 +425,8 @@ class Hands:
 
 
 def spec_of(world: World) -> Manifest:
-    """The PDCluster's spec, to make a fresh one of it."""
-    return copied(world.objects[CLUSTER]["spec"])
+    """The PDCluster's spec, to make a fresh one of it; a PrefillScaler's number is in it."""
+    spec = copied(world.objects[CLUSTER]["spec"])
+    if SCALER in world.objects:
+        spec["prefill"] = {**(spec.get("prefill") or {}), "replicas": wanted(world, "prefill")}
+    return spec

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from msgspec import structs
 from simulated_cluster import START, copied, manifest, verified_link
 
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinksReport
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, WATCHED, Kind, slim
+from pdcluster_operator.adapters.api_server.namespace_leases import NamespaceLeases, _Claim
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.object_names import (
     CERTIFICATES_ANNOTATION,
@@ -60,6 +62,8 @@ Identity = tuple[str, str]
 Watched = Callable[[str, Identity], AbstractContextManager[None]]
 NAME = "llama"
 CLUSTER = ("PDCluster", NAME)
+SCALER = ("PrefillScaler", NAME)
+LEASE = ("Lease", "pdcluster-operator")
 GRACE = 30.0
 STRANGER = "stranger"  # UID of an owner that is not in the world, and stays
 ROLES = ("prefill", "decode")
@@ -82,6 +86,7 @@ class World:
         refusals: the error that each write of a kind ends with.
         full: kinds of which no object can be created, because a quota is used up.
         routers: how many routers the spec asks for that was accepted last.
+        clients: whom the spec lets in that was accepted last; empty for everybody.
         lives: how many more writes the operator's process makes; None for no end.
         sick: StatefulSets whose engines do not come up.
         stuck: pods that do not go, because their node is gone.
@@ -95,6 +100,8 @@ class World:
 
     monotonic = 1000.0  # of all worlds
     namespace = "default"
+    simulated = True  # others may also do what this API server alone makes simple
+    me = ""  # who holds the Lease
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self.dice: Random | None = None
@@ -107,13 +114,13 @@ class World:
         self.full: set[str] = set()
         self.refused_template = ""
         self.lives: int | None = None
-        self.routers = 1
+        self.routers, self.clients = 1, ()
         self.sick: set[str] = set()
         self.stuck: set[str] = set()
         self.verified: set[tuple[str, str]] = set()  # UIDs of the leading pods of each pair
         self.writes: list[str] = []
         self.hit: set[Identity] = set()
-        self.error = ""
+        self.error, self.me = "", "nobody"
         self.connector = connector_of(b"PK")
         self.version = 0
         self.watched: Watched = lambda *_: nullcontext()
@@ -148,7 +155,7 @@ class World:
         made["status"] = (live or {}).get("status") or made.get("status") or {}
         self.objects[name] = made
         self.last_writer[name] = by
-        if name[0] not in ("Pod", "PDCluster"):
+        if name[0] not in ("Pod", "PDCluster", "Lease"):
             self.past.append(copied(made))
         return copied(made)
 
@@ -182,6 +189,10 @@ class World:
     def cluster(self) -> Manifest:
         return self.objects[CLUSTER]
 
+    def is_ending(self) -> bool:
+        """Whether somebody has deleted the PDCluster, and it is still there."""
+        return bool(self.cluster["metadata"].get("deletionTimestamp"))
+
     @property
     def uid(self) -> str:
         return str(self.cluster["metadata"]["uid"])
@@ -192,6 +203,23 @@ class World:
         cluster["spec"] |= spec
         cluster["spec"] = {name: one for name, one in cluster["spec"].items() if one is not None}
         self.write(cluster, by="hand")
+
+    def create_again(self, *, orphans: bool = False) -> None:
+        """Somebody deletes the PDCluster and creates one of the same name and spec.
+
+        Args:
+            orphans: what it owned stays, and is nobody's.
+        """
+        broken, old = is_broken(self), self.objects.pop(CLUSTER)
+        uid, spec = old["metadata"]["uid"], old["spec"]
+        for name in [n for n, one in self.objects.items() if controller_uid(one) == uid]:
+            if orphans:
+                self.touch(name)["metadata"]["ownerReferences"] = []
+            elif name in self.objects:
+                self.remove(name)
+        if broken:
+            self.routers, self.clients = 0, ()
+        self.write(manifest(NAME, **copied(spec)), by="hand")
 
     def condition(self, kind: str) -> Manifest:
         found = (self.cluster.get("status") or {}).get("conditions") or ()
@@ -292,7 +320,11 @@ class World:
     async def write_status(
         self, key: Key, uid: str, status: Any, version: str = "", kind: str = "PDCluster"
     ) -> None:
-        assert kind == "PDCluster", "there is no PrefillScaler"
+        if kind == "PrefillScaler":
+            live = self.objects.get(SCALER)
+            if live is not None and live["metadata"]["uid"] == uid:
+                self.touch(SCALER)["status"] = copied(dict(status))
+            return
         self._admit("PDCluster")
         if uid == self.uid:
             self.writes.append("status")
@@ -303,9 +335,21 @@ class World:
 
     # The operator.
 
-    def start(self) -> None:
-        """Start an operator: it remembers nothing."""
+    def start(self, *, killed: bool = False) -> None:
+        """Start an operator: it remembers nothing.
+
+        Args:
+            killed: the one before has not given its Lease back.
+        """
         self.lives = None
+        if not killed:
+            self._give_back()
+        self.me = f"operator-{self.version}"
+        self.version += 1
+        self.leases = NamespaceLeases(
+            cast("Any", Leases(self)), LEASE[1], self.me, clock=lambda: World.monotonic
+        )
+        self.claim = self.leases._claims[self.namespace] = _Claim(self.namespace)
         self.shown: dict[Identity, Manifest] = {}
         self.store = Store(lambda: World.monotonic)
         self.reconciler = Reconciler(
@@ -316,10 +360,23 @@ class World:
             connector=self.connector,
             clock=lambda: self.seconds + self.skew,
             place=Place(),
-            may_write=lambda _: True,
+            may_write=lambda key: self.leases.holds(key.namespace),
             queued=lambda: 0,
         )
         self.reconciler._secrets._clock = lambda: World.monotonic
+
+    async def _hold(self) -> None:
+        """Renew the Lease, or try to get it."""
+        await self.leases._try(self.claim)
+
+    def _give_back(self) -> None:
+        if self.holder() == self.me:
+            self.touch(LEASE)["spec"]["holderIdentity"] = ""
+
+    def holder(self) -> str:
+        """Who holds the Lease; empty for nobody."""
+        spec = self.objects.get(LEASE, {"spec": {}})["spec"]
+        return str(spec.get("holderIdentity") or "")
 
     def upgrade(self) -> None:
         """Start another version, which brings another connector."""
@@ -345,16 +402,18 @@ class World:
     async def reconcile(self) -> None:
         """Let the operator look once. All watches have reported what there is."""
         self._report()
-        if not is_broken(self.cluster["spec"]):
+        if not (is_broken(self) or self.is_ending()):
             self.routers = routers_in(self.cluster["spec"])
-        self.error = ""
+            self.clients = (self.cluster["spec"].get("router") or {}).get("allowFrom") or ()
+        await self._hold()
+        self.error = "" if self.leases.holds(self.namespace) else "another holds the Lease"
         try:
             await self.reconciler.reconcile(Key(self.namespace, NAME))
         except ApiError as error:
             self.error = f"{error.reason}: {error}"
         except Killed:
             self.error = "killed"
-            self.start()
+            self.start(killed=True)
 
     def _report(self) -> None:
         for child in list(self.of_kind("Deployment")):
@@ -528,7 +587,9 @@ class World:
             name = str(labels.get(ENGINE_LABEL, ""))
             ours = controller_of(pod).get("kind") == "StatefulSet"
             leads = pod["metadata"]["name"] == f"{name}-0"
-            role = labels.get(ROLE_LABEL) if labels.get(CLUSTER_LABEL) == NAME else None
+            # Whatever its other labels say later: these two are the StatefulSet's selector.
+            parts = name.removeprefix(f"{NAME}-").split("-")
+            role = parts[0] if labels.get(CLUSTER_LABEL) == NAME else None
             if ours and leads and role in ROLES and name not in self.sick and is_up(pod):
                 # An engine's key is in its arguments, whatever its labels say later.
                 made = self.objects.get(("StatefulSet", name), pod)
@@ -557,6 +618,24 @@ class World:
         return found
 
 
+class Leases:
+    """The API server, as those see it who hold a Lease."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def read(self, path: str) -> Manifest | None:
+        return self.world.live(*LEASE)
+
+    async def call(self, verb: str, path: str, *, body: Manifest) -> None:
+        live = self.world.objects.get(LEASE)
+        now = None if live is None else live["metadata"]["resourceVersion"]
+        if body["metadata"].get("resourceVersion") != now:
+            raise Conflict("the Lease has been modified")
+        assert body["spec"]["leaseTransitions"] < 2**31, "the API server refuses it"
+        self.world.write(body, by="operator")
+
+
 def connector_of(data: bytes) -> ConnectorBundle:
     return ConnectorBundle(hashlib.sha256(data).hexdigest(), data)
 
@@ -570,11 +649,24 @@ def is_up(pod: Mapping[str, Any]) -> bool:
     return bool(pod["status"].get("podIP")) and not pod["metadata"].get("deletionTimestamp")
 
 
-def is_broken(spec: Manifest) -> bool:
+def wanted(world: World, role: str) -> int:
+    """How many engines of a role are asked for: a PrefillScaler decides about prefill."""
+    spec = world.cluster["spec"]
+    counts = {one: int((spec.get(one) or {}).get("replicas", 1)) for one in ROLES}
+    scaler = world.objects.get(SCALER)
+    if role == "decode" or scaler is None or scaler["metadata"].get("deletionTimestamp"):
+        return counts[role]
+    asked = scaler["spec"]["replicas"]
+    least = math.ceil(scaler["spec"].get("minPercentOfDecode", 0) * counts["decode"] / 100)
+    most = scaler["spec"].get("maxPercentOfDecode")
+    most = asked if most is None else math.ceil(most * counts["decode"] / 100)
+    return int(least if asked < least else min(asked, most))
+
+
+def is_broken(world: World) -> bool:
     """Whether a spec is one that nobody may have, although no webhook has refused it."""
-    counts = [(spec.get(role) or {}).get("replicas", 1) for role in ROLES]
-    flags = (spec.get("engine") or {}).get("extraArgs") or ()
-    return FORBIDDEN in flags or max(counts) > MOST_REPLICAS
+    flags = (world.cluster["spec"].get("engine") or {}).get("extraArgs") or ()
+    return FORBIDDEN in flags or max(wanted(world, role) for role in ROLES) > MOST_REPLICAS
 
 
 def routers_in(spec: Manifest) -> int:

@@ -25,6 +25,7 @@ from rough_world import (
     is_up,
     owners_of,
     routers_in,
+    wanted,
 )
 
 LABEL = "pdcluster.dev/"
@@ -93,11 +94,7 @@ def url(world: World, name: str) -> str:
 
 def wanted_routers(world: World) -> int:
     spec = world.cluster["spec"]
-    return world.routers if is_broken(spec) else routers_in(spec)
-
-
-def wanted(world: World, role: str) -> int:
-    return int((world.cluster["spec"].get(role) or {}).get("replicas", 1))
+    return world.routers if is_broken(world) else routers_in(spec)
 
 
 class Judge:
@@ -120,17 +117,23 @@ class Judge:
     def watched(self, what: str, name: Identity) -> Iterator[None]:
         """Judge one action of the operator, or what a controller makes of it."""
         world = self.world
-        before, live = served_pairs(world), world.objects.get(name)
+        before, live = self._served(), world.objects.get(name)
         if what == "follow":  # what became of the pairs that there were at the operator's write
             before &= self.known.get(name, before)
         else:
             self.known[name] = verified_pairs(world)
         strange = live is not None and not self._may_be_touched(live)
         yield
-        after = served_pairs(world)
+        after = self._served()
         self.counts["actions"] += 1
         if live is None and name in world.objects:
             self.made.add(world.objects[name]["metadata"]["uid"])
+        if what != "follow" and world.is_ending():
+            self.found.append(f"{what} of {name} for a PDCluster that is being deleted")
+        if what != "follow" and world.holder() != world.me:
+            self.found.append(f"{what} of {name}, and {world.holder()} holds the Lease")
+        if what == "apply" and name[0] == "NetworkPolicy":
+            self._fenced(world.objects[name])
         if strange and what != "follow":
             self.found.append(f"{what} of {name}, which is not of this PDCluster")
         if before and self._must_serve():
@@ -139,6 +142,25 @@ class Judge:
                 self.found.append(f"{what} of {name} ended the last pair that served: {before}")
         if before != after and self._must_serve():
             self._budget(what, name, before, after)
+
+    def _served(self) -> set[Pair]:
+        """The pairs that clients reach, and of which nobody else has just scaled one to nothing."""
+        world = self.world
+
+        def is_scaled_down(name: str) -> bool:
+            live = ("StatefulSet", name)
+            none = world.objects[live]["spec"]["replicas"] == 0
+            return none and world.last_writer.get(live) == "hand"
+
+        return {pair for pair in served_pairs(world) if not any(map(is_scaled_down, pair))}
+
+    def _fenced(self, policy: Mapping[str, Any]) -> None:
+        """A policy that the operator writes lets in nobody whom no accepted spec named."""
+        self.counts["fences"] += 1
+        rules = policy["spec"]["ingress"]
+        peers = [one.get("from") for one in rules if policy["metadata"]["name"].endswith("router")]
+        if self.world.clients and not all(peers):
+            self.found.append(f"{policy['metadata']['name']} lets in everybody")
 
     def _budget(self, what: str, name: Identity, before: set[Pair], after: set[Pair]) -> None:
         """An engine that serves is ended only if as many as the spec asks for serve without it."""
@@ -185,11 +207,7 @@ class Judge:
             served_pairs(one) or is_rolling(one) for one in (seen, self.world)
         ):
             self.found.append("Available is True, and no pair serves")
-        if (
-            "Accepted" in true
-            and is_broken(seen.cluster["spec"])
-            and is_broken(self.world.cluster["spec"])
-        ):
+        if "Accepted" in true and is_broken(seen) and is_broken(self.world):
             self.found.append("Accepted is True, and the spec is broken")
         if "Ready" in true and not any(map(self.world.lags, self.world.of_kind("Deployment"))):
             self.counts["ready"] += 1

@@ -26,7 +26,12 @@ from rough_course import QUIET_LOOKS, Course, until_at_rest
 from rough_world import Manifest, World
 from served_truth import Judge, served_pairs
 
-from pdcluster_operator.api.object_names import CLUSTER_LABEL
+from pdcluster_operator.api.object_names import (
+    CLUSTER_LABEL,
+    PAIRING_LABEL,
+    REVISION_LABEL,
+    ROLE_LABEL,
+)
 from pdcluster_operator.runtime import reconcile
 
 SOAK_SECONDS = 3600.0
@@ -69,6 +74,31 @@ def test_an_hour_of_rough_hands() -> None:
     print(f"from {seed - counts['courses']}: {dict(counts)}")
     assert counts["as fresh"] > counts["courses"] / 3
     assert counts["served"] > counts["courses"]
+
+
+@pytest.mark.parametrize("label", [ROLE_LABEL, REVISION_LABEL, PAIRING_LABEL])
+async def test_a_label_that_somebody_changes_on_a_pod_ends_no_engine(
+    label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half-way through a change, an engine with such a pod counted as one that has no pods."""
+    monkeypatch.setattr(reconcile, "time", SimpleNamespace(monotonic=lambda: World.monotonic))
+    world = await brought_up({})
+    judge, old = Judge(world), [name for name in world.objects if name[0] == "StatefulSet"]
+    for name in old:
+        del world.touch(("Pod", f"{name[1]}-0"))["metadata"]["labels"][label]
+    world.edit(rollout={"renew": "1"})
+    for _ in range(12):
+        world.sick |= {one[1] for one in world.objects if one[0] == "StatefulSet"} - {
+            name for _, name in old
+        }
+        await world.reconcile()
+        assert not judge.found
+        assert served_pairs(world)
+        await world.passes(5.0)
+    world.sick.clear()
+    await until_at_rest(world)
+    assert not judge.found
+    assert not [name for name in old if name in world.objects]
 
 
 async def test_an_old_engine_that_loses_its_label_half_way_serves_until_others_do(

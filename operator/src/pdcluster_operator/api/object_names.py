@@ -197,14 +197,15 @@ def labels_of(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def engine_of(manifest: Mapping[str, Any]) -> EngineName | None:
-    """Return the engine that an object belongs to by its labels; None if it belongs to none."""
+    """Return the engine that an object belongs to by its labels; None if it belongs to none.
+
+    Somebody may change labels of a pod. Only those two that are read here take it from its
+    StatefulSet, because they are its selector.
+    """
     labels = labels_of(manifest)
-    engine, role = labels.get(ENGINE_LABEL), labels.get(ROLE_LABEL)
-    if not isinstance(engine, str) or not isinstance(role, str):
-        return None
     namespace = str(manifest["metadata"].get("namespace") or "default")
-    cluster, revision = labels.get(CLUSTER_LABEL, ""), labels.get(REVISION_LABEL, "")
-    return _engine_named(namespace, str(cluster), role, str(revision), engine)
+    cluster, engine = str(labels.get(CLUSTER_LABEL)), str(labels.get(ENGINE_LABEL))
+    return _engine_named(namespace, cluster, engine)
 
 
 def pairing_key_of(manifest: Mapping[str, Any]) -> str:
@@ -213,12 +214,10 @@ def pairing_key_of(manifest: Mapping[str, Any]) -> str:
 
 
 @lru_cache(maxsize=1 << 14)
-def _engine_named(
-    namespace: str, cluster: str, role: str, revision: str, engine: str
-) -> EngineName | None:
+def _engine_named(namespace: str, cluster: str, engine: str) -> EngineName | None:
     """Cached, because a plan reads the engine of each object several times."""
-    index = engine.rpartition("-")[2]
-    if role not in (Role.PREFILL.value, Role.DECODE.value) or not index.isdecimal():
+    named, role, revision, index = ["", "", "", *engine.rsplit("-", 3)][-4:]
+    if named != cluster or role not in list(Role) or not index.isdecimal():
         return None
     return EngineName(namespace, cluster, Role(role), revision, int(index))
 
