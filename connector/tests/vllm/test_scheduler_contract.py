@@ -146,6 +146,8 @@ def test_abort_in_every_state(pair: Any, moment: str) -> None:
             assert len(held) == 1, "prefill must not reuse the blocks that it reads"
             decode.land("d0", ranks=[1], reason="TransferStalled")
             decode.step()
+            decode.step()
+            assert [worker.abandoned for worker in decode.workers] == [["d0"], ["d0"]], "told twice"
         else:
             decode.land("d0")
             decode.step()
@@ -159,6 +161,22 @@ def test_abort_in_every_state(pair: Any, moment: str) -> None:
     assert decode.connector._scheduler.decode._requests == {}
     assert decode.connector._scheduler.decode._aborted == {}
     assert len(decode.connector._scheduler.decode._tickets.held) == 0
+
+
+def test_a_parked_request_that_vllm_schedules_again_is_received_once(pair: Any) -> None:
+    prefill, decode = pair
+    decode.add("d0", prompt(40), prefill.prefill("p0", prompt(40)))
+    decode.run(lambda: "d0" in decode.parked())
+    request, role = decode.scheduler.requests["d0"], decode.connector._scheduler.decode
+    for external_tokens in (0, 40):
+        role.scheduled(request, ([1, 2, 3],), external_tokens)
+    decode.step()
+    assert len(role._tickets.held) == 1
+    decode.land("d0")
+    decode.run(lambda: "d0" in decode.finished)
+    assert decode.params["d0"]["kv_path"]["outcome"] == "transferred"
+    assert decode.prompts() == {("transferred", ""): 1}
+    assert released(prefill)
 
 
 def test_a_request_that_the_serving_layer_rejects_releases_its_ticket(pair: Any) -> None:
