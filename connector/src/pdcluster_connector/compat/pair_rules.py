@@ -164,13 +164,13 @@ def _cut_blocks(prefill: EngineShape, decode: EngineShape) -> Clash | None:
     if shared := _shared_groups(prefill, decode):
         alike = all(have.kernel_tokens == want.kernel_tokens for _, have, want in shared)
     else:
-        sizes = [
+        ours, theirs = (
             None
             if shape.block_size is None
             else shape.block_size // (shape.kernel_blocks_per_block or 1)
             for shape in (prefill, decode)
-        ]
-        alike = None not in sizes and sizes[0] == sizes[1]
+        )
+        alike = ours is not None and ours == theirs
     return None if alike else clash
 
 
@@ -182,11 +182,8 @@ def _hybrid(prefill: EngineShape, decode: EngineShape) -> bool | None:
 def _unknown_grid(prefill: EngineShape, decode: EngineShape) -> Clash | None:
     if prefill.groups is not None and decode.groups is not None:
         return None
-    for field in GRID:
-        ours, theirs = getattr(prefill, field), getattr(decode, field)
-        if ours is None or theirs is None:
-            return Clash(field, ours, theirs, verdict=Verdict.UNKNOWN)
-    return None
+    found = (equal(field, noun)(prefill, decode) for field, noun in GRID.items())
+    return next((one for one in found if one and one.verdict is Verdict.UNKNOWN), None)
 
 
 def _opaque_size(prefill: EngineShape, decode: EngineShape) -> Clash | None:

@@ -56,10 +56,6 @@ def _value(shape: EngineShape, field: str) -> object:
     return f"{number} of {counted(groups, 'group')} ({', '.join(kinds)})"
 
 
-def _context(shape: EngineShape) -> str | None:
-    return f"context parallel size {shape.context}" if shape.context != 1 else None
-
-
 def _data_nodes(shape: EngineShape) -> str | None:
     if shape.data == 1 or shape.data % shape.nodes == 0:
         return None
@@ -118,7 +114,7 @@ SHAPE_RULES: tuple[Rule, ...] = (
         source="vLLM 0.32 config/vllm.py (DCP checks)",
         test=alone(
             "context",
-            _context,
+            lambda one: f"context parallel size {one.context}" if one.context != 1 else None,
             "context parallelism spreads a sequence's tokens over ranks, which is not supported",
         ),
     ),

@@ -145,7 +145,7 @@ def region_extent(region: Region) -> int | None:
     """
     extent, axes = region.block_layout
     axes.append((region.block_stride, region.num_blocks))
-    for stride, count in sorted(axis for axis in axes if axis[1] > 1):
+    for stride, count in sorted((stride, count) for stride, count in axes if count > 1):
         if stride < extent:
             return None
         extent += stride * (count - 1)

@@ -86,8 +86,8 @@ def _runs(regions: Sequence[geometry.Region]) -> list[_Run]:
 
 def _run(region: geometry.Region) -> _Run:
     length, axes = region.block_layout
-    inner = [axis for axis in axes if axis[0] < region.block_stride]
-    outer = [axis for axis in axes if axis[0] >= region.block_stride]
+    inner = [(stride, count) for stride, count in axes if stride < region.block_stride]
+    outer = [(stride, count) for stride, count in axes if stride >= region.block_stride]
     length += sum(stride * (count - 1) for stride, count in inner)
     blocks = (region.block_stride, region.num_blocks)
     return _Run(region.base, length, tuple(sorted([*outer, blocks], reverse=True)))

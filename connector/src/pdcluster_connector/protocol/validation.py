@@ -33,7 +33,7 @@ def contradictions(metadata: EngineMetadata) -> Iterator[Finding]:
         yield from _in_regions(metadata)
     for shard in metadata.shards:
         faults = ((region.layer, geometry.region_fault(region)) for region in shard.regions)
-        layer, why = next((fault for fault in faults if fault[1]), ("", ""))
+        layer, why = next(((name, fault) for name, fault in faults if fault), ("", ""))
         if why:
             yield _contradiction(
                 Reason.LAYOUT_UNSUPPORTED,

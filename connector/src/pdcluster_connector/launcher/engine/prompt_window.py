@@ -7,7 +7,7 @@ in protocol.prompt_outcomes. Time comes in as an argument, in seconds of any mon
 
 from collections import Counter, deque
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from pdcluster_connector.launcher.engine.engine_api import samples
 from pdcluster_connector.protocol.launcher_documents import PromptsReport
@@ -27,31 +27,36 @@ def count_prompts(metrics: str) -> Counter[Kind]:
     return counts
 
 
+class _Sums(NamedTuple):
+    moment: float
+    counts: Counter[Kind]
+
+
 class PromptWindow:
     """The prompts of the last ``seconds``. Used from one thread."""
 
     def __init__(self, seconds: float = WINDOW_SECONDS) -> None:
         self._seconds = seconds
-        self._sums: deque[tuple[float, Counter[Kind]]] = deque()
+        self._sums: deque[_Sums] = deque()
         self._cause = ""
 
     def add(self, sums: Mapping[Kind, int], now: float) -> None:
         """Take the engine's counts since its start."""
         latest = Counter(sums)
-        if self._sums and any(latest[kind] < n for kind, n in self._sums[-1][1].items()):
+        if self._sums and any(latest[kind] < n for kind, n in self._sums[-1].counts.items()):
             self._sums.clear()  # it counts from anew
         if not self._sums:
-            self._sums.append((now, Counter()))
-        self._sums.append((now, latest))
+            self._sums.append(_Sums(now, Counter()))
+        self._sums.append(_Sums(now, latest))
         # The oldest sums are those of the window's beginning, or the last before it.
-        while len(self._sums) > 2 and self._sums[1][0] <= now - self._seconds:
+        while len(self._sums) > 2 and self._sums[1].moment <= now - self._seconds:
             self._sums.popleft()
 
     def report(self, now: float) -> PromptsReport | None:
         """Return the prompts of the window, or None if nothing is known."""
-        if not self._sums or now - self._sums[-1][0] > SILENCE_SECONDS:
+        if not self._sums or now - self._sums[-1].moment > SILENCE_SECONDS:
             return None
-        added = self._sums[-1][1] - self._sums[0][1]
+        added = self._sums[-1].counts - self._sums[0].counts
         due = sum(number for kind, number in added.items() if was_due(*kind))
         faults: Counter[str] = Counter()
         for (outcome, reason), number in added.items():

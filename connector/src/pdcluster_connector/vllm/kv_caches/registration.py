@@ -74,6 +74,7 @@ def register(
             continue
         kind = kind_of(spec)
         heads = heads_of(spec, kind, vllm_config, rank[1])
+        total, first, stop = heads or (1, 0, 0)
         parts: tuple[shapes.PartShape, ...] = ()
         held: list[Region] = []
         own_dtype = ""
@@ -93,13 +94,13 @@ def register(
             packings.add(packing)
             ratio = max(1, cache.shape[0] // max(1, kv_cache_config.num_blocks))
             ratios.setdefault(group, set()).add(ratio)
-            held = [_region(name, cache, (heads[1], heads[2]), packing is None, group)]
+            held = [_region(name, cache, first, stop, packing is None, group)]
         layers.append(
             shapes.LayerShape(
                 name=name,
                 kind=kind,
                 group=group,
-                kv_heads=1 if kind is shapes.LayerKind.MAMBA or heads is None else heads[0],
+                kv_heads=total,
                 token_bytes=token_bytes(spec, parts),
                 window=getattr(spec, "sliding_window", None) or None,
                 dtype="" if own_dtype == dtype else own_dtype,
@@ -152,10 +153,10 @@ def _memory(
     found = []
     for place in sorted({(storage.device, storage.memory) for storage in storages}):
         here = [region for region in regions if (region.device, region.memory) == place]
-        for span in joined(s.span for s in storages if (s.device, s.memory) == place):
-            held = [region for region in here if span[0] <= region.base < span[1]]
-            slices = sliced(span, held)
-            found += [MemoryRange(start, stop - start, *place) for start, stop in slices]
+        for first, stop in joined(s.span for s in storages if (s.device, s.memory) == place):
+            held = [region for region in here if first <= region.base < stop]
+            slices = sliced((first, stop), held)
+            found += [MemoryRange(low, high - low, *place) for low, high in slices]
     return tuple(found)
 
 
@@ -173,7 +174,7 @@ def _packing(attention: Any, dtype: str) -> str | None:
 
 
 def _region(
-    name: str, cache: torch.Tensor, heads: tuple[int, int], sliceable: bool, group: int
+    name: str, cache: torch.Tensor, first: int, stop: int, sliceable: bool, group: int
 ) -> Region:
     size = cache.element_size()
     blocks, _, tokens, content = cache.shape
@@ -183,8 +184,8 @@ def _region(
         num_blocks=blocks,
         block_stride=cache.stride(0) * size,
         block_tokens=tokens,
-        head_start=heads[0],
-        head_stop=heads[1],
+        head_start=first,
+        head_stop=stop,
         head_stride=cache.stride(1) * size,
         token_stride=cache.stride(2) * size if sliceable else None,
         token_bytes=content * size,
