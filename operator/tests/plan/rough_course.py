@@ -109,11 +109,8 @@ class Course:
         wrote = len(world.writes)
         await world.reconcile()
         self._note(f"  {', '.join(world.writes[wrote:])} {world.error}")
-        unwritten = "PDCluster" in world.refusals or world.error in (
-            "killed",
-            "another holds the Lease",
-        )
-        if not (unwritten or world.is_ending()):
+        may_write = world.leases.holds(world.namespace) and world.error != "killed"
+        if may_write and not world.is_ending() and "PDCluster" not in world.refusals:
             judge.says(seen)
         await world.passes(min(most, self.dice.choice(SECONDS)))
 

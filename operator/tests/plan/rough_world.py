@@ -406,7 +406,7 @@ class World:
             self.routers = routers_in(self.cluster["spec"])
             self.clients = (self.cluster["spec"].get("router") or {}).get("allowFrom") or ()
         await self._hold()
-        self.error = "" if self.leases.holds(self.namespace) else "another holds the Lease"
+        self.error = ""
         try:
             await self.reconciler.reconcile(Key(self.namespace, NAME))
         except ApiError as error:
