@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from simulated_cluster import SimulatedCluster, manifest
+from simulated_cluster import SimulatedCluster, brought_up, manifest
 
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.api.object_names import RELEASED_ANNOTATION
+from pdcluster_operator.api.object_names import RELEASED_ANNOTATION, RELEASED_BECAUSE_ANNOTATION
 from pdcluster_operator.plan import children
 
 TIMEOUT = 100
@@ -118,6 +118,21 @@ def test_a_release_by_a_clock_that_was_ahead_ends_when_the_clock_is_right_again(
     assert sizes(world) == [2]
     step(world, 1)
     assert world.plan().steps == ()
+
+
+def test_an_engine_whose_pods_serve_is_ready_whatever_its_mark_says() -> None:
+    """Somebody restored an old mark, and scaled the engine to 0: its pods serve until they end."""
+    world = brought_up(decode={"replicas": 1})
+    [engine] = [it for (kind, name), it in world.children.items()
+                if kind == "StatefulSet" and "-decode-" in name]  # fmt: skip
+    engine["spec"]["replicas"] = 0
+    engine["metadata"]["annotations"] |= {
+        RELEASED_ANNOTATION: timestamp(world.now - 5.0),
+        RELEASED_BECAUSE_ANNOTATION: "of another day",
+    }
+    world.step()
+    assert world.condition("DecodeReady")["status"] == "True"
+    assert world.condition("Ready")["status"] == "True"
 
 
 @pytest.mark.parametrize("ahead", [-YEAR, -5.0, 5.0, YEAR])

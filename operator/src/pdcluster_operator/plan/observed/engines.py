@@ -11,7 +11,15 @@ from itertools import pairwise
 from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.protocol.launcher_documents import EngineReport
 from pdcluster_operator.api import object_names
-from pdcluster_operator.api.conditions import StatusReason, Verdict, no, seconds, unknown, yes
+from pdcluster_operator.api.conditions import (
+    Status,
+    StatusReason,
+    Verdict,
+    no,
+    seconds,
+    unknown,
+    yes,
+)
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER
 from pdcluster_operator.api.spec.types import Cluster, Role
@@ -92,11 +100,9 @@ def observe_engines(
         own = sorted((pod for pod in found_pods if _name(pod) in theirs), key=_name)
         _, because = released(sets.get(name))
         kept_back = HELD if name in held else because
-        found = (
-            no(StatusReason.UNSCHEDULABLE, kept_back)
-            if kept_back
-            else _judge(name, nodes, own, report)
-        )
+        found = _judge(name, nodes, own, report)
+        if kept_back and found.status is Status.FALSE:  # else the mark is somebody else's
+            found = no(StatusReason.UNSCHEDULABLE, kept_back)
         addresses = {_name(pod): pods.text_of(pods.status_of(pod).get("podIP")) for pod in own}
         return EngineView(
             name,
