@@ -135,6 +135,7 @@ class ConnectionGuard:
         self._tls = tls
         self._finish = finish
         self._limit = connection_limit()
+        self._few = max(1, self._limit // 1024)  # are greeted in a turn of the loop
         self._strangers, self._known = _Group(self._limit), _Group(self._limit)
         # Strangers that have sent a byte.
         self._speaking = _Group(min(self._limit, MAX_TLS_STRANGERS) if tls else self._limit)
@@ -171,7 +172,8 @@ class ConnectionGuard:
 
     def _accept(self) -> None:
         # A new connection must have some turns of the loop before it is in the way of others.
-        for _ in range(max(1, self._limit // 64)):
+        crowded = len(self._waiting) >= 32 * self._few  # not all addresses are compared
+        for _ in range(self._few if crowded else max(1, self._limit // 64)):
             try:
                 connection, address = self.listener.accept()
             except BlockingIOError:
@@ -215,16 +217,14 @@ class ConnectionGuard:
     def _greet_some(self) -> None:
         """Greet the newest, of those addresses that have the fewest strangers that speak.
 
-        The oldest of a crowd would wait for seconds, and so would others beside a crowd. An answer
-        takes several times as long as an accept. So a turn of the loop greets fewer clients than it
-        accepts: else a new one would wait in the kernel's queue, behind thousands of others.
+        The oldest of a crowd would wait for seconds, and so would others beside a crowd. A turn of
+        the loop greets fewer than it accepts: a new client would wait in the kernel's queue for the
+        answers to thousands. Of a crowd with more addresses, each would be closed for the next one.
         """
         waiting = self._waiting = {each: of for each, of in self._waiting.items() if of}
-        few = max(1, self._limit // 1024)
-        newest = islice(reversed(waiting), 32 * few)  # a bound for the work of a turn
-        for each in nsmallest(
-            few, newest, key=lambda each: len(self._addresses.get((each, self._speaking), ()))
-        ):
+        newest = islice(reversed(waiting), 32 * self._few)  # a bound for the work of a turn
+        busy = {each: len(self._addresses.get((each, self._speaking), ())) for each in newest}
+        for each in nsmallest(self._few, busy, key=busy.__getitem__):
             if waiting[each]:
                 self._greet(waiting[each].popitem()[0])
         if waiting:

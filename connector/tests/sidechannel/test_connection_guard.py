@@ -281,33 +281,58 @@ async def test_an_address_is_as_new_as_its_newest_client(monkeypatch: pytest.Mon
         assert crowd.greeted[0] == "good"
 
 
-async def test_a_new_client_does_not_wait_until_those_before_it_are_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A server has the kernel's queue in order, and an answer takes longer than an accept."""
-    monkeypatch.setattr(listening, "connection_limit", lambda: 2048)
-    answered = []
+@contextlib.asynccontextmanager
+async def asking(addresses: int, count: int) -> AsyncIterator[tuple[list[bytes], list[Any]]]:
+    """So many clients have sent their numbers. What a server has answered, and the clients."""
+    answered: list[bytes] = []
 
     class Answering(asyncio.Protocol):
         def connection_made(self, transport: Any) -> None:
             self.transport = transport
 
         def data_received(self, data: bytes) -> None:
+            guard.enter(self, "busy")
             answered.append(data)
+            guard.enter(self, "idle")
             self.transport.close()
 
     listener = open_port("127.0.0.1", 0)
     with contextlib.ExitStack() as stack:
-        for number in range(301):
-            client = stack.enter_context(socket.socket())
-            client.bind((f"127.0.3.{number % 200 + 1}", 0))
+        clients = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for number, client in enumerate(clients):
+            network, host = divmod(number % addresses, 200)
+            client.bind((f"127.0.{network}.{host + 2}", 0))
             client.connect(listener.getsockname())
-            client.sendall(b"good" if number == 300 else b"one of a crowd")
+            client.sendall(b"%d" % number)
+            client.setblocking(False)
         guard = ConnectionGuard(Answering, listener)
-        while b"good" not in answered:  # noqa: ASYNC110 - nobody reports it
-            await asyncio.sleep(0)
-        assert len(answered) < 100
+        yield answered, clients
         await guard.close()
+
+
+async def test_a_new_client_does_not_wait_until_those_before_it_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server has the kernel's queue in order, and an answer takes longer than an accept."""
+    monkeypatch.setattr(listening, "connection_limit", lambda: listening.MAX_CONNECTIONS)
+    async with asking(addresses=200, count=401) as (answered, _):
+        while b"400" not in answered:  # noqa: ASYNC110 - nobody reports it
+            await asyncio.sleep(0)
+        assert len(answered) < 150
+
+
+async def test_no_client_is_closed_for_the_next_one_of_a_crowd_from_many_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listening, "connection_limit", lambda: 256)
+    async with asking(addresses=500, count=500) as (answered, clients):
+        for client in clients:
+            end = b"open"
+            while end:
+                await asyncio.sleep(0)
+                with contextlib.suppress(BlockingIOError):
+                    end = client.recv(1)  # raises if it was closed for another one
+        assert len(answered) == 500
 
 
 async def test_a_handshake_that_is_cut_off_leaves_no_garbage(

@@ -121,8 +121,9 @@ def test_choices_of_one_request_read_on_all_ranks_of_a_decode_engine(engines: An
     assert [path["outcome"] for path in paths] == ["transferred"] * 4
 
 
+@pytest.mark.parametrize("before", ["", "prefill was silent", "prefill is busy for a moment"])
 def test_a_choice_that_comes_after_the_others_have_read_is_computed_and_does_not_fail(
-    engines: Any,
+    engines: Any, monkeypatch: pytest.MonkeyPatch, before: str
 ) -> None:
     """The engines' policy is ``fail``: a receive that cannot succeed would end the request."""
     prefill = engines("producer")
@@ -134,8 +135,21 @@ def test_a_choice_that_comes_after_the_others_have_read_is_computed_and_does_not
     first.land(ids[0])
     first.run(lambda: ids[0] in first.finished)
     prefill.run(lambda: not prefill.scheduler.requests)
+    if before == "prefill was silent":
+        silence = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "no answer in time")
+        second.workers[0].found_gone = {prefill.engine_id: silence}
+        second.step()
+    elif before:
+        client = second.connector._scheduler._lease_client
+        send = client._send
+
+        async def not_yet(*_: Any) -> None:
+            client._send = send
+
+        monkeypatch.setattr(client, "_send", not_yet)
     second.add(ids[1], prompt(40), ticket)
-    second.run(lambda: ids[1] in second.finished)
+    second.run(lambda: ids[1] in second.finished or ids[1] in second.parked())
+    assert second.parked() == set()
     path = second.params[ids[1]]["kv_path"]
     assert (path["outcome"], path["reason"]) == ("local", "LeaseLost")
     assert "error" not in second.finished[ids[1]].lower()

@@ -22,9 +22,9 @@ from pdcluster_connector.sidechannel.lease_client import LeaseClient
 
 MAX_SPENT: Final = 65536
 RENEWALS_PER_LEASE: Final = 4
+CLAIM_SECONDS: Final = 0.5  # for the answer to a claim, by an engine that did not answer before
 
 _Key = tuple[str, str, int]
-
 
 _LOST: Final = {
     Standing.GONE: Failure(
@@ -115,12 +115,13 @@ class DecodeLeases:
     def waits_for_claim(self, ticket: Ticket, *, shared: bool) -> bool:
         """Whether a ticket in use waits until prefill has acknowledged its lease.
 
-        ``shared``: another engine may use it up. If prefill does not answer, a receive finds out
-        why, and ends as soon as that of any other request.
+        ``shared``: another engine may use it up. If prefill does not answer soon, and did not
+        before, a receive finds out why, and ends as soon as that of any other request.
         """
         lease = self.held[_key(ticket)]
-        waits = not lease.claimed and (shared or lease.doubtful)
-        return waits and ticket.engine_id not in self.leases.unanswered
+        late = self.clock() >= lease.until - lease.seconds + CLAIM_SECONDS
+        answers = ticket.engine_id not in self.leases.unanswered
+        return not lease.claimed and (shared or lease.doubtful) and (answers or not late)
 
     def park(self, ticket: Ticket, request_id: str) -> tuple[float, bool]:
         """Note a request that waits for the ticket's KV.
