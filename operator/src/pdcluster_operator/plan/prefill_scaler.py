@@ -22,15 +22,15 @@ def as_scaled(cluster: Manifest, scaler: Manifest | None) -> Manifest:
     scaled = _scaled(cluster, scaler)
     if scaled is None:
         return cluster  # there is no scaler, or the rules say what is wrong with the spec
-    spec = cluster["spec"]
-    prefill = {**(spec.get("prefill") or {}), "replicas": scaled[0]}
+    (number, _), spec = scaled, cluster["spec"]
+    prefill = {**(spec.get("prefill") or {}), "replicas": number}
     return {**cluster, "spec": {**spec, "prefill": prefill}}
 
 
 def who_decides(cluster: Manifest, scaler: Manifest | None) -> str:
     """Return that a scaler decides, for the message of PrefillReady; empty without one."""
-    scaled = _scaled(cluster, scaler)
-    return "" if scaled is None else scaled[1]
+    _, words = _scaled(cluster, scaler) or (0, "")
+    return words
 
 
 def _scaled(cluster: Manifest, scaler: Manifest | None) -> tuple[int, str] | None:
