@@ -168,7 +168,7 @@ def options_of_kopf_run(environment: Mapping[str, str]) -> OperatorOptions:
     for field in fields(OperatorOptions):
         text = environment.get(variable := ENVIRONMENT + field.name.upper())
         # For a Service pdcluster-metrics, Kubernetes sets PDCLUSTER_METRICS_PORT=tcp://10.0.0.1:80.
-        if text is None or "://" in text:
+        if text is None or text.startswith(("tcp://", "udp://", "sctp://")):
             continue
         given = text.split("/") if field.name == "authority" else text
         try:

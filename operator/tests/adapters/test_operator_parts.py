@@ -312,6 +312,13 @@ def test_kopf_run_ignores_what_kubernetes_sets_for_a_service(option):
     assert handlers.options_of_kopf_run(environment) == OperatorOptions()
 
 
+def test_kopf_run_ignores_no_value_of_a_user():
+    found = handlers.options_of_kopf_run({"PDCLUSTER_OPERATOR_CLASS": "team://blue"})
+    assert found.operator_class == "team://blue", "without it, it would work on others' PDClusters"
+    with pytest.raises(ValueError, match=r"^PDCLUSTER_HEALTH_PORT=http://:9000"):
+        handlers.options_of_kopf_run({"PDCLUSTER_HEALTH_PORT": "http://:9000"})
+
+
 def test_kopf_run_watches_the_namespaces_that_the_reflectors_watch():
     found = handlers.options_of_kopf_run({"KOPF_RUN_NAMESPACE": "llm"})
     assert found.namespaces == ("llm",), "kopf takes it from this variable, too"

@@ -60,7 +60,9 @@ def test_the_groups_of_an_engine_are_its_own_and_those_of_a_start() -> None:
 
 NAME = EngineName("ns", "tiny", Role.DECODE, "abcde", 2)
 LABELS = engine_labels(NAME, "key")
-ENGINE, ROLE, REVISION = (f"pdcluster.dev/{word}" for word in ("engine", "role", "revision"))
+ENGINE, ROLE, REVISION, CLUSTER = (
+    f"pdcluster.dev/{word}" for word in ("engine", "role", "revision", "cluster")
+)
 
 
 def test_an_engine_is_known_by_its_labels() -> None:
@@ -68,10 +70,14 @@ def test_an_engine_is_known_by_its_labels() -> None:
     found = engine_of({"metadata": {"labels": LABELS}})
     assert found is not None
     assert found.namespace == "default"
-    bare = {key: value for key, value in LABELS.items() if key != REVISION}
-    found = engine_of({"metadata": {"namespace": "ns", "labels": bare}})
-    assert found is not None
-    assert found.revision == ""
+
+
+@pytest.mark.parametrize(
+    "other", [{ROLE: None}, {ROLE: "router"}, {ROLE: ["decode"]}, {REVISION: None}, {REVISION: "x"}]
+)
+def test_labels_that_select_nothing_decide_nothing(other: dict[str, Any]) -> None:
+    """Whoever changes them on a pod does not take it from its StatefulSet."""
+    assert engine_of({"metadata": {"namespace": "ns", "labels": {**LABELS, **other}}}) == NAME
 
 
 @pytest.mark.parametrize(
@@ -85,8 +91,9 @@ def test_an_engine_is_known_by_its_labels() -> None:
         *(
             {"metadata": {"labels": {**LABELS, **other}}}
             for other in (
-                {ENGINE: None}, {ROLE: None}, {ROLE: "router"}, {ROLE: ["decode"]}, {ENGINE: 7},
-                {ENGINE: "tiny"}, {ENGINE: "tiny-x"}, {ENGINE: "tiny-"}, {ENGINE: "tiny-1.5"},
+                {ENGINE: None}, {ENGINE: 7}, {ENGINE: "tiny"}, {ENGINE: "tiny-x"},
+                {ENGINE: "tiny-"}, {ENGINE: "tiny-1.5"}, {ENGINE: "tiny-router-x-1"},
+                {ENGINE: "other-decode-abcde-2"}, {CLUSTER: None}, {CLUSTER: "other"},
             )
         ),
     ],

@@ -510,6 +510,21 @@ def test_a_policy_is_not_opened_while_it_is_not_known_who_was_accepted(lost: str
     assert world.condition("Accepted")["status"] == "True"
 
 
+@pytest.mark.parametrize("other", [{"maxLocalShare": 150}, {"canary": {"old": 1}}])
+def test_what_another_release_wrote_beside_the_peers_locks_nobody_out(
+    other: dict[str, Any],
+) -> None:
+    """Its rules of the verification may be others."""
+    world = brought_up(router={"replicas": 0, "allowFrom": CLIENTS})
+    world.edit(router={"replicas": 0, "allowFrom": CLIENTS}, nonsense=True)
+    world.step()
+    known = {"router": {"allowFrom": CLIENTS}, "verification": other}
+    world.children[ACCOUNT]["metadata"]["annotations"][ACCEPTED_ANNOTATION] = json.dumps(known)
+    del world.children[POLICY]
+    world.step()
+    assert clients(world) == CLIENTS
+
+
 def test_a_policy_that_let_in_everybody_does_so_again() -> None:
     """That is known, too."""
     world = brought_up(router={"replicas": 0})

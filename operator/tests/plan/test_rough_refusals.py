@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from rough_course import until_at_rest
 from rough_hands import OWNER
-from rough_world import NAME, World
+from rough_world import CLUSTER, NAME, World
+from served_truth import lacking
 
+from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.plan.builders import engine_objects
 from pdcluster_operator.plan.rollout import targets
 from pdcluster_operator.runtime import reconcile
@@ -117,3 +119,73 @@ async def test_ready_is_not_true_while_an_object_that_is_missing_cannot_be_creat
     await until_at_rest(world)
     assert world.condition("Ready")["status"] == "True"
     assert ACCOUNT in world.objects
+
+
+MOMENTARY = [ApiError("InternalError", "failed calling webhook"), Conflict("it was modified")]
+
+
+@pytest.mark.parametrize("refusal", MOMENTARY, ids=lambda one: one.reason)
+@pytest.mark.parametrize("what", ["rotation", "renewal"])
+async def test_a_secret_that_is_there_and_is_written_a_moment_later_leaves_ready(
+    world: World, what: str, refusal: ApiError
+) -> None:
+    world.edit(transfer={"tls": "Enabled"})
+    await until_at_rest(world)
+    if what == "rotation":
+        world.touch(CLUSTER)["metadata"]["annotations"] = {ROTATE_TICKET_KEY_ANNOTATION: "1"}
+    else:
+        world.seconds += 31 * 86400
+    world.refusals["Secret"] = refusal
+    await world.reconcile()
+    assert world.error.startswith(refusal.reason)
+    assert world.condition("Ready")["status"] == "True"
+
+
+@pytest.mark.parametrize("refusal", MOMENTARY, ids=lambda one: one.reason)
+async def test_ready_says_nothing_of_what_was_created_beside_a_refusal(
+    world: World, refusal: ApiError
+) -> None:
+    world.remove(("PodDisruptionBudget", f"{NAME}-decode"))
+    service = world.touch(("Service", f"{NAME}-router"))["metadata"]
+    service["labels"] = {**service["labels"], "app.kubernetes.io/part-of": "another"}
+    world.refusals["Service"] = refusal
+    for _ in range(3):
+        await world.reconcile()
+        assert world.error.startswith(refusal.reason)
+        assert ("PodDisruptionBudget", f"{NAME}-decode") in world.objects
+        assert world.condition("Ready")["status"] == "True"
+        await world.passes(2.0)
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["at rest", "while a step is refused"])
+async def test_what_somebody_wrote_into_an_engine_is_not_stored_as_what_the_spec_asks_for(
+    world: World, refused: bool
+) -> None:
+    """The name is the hash of the spec, and the content is not."""
+    world.edit(decode={"engine": {"env": [{"name": "A", "value": "1"}]}})
+    await until_at_rest(world)
+    [engine] = [one for one in world.objects if one[0] == "StatefulSet" and "-decode-" in one[1]]
+    if refused:
+        world.refusals["PodDisruptionBudget"] = ApiError("Forbidden", "no")
+        world.remove(("PodDisruptionBudget", f"{NAME}-decode"))
+        for _ in range(3):
+            await world.reconcile()
+            await world.passes(31.0)
+        world.remove(("Pod", f"{engine[1]}-0"))
+        await world.reconcile()
+    for one in [one for one in world.objects if one[0] == "ControllerRevision"]:
+        world.remove(one)
+    containers = world.touch(engine)["spec"]["template"]["spec"]["containers"]
+    [env] = [one for it in containers for one in it.get("env", ()) if one["name"] == "A"]
+    env["value"] = "9"
+    await world.reconcile()
+    world.refusals.clear()
+    for _ in range(4):
+        await world.reconcile()
+        await world.passes(31.0)
+    world.remove(("Pod", f"{engine[1]}-0"))
+    for _ in range(12):
+        await world.reconcile()
+        await world.passes(31.0)
+    assert world.condition("Ready")["status"] == "True"
+    assert not list(lacking(world))

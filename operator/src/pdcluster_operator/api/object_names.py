@@ -203,7 +203,7 @@ def engine_of(manifest: Mapping[str, Any]) -> EngineName | None:
     StatefulSet, because they are its selector.
     """
     labels = labels_of(manifest)
-    namespace = str(manifest["metadata"].get("namespace") or "default")
+    namespace = str(as_mapping(manifest.get("metadata")).get("namespace") or "default")
     cluster, engine = str(labels.get(CLUSTER_LABEL)), str(labels.get(ENGINE_LABEL))
     return _engine_named(namespace, cluster, engine)
 

@@ -280,12 +280,11 @@ def stages(steps: Iterable[Step]) -> list[tuple[Step, ...]]:
 
 
 def creates(steps: Iterable[Step]) -> bool:
-    """Whether any step creates an object."""
+    """Whether any step creates an object. A key that is rotated has its Secret."""
     return any(
-        not step.uid
-        if isinstance(step, Apply)
-        else isinstance(step, WriteTicketKey | WriteCertificates | TryOut)
+        not (step.rotate if isinstance(step, WriteTicketKey) else step.uid)
         for step in steps
+        if not isinstance(step, Delete)
     )
 
 

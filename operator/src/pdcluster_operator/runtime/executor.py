@@ -95,7 +95,9 @@ class Executor:
                 elif error is not None:
                     raise error
         if failed:
-            raise min(failed, key=lambda one: (one.passing, one.reason != "TemplateRefused"))
+            error = min(failed, key=lambda one: (one.passing, one.reason != "TemplateRefused"))
+            error.lacks = types.creates(missing)
+            raise error
         return True
 
     async def _while_lease_is_held(

@@ -35,6 +35,7 @@ class ApiError(Exception):
     """
 
     passing = False
+    lacks = True  # a step that creates an object may have been left out
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

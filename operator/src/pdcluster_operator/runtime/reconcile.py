@@ -197,11 +197,11 @@ class Reconciler:
         status, flips = plan.status, plan.events
         # A Conflict says nothing of a step that was not tried because of it. But Ready does not
         # stay True while an object is known to be missing.
-        lacks = types.creates(plan.steps) and progress.is_ready(status)
+        lacks = fault is not None and fault.lacks and types.creates(plan.steps)
+        lacks = lacks and progress.is_ready(status)
         if fault is not None and (not fault.passing or lacks or key in self._failing):
             failing = time.monotonic() - self._failing.setdefault(key, time.monotonic())
-            known = progress.FAILING_SECONDS if lacks else failing
-            outage = known if fault.is_outage else math.inf
+            outage = failing if fault.is_outage and not lacks else math.inf
             status = progress.with_failure(status, cluster, fault.reason, str(fault), now, outage)
             refused = not (fault.is_outage or fault.passing)
             found = transitions(cluster.get("status"), status, secured=True, refused=refused)

@@ -152,12 +152,7 @@ class KubeApi:
             await self.client.call("DELETE", kind.path(step.namespace, step.name), body=body)
 
     async def write_status(
-        self,
-        key: Key,
-        uid: str,
-        status: Manifest,
-        version: str = "",
-        kind: str = object_names.KIND,
+        self, key: Key, uid: str, status: Manifest, version: str = "", kind: str = object_names.KIND
     ) -> None:
         """Apply the status to the very object that was seen, with a field manager of its own.
 

@@ -205,7 +205,8 @@ def _of_engines_alone(observed: Observed, cluster: Cluster, live: Live) -> Itera
     """Yield the revision of each role whose engines have one that is not stored.
 
     It counts only if it was made of the present spec. The name of a revision says so: it is a hash
-    of the content. If another builder made it, only the last status can say so.
+    of the content, and says it of nothing that somebody changed since. If another builder made it,
+    only the last status can say so.
     """
     spec = revisions.spec_of_engines(observed.cluster)
     stored = {(one.role, one.name) for one in revisions.revisions_in(observed.children)}
@@ -215,7 +216,7 @@ def _of_engines_alone(observed: Observed, cluster: Cluster, live: Live) -> Itera
             one, key = of_engines(observed, live[role], spec), revisions.pairing_key(cluster)
             today = _fresh(cluster, role, key, one.connector, spec, known=())
             if one.name == today.name or _is_settled(observed.cluster):
-                yield one
+                yield today if one.name == today.name else one
 
 
 def of_engines(
