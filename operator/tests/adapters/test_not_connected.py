@@ -45,6 +45,7 @@ def ended(code: str, home: Path, *words: str, **environment: str) -> list[str]:
     return done.stderr.splitlines()
 
 
+@pytest.mark.process
 def test_kopf_run_without_a_kubeconfig_says_so(tmp_path: Path) -> None:
     health, metrics = map(str, free_ports(2))
     ports = {"PDCLUSTER_HEALTH_PORT": health, "PDCLUSTER_METRICS_PORT": metrics}
@@ -54,11 +55,13 @@ def test_kopf_run_without_a_kubeconfig_says_so(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.process
 def test_kopf_run_names_the_variable_that_is_wrong(tmp_path: Path) -> None:
     *_, said = ended(KOPF_RUN, tmp_path, PDCLUSTER_HEALTH_PORT="many")
     assert said == "stopped: PDCLUSTER_HEALTH_PORT=many: Expected `int`, got `str`"
 
 
+@pytest.mark.process
 def test_the_operator_without_a_kubeconfig_says_so(tmp_path: Path) -> None:
     health, metrics = free_ports(2)
     ports = f"--health-port={health}", f"--metrics-port={metrics}"

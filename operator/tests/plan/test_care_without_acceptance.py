@@ -371,6 +371,7 @@ FULL_TEMPLATE: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("part", ["prefill", "router"])
 def test_with_any_null_in_a_pod_template_there_is_a_plan(part: str) -> None:
     ready = brought_up()
