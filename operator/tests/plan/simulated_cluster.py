@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Hashable
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar
 from zlib import crc32
 
+import pytest
 from hypothesis import settings
 from msgspec import structs
 
@@ -35,10 +36,12 @@ from pdcluster_operator.api.object_names import (
     ROTATE_TICKET_KEY_ANNOTATION,
     engine_of,
 )
+from pdcluster_operator.plan.builders import engine_objects
 from pdcluster_operator.plan.connectors import is_shared_connector
 from pdcluster_operator.plan.forecast.world import ready_engine, running
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.rollout import targets
 from pdcluster_operator.plan.status.progress import with_failure
 from pdcluster_operator.plan.types import (
     Apply,
@@ -368,6 +371,18 @@ class SimulatedCluster:
 
     def condition(self, kind: str) -> dict[str, Any]:
         return next(c for c in self.cluster["status"]["conditions"] if c["type"] == kind)
+
+
+def render_other_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the operator render engines' pods as a later version would."""
+    built = engine_objects.build_engine_pod
+
+    def build(*arguments: Any) -> dict[str, Any]:
+        pod = deepcopy(built(*arguments))
+        pod["spec"]["containers"][0]["args"].insert(0, "--of-a-later-version")
+        return pod
+
+    monkeypatch.setattr(targets, "build_engine_pod", build)
 
 
 def brought_up(**spec: Any) -> SimulatedCluster:

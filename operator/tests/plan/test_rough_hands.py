@@ -18,6 +18,7 @@ import os
 import random
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
 import pytest
@@ -76,6 +77,16 @@ def test_an_hour_of_rough_hands() -> None:
     assert counts["served"] > counts["courses"]
 
 
+async def looks_half_way(world: World, old: list[tuple[str, str]]) -> AsyncIterator[None]:
+    """Let the operator look twelve times, while no new engine becomes ready."""
+    for _ in range(12):
+        engines = {one for one in world.objects if one[0] == "StatefulSet"}
+        world.sick |= {name for _, name in engines.difference(old)}
+        await world.reconcile()
+        yield
+        await world.passes(5.0)
+
+
 @pytest.mark.parametrize("label", [ROLE_LABEL, REVISION_LABEL, PAIRING_LABEL])
 async def test_a_label_that_somebody_changes_on_a_pod_ends_no_engine(
     label: str, monkeypatch: pytest.MonkeyPatch
@@ -87,14 +98,9 @@ async def test_a_label_that_somebody_changes_on_a_pod_ends_no_engine(
     for name in old:
         del world.touch(("Pod", f"{name[1]}-0"))["metadata"]["labels"][label]
     world.edit(rollout={"renew": "1"})
-    for _ in range(12):
-        world.sick |= {one[1] for one in world.objects if one[0] == "StatefulSet"} - {
-            name for _, name in old
-        }
-        await world.reconcile()
+    async for _ in looks_half_way(world, old):
         assert not judge.found
         assert served_pairs(world)
-        await world.passes(5.0)
     world.sick.clear()
     await until_at_rest(world)
     assert not judge.found
@@ -109,12 +115,8 @@ async def test_an_old_engine_that_loses_its_label_half_way_serves_until_others_d
     world = await brought_up({})
     judge, old = Judge(world), [name for name in world.objects if name[0] == "StatefulSet"]
     world.edit(engine={"blockSize": 32})
-    for _ in range(12):
-        world.sick |= {one[1] for one in world.objects if one[0] == "StatefulSet"} - {
-            name for _, name in old
-        }
-        await world.reconcile()
-        await world.passes(5.0)
+    async for _ in looks_half_way(world, old):
+        pass
     assert len(list(world.of_kind("StatefulSet"))) == 4
     for name in old:
         del world.touch(name)["metadata"]["labels"][CLUSTER_LABEL]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rough_course import until_at_rest
 from rough_hands import OWNER
 from rough_world import CLUSTER, NAME, World
 from served_truth import lacking
+from simulated_cluster import render_other_pods
 
 from pdcluster_operator.api.object_names import ROTATE_TICKET_KEY_ANNOTATION
-from pdcluster_operator.plan.builders import engine_objects
-from pdcluster_operator.plan.rollout import targets
 from pdcluster_operator.runtime import reconcile
 from pdcluster_operator.runtime.interfaces import ApiError, Conflict
 
@@ -30,16 +27,8 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> World:
 def upgrade(world: World, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start an operator with another connector, and perhaps with another builder."""
     world.upgrade()
-    if what == "connector":
-        return
-    built = engine_objects.build_engine_pod
-
-    def build(*arguments: Any) -> dict[str, Any]:
-        pod = copy.deepcopy(built(*arguments))
-        pod["spec"]["containers"][0]["args"].insert(0, "--of-a-later-version")
-        return pod
-
-    monkeypatch.setattr(targets, "build_engine_pod", build)
+    if what != "connector":
+        render_other_pods(monkeypatch)
 
 
 @pytest.mark.parametrize("what", ["connector", "connector and builder"])

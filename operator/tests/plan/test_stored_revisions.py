@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from simulated_cluster import SimulatedCluster, brought_up, manifest
+from simulated_cluster import SimulatedCluster, brought_up, manifest, render_other_pods
 from valid_specs import manifests
 
 from pdcluster_connector.protocol.launcher_documents import EngineReport, EngineState
@@ -27,7 +27,6 @@ from pdcluster_operator.api.object_names import (
 from pdcluster_operator.api.rules import extra_args
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.types import Role
-from pdcluster_operator.plan.builders import engine_objects
 from pdcluster_operator.plan.connectors import shared_connectors_of
 from pdcluster_operator.plan.rollout import revisions, targets
 from pdcluster_operator.plan.rollout.revisions import (
@@ -71,14 +70,7 @@ def roll(world: SimulatedCluster) -> None:
 @pytest.fixture
 def other_builder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an upgraded operator render another pod."""
-    built = engine_objects.build_engine_pod
-
-    def build(*arguments: Any) -> dict[str, Any]:
-        pod = copy.deepcopy(built(*arguments))
-        pod["spec"]["containers"][0]["args"].insert(0, "--of-a-later-version")
-        return pod
-
-    monkeypatch.setattr(targets, "build_engine_pod", build)
+    render_other_pods(monkeypatch)
 
 
 def test_another_connector_changes_nothing() -> None:

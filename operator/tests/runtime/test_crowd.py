@@ -247,12 +247,16 @@ async def create_many(counts: Counter[str]) -> float:
     return took
 
 
+async def come_to_rest(loop: ControlLoop) -> None:
+    while loop.not_ready():  # noqa: ASYNC110 - no event
+        await asyncio.sleep(0.5)
+    await asyncio.sleep(10.0)
+
+
 async def change_one() -> float:
     """Change the spec of a PDCluster that is Ready; return after how long new engines exist."""
     async with crowd(Counter()) as (server, loop):
-        while loop.not_ready():  # noqa: ASYNC110 - no event
-            await asyncio.sleep(0.5)
-        await asyncio.sleep(10.0)
+        await come_to_rest(loop)
         began, engines = now(), len(server.list("StatefulSet", NAMESPACE))
         live = server.get("PDCluster", NAMESPACE, "c-0")
         assert live is not None
@@ -275,9 +279,7 @@ def test_a_changed_spec_waits_for_no_event_of_our_own_writes(
 async def lose_the_secret() -> float:
     """Delete the ticket keys of a PDCluster that is Ready; return when there are new ones."""
     async with crowd(Counter()) as (server, loop):
-        while loop.not_ready():  # noqa: ASYNC110 - no event
-            await asyncio.sleep(0.5)
-        await asyncio.sleep(10.0)
+        await come_to_rest(loop)
         began = now()
         server.delete("Secret", NAMESPACE, "c-0-ticket-key")
         while server.get("Secret", NAMESPACE, "c-0-ticket-key") is None:

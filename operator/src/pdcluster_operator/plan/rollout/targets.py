@@ -109,7 +109,7 @@ def _find(observed: Observed, cluster: Cluster, live: Live) -> Targets:
     spec = revisions.spec_of_engines(observed.cluster)
     stored = revisions.stored_revisions(observed)
     renew = cluster.spec.rollout.renew or ""
-    alone = _of_engines_alone(observed, cluster, live)
+    alone = _of_engines_alone(observed, cluster, live, stored)
     known = (*(replace(one, renew=renew) for one in alone), *stored)
     usable = [one for one in known if _is_usable(one, observed, live)]
     fits = {role: list(_fitting(usable, observed, cluster, spec, role)) for role in Role}
@@ -201,7 +201,9 @@ def _is_usable(one: Revision, observed: Observed, live: Live) -> bool:
     return mounted in config_maps_seen(observed)
 
 
-def _of_engines_alone(observed: Observed, cluster: Cluster, live: Live) -> Iterator[Revision]:
+def _of_engines_alone(
+    observed: Observed, cluster: Cluster, live: Live, stored: Iterable[Revision]
+) -> Iterator[Revision]:
     """Yield the revision of each role whose engines have one that is not stored.
 
     It counts only if it was made of the present spec. The name of a revision says so: it is a hash
@@ -209,10 +211,10 @@ def _of_engines_alone(observed: Observed, cluster: Cluster, live: Live) -> Itera
     only the last status can say so.
     """
     spec = revisions.spec_of_engines(observed.cluster)
-    stored = {(one.role, one.name) for one in revisions.revisions_in(observed.children)}
+    known = {(one.role, one.name) for one in stored}
     for role in Role:
         names = {(role, name.revision) for name in live[role]}
-        if len(names) == 1 and not names & stored:
+        if len(names) == 1 and not names & known:
             one, key = of_engines(observed, live[role], spec), revisions.pairing_key(cluster)
             today = _fresh(cluster, role, key, one.connector, spec, known=())
             if one.name == today.name or _is_settled(observed.cluster):

@@ -6,7 +6,7 @@ from typing import Any
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, find_condition
 from pdcluster_operator.api.findings import Rule
 from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT, STILL_BEING_DELETED
-from pdcluster_operator.plan.status import build, conditions
+from pdcluster_operator.plan.status import build, conditions, progress
 from pdcluster_operator.plan.types import Event
 
 GAVE_UP = (
@@ -93,8 +93,7 @@ def _reporting(before: object, after: Mapping[str, Any]) -> list[Mapping[str, An
     True. So its own event replaces theirs when it becomes True, and when it stops being True.
     """
     ready = find_condition(after, ConditionType.READY)
-    is_ready = ready.get("status") == Status.TRUE
-    was_ready = find_condition(before, ConditionType.READY).get("status") == Status.TRUE
+    is_ready, was_ready = progress.is_ready(after), progress.is_ready(before)
     if is_ready == was_ready:
         return list(after["conditions"])
     if is_ready:
