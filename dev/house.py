@@ -42,7 +42,10 @@ from pdcluster_operator.plan.types import ConnectorBundle, Observed
 
 ROOT = Path(__file__).parents[1]
 SOURCES = {part: ROOT / part / "src" for part in ("operator", "connector")}
-MOST_LINES = {"operator": 21_000, "connector": 17_500}
+# What runs in a cluster is bounded apart from what people run on their own machine. Advice on how
+# many engines a PDCluster needs, and what it measures, was given 900 and 400 lines of this.
+MOST_LINES = {"operator": 20_000, "command line": 7_000, "connector": 17_900}
+COMMAND_LINE = "pdcluster_operator.cli"
 SPEC = ROOT / "operator/tests/plan/scenarios/tiny-cpu.yaml"
 
 
@@ -95,7 +98,7 @@ def main() -> None:
     lines: dict[str, int] = {}
     importers: dict[str, set[str]] = defaultdict(set)
     imports = 0
-    for part, source in SOURCES.items():
+    for source in SOURCES.values():
         for path in source.rglob("*.py"):
             name = ".".join(path.relative_to(source).with_suffix("").parts)
             text = path.read_text()
@@ -106,8 +109,12 @@ def main() -> None:
                     base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
                     for found in (base[:-1], *(f"{base}{alias.name}" for alias in node.names)):
                         importers[found].add(name)
-        total = sum(n for name, n in lines.items() if name.startswith(f"pdcluster_{part}"))
-        print(f"{part}/src, lines".ljust(34), total, f"(at most {MOST_LINES[part]})")
+    totals = dict.fromkeys(MOST_LINES, 0)
+    for name, n in lines.items():
+        part = name.removeprefix("pdcluster_").partition(".")[0]
+        totals["command line" if name.startswith(COMMAND_LINE) else part] += n
+    for part, most in MOST_LINES.items():
+        print(f"{part}, lines".ljust(34), totals[part], f"(at most {most})")
     single = sorted(name for name in lines if len(importers[name]) == 1)
     print("modules".ljust(34), len(lines), "(at most 300)")
     print("median module".ljust(34), int(statistics.median(lines.values())))
