@@ -273,6 +273,22 @@ def test_prompts_that_never_wait_keep_nobody_waiting(engines: Any) -> None:
     assert {"honest", "second"} <= set(decode.finished)
 
 
+def test_prompts_that_their_sender_wants_computed_here_do_not_wait(engines: Any) -> None:
+    _, decode = under_way(engines)
+    names = [f"asked{number}" for number in range(6)]
+    for number, name in enumerate(names):
+        decode.add(name, prompt(PROMPT_TOKENS, first=number), {"local_prefill": True})
+    decode.step()
+    assert not waiting(decode)
+    for _ in range(2 * GAP):
+        decode.step()
+    assert set(names) <= set(decode.finished)
+    assert len(decode.total("local_prompt_wait_seconds")) == 0
+    decode.add("honest", prompt(PROMPT_TOKENS, first=90), None)
+    decode.step()
+    assert not waiting(decode), "they make no debt"
+
+
 def test_a_ticket_of_no_use_is_released_before_its_prompt_has_its_turn(engines: Any) -> None:
     prefill, decode = under_way(engines)
     names = [f"stale{number}" for number in range(12)]

@@ -52,6 +52,23 @@ def test_a_prompt_that_came_without_a_ticket_is_a_fault_from_one_block_on(engine
     assert decode.params["short"]["kv_path"]["reason"] == "ShortPrompt"
 
 
+def test_a_prompt_that_its_sender_wants_computed_here_is_no_fault(engines: Any) -> None:
+    decode = engines("consumer", prefixes=False)
+    done(decode, "asked", prompt(3 * BLOCK), {"local_prefill": True})
+    assert decode.prompts() == {("local", "Requested"): 1}
+    assert decode.total("local_prompt_tokens") == {}
+    assert decode.params["asked"]["kv_path"]["reason"] == "Requested"
+
+
+def test_with_a_ticket_the_wish_counts_for_nothing(engines: Any) -> None:
+    prefill, decode = engines("producer"), engines("consumer")
+    params = prefill.prefill("p", prompt(40))
+    parked(decode, "d", prompt(40), {**params, "local_prefill": True})
+    done(decode, "bad", prompt(40, first=3), {**params, "ticket": "x", "local_prefill": True})
+    assert ("local", "TicketInvalid") in decode.prompts()
+    assert ("local", "Requested") not in decode.prompts()
+
+
 def test_what_decode_has_in_its_own_prefix_cache_is_no_fault(engines: Any) -> None:
     decode = engines("consumer")
     done(decode, "first", prompt(50), None)

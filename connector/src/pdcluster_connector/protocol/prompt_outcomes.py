@@ -8,14 +8,20 @@ the operator shows them. All three use the rule that is written here:
 * It is no fault if no transfer was due: decode's own prefix cache held the KV, less than one block
   was left to compute, vLLM had to compute all of it for the request, or somebody cleared the
   caches.
+* It is no fault either if the sender asked for it: ``kv_transfer_params: {"local_prefill": true}``
+  and no ticket. So `pdcluster check` and `pdcluster bench` compare with decode alone. It is then
+  also computed at once, as if there was no prefill. Routers put a ticket in the place of these
+  parameters, so clients cannot say it through a router.
 
-A request without a ticket is a fault even if a router sent it to decode on purpose: the engine
-cannot know the purpose. Whoever runs such a router allows the share that they expect.
+Without that, a request without a ticket is a fault even if a router sent it to decode on purpose:
+the engine cannot know the purpose. Whoever runs such a router allows the share that they expect.
 """
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
+LOCAL_PARAMETER: Final = "local_prefill"
 PROMPTS_METRIC: Final = "pdcluster_kv_prompts_total"
 
 # The option `local_tokens_per_step`, and the spec's field: its default and its largest value.
@@ -42,6 +48,7 @@ class LocalReason(StrEnum):
     CACHE_RESET = "CacheReset"  # the caches were cleared, e.g. for new weights
     PREFIX_HIT = "PrefixHit"
     PREFIX_READING_OFF = "PrefixReadingOff"  # e.g. prompt logprobs: vLLM computes all itself
+    REQUESTED = "Requested"  # no ticket, and LOCAL_PARAMETER
     SHORT_PROMPT = "ShortPrompt"  # no ticket, and less than one block left to compute
 
 
@@ -50,6 +57,7 @@ NOT_DUE: Final = frozenset(
         LocalReason.CACHE_RESET,
         LocalReason.PREFIX_HIT,
         LocalReason.PREFIX_READING_OFF,
+        LocalReason.REQUESTED,
         LocalReason.SHORT_PROMPT,
     }
 )
@@ -63,3 +71,8 @@ def was_due(outcome: str, reason: str) -> bool:
 def is_fault(outcome: str, reason: str) -> bool:
     """Return whether decode computed a prompt that prefill should have brought."""
     return outcome in (Outcome.LOCAL, Outcome.RECOMPUTED) and was_due(outcome, reason)
+
+
+def asks_for_local(params: Mapping[str, Any] | None) -> bool:
+    """Return whether a request's ``kv_transfer_params`` ask decode to compute the prompt itself."""
+    return isinstance(params, Mapping) and params.get(LOCAL_PARAMETER) is True

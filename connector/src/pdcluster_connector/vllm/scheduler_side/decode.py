@@ -22,7 +22,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import kv_path, receive_order
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome
+from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome, asks_for_local
 from pdcluster_connector.protocol.ticket import Ticket, TicketKeys, passed_on, ticket_of
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.vllm import config, metrics, step_messages
@@ -139,7 +139,9 @@ class DecodeRole:
         keys = self.keys()
         ticket = ticket_of(request.kv_transfer_params, keys, self.options.ticket_audience)
         if ticket is None:
-            return Incoming(None, Stage.SETTLED, LocalReason.NO_TICKET)
+            asked = asks_for_local(request.kv_transfer_params)
+            reason = LocalReason.REQUESTED if asked else LocalReason.NO_TICKET
+            return Incoming(None, Stage.SETTLED, reason)
         if isinstance(ticket, Failure):
             return Incoming(None, Stage.SETTLED, ticket.reason, ticket.message)
         incoming = Incoming(ticket, Stage.WAITING, self._objection(request, ticket))

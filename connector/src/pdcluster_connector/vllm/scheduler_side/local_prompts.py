@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pdcluster_connector.protocol.prompt_outcomes import TOKENS_PER_STEP
+from pdcluster_connector.protocol.prompt_outcomes import TOKENS_PER_STEP, asks_for_local
 
 if TYPE_CHECKING:  # vLLM takes five seconds to import; the tests of the pace do not need it
     from vllm.v1.request import Request
@@ -127,9 +127,11 @@ class LocalPrompts:
 
         Not if the request was preempted while it generated: its client has begun to read. Nor if
         vLLM would not listen. Such prompts make no debt either: they would keep all others out.
+        Nor if the sender asked this engine to compute it: a benchmark measures vLLM's own pace.
         """
         short = request.num_tokens - computed <= self.block
-        return not (short or request.num_output_tokens or request.skip_reading_prefix_cache)
+        unpaced = request.num_output_tokens or request.skip_reading_prefix_cache
+        return not (short or unpaced or asks_for_local(request.kv_transfer_params))
 
     def begins(self, request: Request, computed: int) -> None:
         """Take note that a prompt waits no more and is computed here."""
