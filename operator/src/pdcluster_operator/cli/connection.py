@@ -9,16 +9,23 @@ from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.runtime.interfaces import ApiError
 
 
-def connected(context: str | None, command: Callable[[KubeClient], Awaitable[Exit]]) -> Exit:
+def connected(
+    context: str | None,
+    command: Callable[[KubeClient], Awaitable[Exit]],
+    kubeconfig: str | None = None,
+) -> Exit:
     """Run a command with a connection. If the API server refuses, its message ends the command.
 
     Args:
         context: of the kubeconfig; None is its current one.
+        kubeconfig: of a run of ``pdcluster up`` on this machine; None is the user's own.
     """
 
     async def run() -> Exit:
         try:
-            configuration = await find_configuration(context=context)
+            configuration = await find_configuration(kubeconfig, context)
+            if kubeconfig is not None:  # no proxy reaches this machine's loopback address
+                configuration.client_session_kwargs = {"trust_env": False}
         except NotConnected as error:
             raise UserError(str(error), Exit.MACHINE) from error
         async with KubeClient(configuration) as client:

@@ -5,7 +5,6 @@ import asyncio
 import json
 import logging
 import os
-import shutil
 import signal
 import sys
 import time
@@ -25,7 +24,9 @@ from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Cluster, Visibility
 from pdcluster_operator.cli import lint, once, plan, view as views
 from pdcluster_operator.cli.exits import Exit, UserError
+from pdcluster_operator.cli.runs import new_run_folder
 from pdcluster_operator.local import cluster as local_cluster
+from pdcluster_operator.local.door import Door
 from pdcluster_operator.local.facts import gather
 from pdcluster_operator.local.preflight import COMMAND_LINE, judge
 from pdcluster_operator.runtime.interfaces import Key
@@ -39,8 +40,6 @@ PATIENCE_SECONDS = 10.0
 """With --once: how long a pod may wait for something that this machine lacks."""
 ON_THE_WAY = ("Accepted", "KVLinksEstablished", "KVPathVerified")
 """Conditions that are shown while a cluster starts. The lines of the pods cover the others."""
-KEPT_RUNS = 5
-"""So many folders of runs stay, with their logs and volumes."""
 
 
 def up(options: argparse.Namespace) -> Exit:
@@ -85,7 +84,7 @@ def up(options: argparse.Namespace) -> Exit:
     with views.View(console, plain=options.plain) as view:
         logging.basicConfig(level=logging.WARNING, handlers=[_ToView(view)], force=True)
         local = local_cluster.LocalCluster(folder, connector, view.say)
-        return asyncio.run(UpRun(options, cluster, view, local).main(document))
+        return asyncio.run(UpRun(options, cluster, view, local, folder).main(document))
 
 
 class _ToView(logging.Handler):
@@ -125,14 +124,17 @@ class UpRun:
         cluster: Cluster,
         view: views.View,
         local: local_cluster.LocalCluster,
+        folder: Path,
     ) -> None:
         self._options, self._cluster, self._view, self._local = options, cluster, view, local
+        self._folder = folder
         self._key = Key(cluster.namespace, cluster.name)
         self._interrupts = 0
 
     async def main(self, document: dict[str, Any]) -> Exit:
         """Start everything, run, and end every process in any case."""
-        async with self._local:
+        api, logs = self._local.api, self._local.kubelet.logs
+        async with self._local, Door(api, logs, self._folder, self._key.namespace):
             work = asyncio.ensure_future(self._work())
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 asyncio.get_running_loop().add_signal_handler(number, self._interrupt, work)
@@ -262,19 +264,3 @@ class UpRun:
 
     def _print(self, text: str) -> None:
         self._view.console.print(Text(text), soft_wrap=True)
-
-
-def new_run_folder(cluster: str) -> Path:
-    """Make a folder for logs and volumes in the user's cache; remove those of old, ended runs."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdcluster"
-    base = Path(os.environ.get("PDCLUSTER_CACHE") or cache).expanduser() / "runs"
-    base.mkdir(parents=True, exist_ok=True)
-    ended = (
-        run for run in base.iterdir() if not Path("/proc", run.name.rpartition("-")[2]).exists()
-    )
-    finished = sorted(ended, key=lambda run: run.stat().st_mtime)
-    for run in finished[: max(0, len(finished) - KEPT_RUNS + 1)]:
-        shutil.rmtree(run, ignore_errors=True)
-    folder = base / f"{cluster}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    folder.mkdir()
-    return folder

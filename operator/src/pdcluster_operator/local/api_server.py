@@ -37,6 +37,11 @@ class LocalApi:
         for manifest in list(self._objects.values()):
             watcher("ADDED", copy.deepcopy(manifest))
 
+    @property
+    def version(self) -> int:
+        """The resourceVersion of the last change."""
+        return self._version
+
     def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
         """One object, or None."""
         return copy.deepcopy(self._objects.get((kind, namespace, name)))
@@ -136,7 +141,9 @@ class LocalApi:
 
     def _remove(self, live: Manifest) -> None:
         del self._objects[_identity(live)]
-        self._notify("DELETED", live)
+        self._version += 1
+        metadata = {**live["metadata"], "resourceVersion": str(self._version)}
+        self._notify("DELETED", {**live, "metadata": metadata})
         uid = live["metadata"]["uid"]
         for manifest in list(self._objects.values()):
             owners = manifest["metadata"].get("ownerReferences") or ()

@@ -14,6 +14,8 @@ from typing import Any, Self
 
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.adapters import engine_authority, engines_http
+from pdcluster_operator.adapters.api_server.events import event_object
+from pdcluster_operator.adapters.api_server.kinds import EVENT
 from pdcluster_operator.api import object_names as names
 from pdcluster_operator.local import addresses, kubelet
 from pdcluster_operator.local.api_server import LocalApi, Manifest
@@ -29,6 +31,7 @@ POD_PORTS = (
     names.SIDE_CHANNEL_PORT,
     names.ROUTER_METRICS_PORT,
 )
+MOST_EVENTS = 200
 HASH_LABEL = "controller-revision-hash"
 NOT_SIMULATED = (
     "container images (pods run this machine's Python and vllm-router)",
@@ -83,11 +86,12 @@ class LocalCluster:
         )
         self._workloads = Workloads(self.api)
         self.authority, _ = engine_authority.EngineAuthority.new(time.time())
+        self.events = Events(self.api)
         self._engines = engines_http.EnginesHttp(self.authority)
         self.loop = control_loop.ControlLoop(
             api_server=_ApiPort(self.api, self.authority),
             launchers=self._engines,
-            events=_Events(),
+            events=self.events,
             connector=connector,
             backoff=queue.Backoff(last=10.0),
             place=types.Place(one_node=True),
@@ -96,7 +100,7 @@ class LocalCluster:
     async def __aenter__(self) -> Self:
         await self._engines.__aenter__()
         self.loop.start()
-        self.api.watch(self.loop.see)
+        self.api.watch(self._see)
         self._controllers = asyncio.create_task(self._workloads.run(), name="workloads")
         return self
 
@@ -105,6 +109,10 @@ class LocalCluster:
         await self.stop(0.0)
         await self._engines.__aexit__(None, None, None)
         self._addresses.close()
+
+    def _see(self, event: str, manifest: Manifest) -> None:
+        if manifest["kind"] != EVENT.name:  # no operator watches its own events
+            self.loop.see(event, manifest)
 
     async def stop(self, grace: float) -> None:
         """End the operator, then every process; SIGKILL after ``grace`` seconds."""
@@ -179,9 +187,22 @@ class _ApiPort:
         self._api.set_status(kind, key.namespace, key.name, dict(status), uid)
 
 
-class _Events:
+class Events:
+    """Keeps the last events in the in-memory API, where other commands find them."""
+
+    def __init__(self, api: LocalApi) -> None:
+        self._api = api
+        self._count = 0
+
     async def publish(self, cluster: Mapping[str, Any], events: Iterable[types.Event]) -> None:
-        """Publish nothing: the terminal shows conditions, which hold the same facts."""
+        """Publish; the oldest event goes when there are too many."""
+        metadata = cluster["metadata"]
+        for event in events:
+            self._count += 1
+            name = f"{metadata['name']}.{self._count}"
+            self._api.apply(event_object(metadata, event, name, time.time(), "pdcluster-up"))
+            old = f"{metadata['name']}.{self._count - MOST_EVENTS}"
+            self._api.delete(EVENT.name, metadata["namespace"], old)
 
 
 class Workloads:

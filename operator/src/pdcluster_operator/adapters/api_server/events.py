@@ -64,7 +64,9 @@ class KubeEvents:
                 return
         name = f"{metadata['name']}.{short_hash([*key, now], 12)}"
         await self._client.call(
-            "POST", EVENT.path(metadata["namespace"]), body=self._event(metadata, event, name, now)
+            "POST",
+            EVENT.path(metadata["namespace"]),
+            body=event_object(metadata, event, name, now, self._instance),
         )
         self._remember(key, _Posted(name, 1, now))
 
@@ -77,34 +79,40 @@ class KubeEvents:
             return False
         return True
 
-    def _event(
-        self, metadata: Mapping[str, Any], event: Event, name: str, now: float
-    ) -> dict[str, Any]:
-        return {
-            "apiVersion": EVENT.api_version,
-            "kind": EVENT.name,
-            "metadata": {"name": name, "namespace": metadata["namespace"]},
-            "eventTime": _micro(now),
-            "type": event.type,
-            "reason": event.reason[:LONGEST_REASON],
-            "action": "Reconcile",
-            "note": event.message.encode()[:LONGEST_NOTE].decode(errors="ignore"),
-            "reportingController": CONTROLLER,
-            "reportingInstance": self._instance,
-            "regarding": {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "namespace": metadata["namespace"],
-                "name": metadata["name"],
-                "uid": metadata["uid"],
-            },
-        }
-
     def _remember(self, key: tuple[str, ...], posted: _Posted) -> None:
         self._posted[key] = posted
         self._posted.move_to_end(key)
         while len(self._posted) > REMEMBERED:
             self._posted.popitem(last=False)
+
+
+def event_object(
+    metadata: Mapping[str, Any], event: Event, name: str, now: float, instance: str
+) -> dict[str, Any]:
+    """Return an event about the PDCluster with this metadata.
+
+    Args:
+        instance: which process reports it.
+    """
+    return {
+        "apiVersion": EVENT.api_version,
+        "kind": EVENT.name,
+        "metadata": {"name": name, "namespace": metadata["namespace"]},
+        "eventTime": _micro(now),
+        "type": event.type,
+        "reason": event.reason[:LONGEST_REASON],
+        "action": "Reconcile",
+        "note": event.message.encode()[:LONGEST_NOTE].decode(errors="ignore"),
+        "reportingController": CONTROLLER,
+        "reportingInstance": instance,
+        "regarding": {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "namespace": metadata["namespace"],
+            "name": metadata["name"],
+            "uid": metadata["uid"],
+        },
+    }
 
 
 def _micro(moment: float) -> str:

@@ -51,10 +51,12 @@ async def find_configuration(
     return configuration
 
 
-def namespace_of_context(context: str | None) -> str:
+def namespace_of_context(context: str | None, kubeconfig: str | None = None) -> str:
     """Return the namespace that a context of the kubeconfig names, as kubectl takes it."""
     try:
-        known, current = config.list_kube_config_contexts()  # type: ignore[no-untyped-call]
+        known, current = config.list_kube_config_contexts(  # type: ignore[no-untyped-call]
+            kubeconfig
+        )
     except (config.ConfigException, OSError):
         return own_namespace() or DEFAULT_NAMESPACE
     named = [one for one in known if one["name"] == context]

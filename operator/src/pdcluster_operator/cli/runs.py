@@ -1,0 +1,85 @@
+"""The runs of ``pdcluster up`` on this machine: their folders, and how other commands reach one."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pdcluster_operator.cli.exits import Exit, UserError
+
+KEPT_RUNS = 5
+"""So many folders of runs stay, with their logs and volumes."""
+KUBECONFIG = "kubeconfig"
+SHOWN = 5
+
+
+class Run(NamedTuple):
+    """A run that other commands can reach."""
+
+    cluster: str
+    folder: Path
+
+    @property
+    def kubeconfig(self) -> str:
+        """The file that says how."""
+        return str(self.folder / KUBECONFIG)
+
+
+def new_run_folder(cluster: str) -> Path:
+    """Make a folder for logs and volumes in the user's cache; remove those of old, ended runs."""
+    base = _base()
+    base.mkdir(parents=True, exist_ok=True)
+    finished = sorted(
+        (run for run in base.iterdir() if not _lives(run)), key=lambda run: run.stat().st_mtime
+    )
+    for run in finished[: max(0, len(finished) - KEPT_RUNS + 1)]:
+        shutil.rmtree(run, ignore_errors=True)
+    folder = base / f"{cluster}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    folder.mkdir()
+    return folder
+
+
+def find_run(named: str = "") -> Run:
+    """Return the newest run that goes on, or the one that is named.
+
+    Args:
+        named: a PDCluster, or a run's folder; empty for any.
+
+    Raises:
+        UserError: there is none.
+    """
+    runs = sorted(_reachable(), key=lambda run: run.folder.stat().st_mtime, reverse=True)
+    folder = Path(named).name
+    for run in runs:
+        if named in ("", run.cluster) or folder == run.folder.name:
+            return run
+    start = "start one: pdcluster up FILE"
+    if not runs:
+        raise UserError(
+            f"no `pdcluster up` of this user runs on this machine; {start}", Exit.MACHINE
+        )
+    others = ", ".join(run.folder.name for run in runs[:SHOWN])
+    raise UserError(
+        f"no `pdcluster up` of {named!r} runs on this machine, but {others}; name one of these, "
+        f"or {start}",
+        Exit.MACHINE,
+    )
+
+
+def _base() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdcluster"
+    return Path(os.environ.get("PDCLUSTER_CACHE") or cache).expanduser() / "runs"
+
+
+def _reachable() -> Iterator[Run]:
+    """Yield each run that has opened its door and has not ended."""
+    for kubeconfig in _base().glob(f"*/{KUBECONFIG}"):
+        folder = kubeconfig.parent
+        if _lives(folder):
+            yield Run(folder.name.rsplit("-", 3)[0], folder)
+
+
+def _lives(run: Path) -> bool:
+    return Path("/proc", run.name.rpartition("-")[2]).exists()
