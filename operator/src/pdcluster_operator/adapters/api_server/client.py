@@ -98,7 +98,7 @@ class KubeClient:
         connections: int = 0,
     ) -> None:
         self._seen = seen
-        self._configuration = configuration
+        self.configuration = configuration
         self._connections = connections
         self._client = client.ApiClient(configuration)
         self._overload = Overload()
@@ -195,7 +195,7 @@ class KubeClient:
         self, request: _Request, limits: aiohttp.ClientTimeout
     ) -> aiohttp.ClientResponse:
         """Send a request; return the answer, whose body was not read."""
-        configuration = self._configuration
+        configuration = self.configuration
         headers = await self._headers(request.method, request.path, request.content)
         question = f"?{urlencode(request.query)}" if request.query else ""
         return await self._http.request(
@@ -216,7 +216,7 @@ class KubeClient:
 
     def _session(self, **more: Any) -> aiohttp.ClientSession:
         tls = self._client.rest_client.ssl_context
-        options = self._configuration.client_session_kwargs or {}
+        options = self.configuration.client_session_kwargs or {}
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=self._connections, ssl=tls),
             read_bufsize=HALF_A_LINE,
