@@ -133,7 +133,7 @@ format: ## rewrite files the way `make check` wants them
 	$(BIN)ruff check --fix .
 	$(BIN)ruff format .
 
-generate: ## write the CRD, docs/{api,layouts,map,reasons,rules}.md and pod_fields.txt again from the code
+generate: ## write the CRD, docs/{api,layouts,map,reasons,rules,troubleshooting}.md and pod_fields.txt again from the code
 	$(PY) dev/generated.py
 
 lock: ## resolve the pinned requirement files again

@@ -20,6 +20,7 @@ FILES = {
     "docs/map.md": "dev.map_page",
     "docs/reasons.md": "dev.reasons_page",
     "docs/rules.md": "dev.rules_page",
+    "docs/troubleshooting.md": "dev.troubleshooting_page",
     "operator/src/pdcluster_operator/api/spec/pod_fields.txt": "dev.pod_fields",
 }
 

@@ -1,0 +1,123 @@
+"""What each reason and rule means to a person, and the command to run next. Pure.
+
+``remedies.yaml`` is the table. It has the reasons of conditions, links, prompts, events, findings
+and the API server, and symptoms that have no reason of their own, such as an engine that ran out of
+memory. A pattern finds such a symptom in a message.
+"""
+
+import re
+import shlex
+from collections.abc import Mapping
+from enum import StrEnum
+from functools import cache
+from importlib.resources import files
+
+import msgspec
+import yaml
+
+PAGE = "troubleshooting.md"
+LOOK = "kubectl describe pdcluster NAME -n NAMESPACE"
+"""The next command for a reason that the table does not have."""
+PODS_OF_CLUSTER = "-l pdcluster.dev/cluster="
+_PLACEHOLDER = re.compile(r"\b(NAMESPACE|NAME|POD|FILE)\b")
+
+
+class Severity(StrEnum):
+    """Whether somebody has to do something.
+
+    Attributes:
+        GOOD: nothing is wrong.
+        PROGRESS: it passes by itself.
+        ADVICE: a warning; nothing stops.
+        WAITS: it goes on when somebody has done something.
+        FAULT: something is broken.
+    """
+
+    GOOD = "Good"
+    PROGRESS = "Progress"
+    ADVICE = "Advice"
+    WAITS = "Waits"
+    FAULT = "Fault"
+
+
+class Remedy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of the table.
+
+    Attributes:
+        name: the reason, rule or symptom.
+        section: of docs/troubleshooting.md, by what people look at.
+        symptom: what they see.
+        cause: what holds.
+        remedy: what to do; empty if nothing is wrong.
+        next: the command to run, with the words NAME, NAMESPACE, POD and FILE; empty as above.
+        more: a page of docs/ that says more, with its anchor.
+        says: a pattern for the messages that show this symptom, whatever their reason.
+        own_reason: whether the name is a reason or rule. False: it names a symptom only.
+    """
+
+    name: str
+    section: str
+    severity: Severity
+    symptom: str
+    cause: str
+    remedy: str = ""
+    next: str = ""
+    more: str = ""
+    says: str = ""
+    own_reason: bool = True
+
+    @property
+    def link(self) -> str:
+        """The page and anchor of this entry below docs/: the anchor is the name in lower case."""
+        return f"{PAGE}#{self.name.lower()}"
+
+
+@cache
+def table() -> Mapping[str, Remedy]:
+    """Return every entry by its name, in the order of the page."""
+    text = files(__package__).joinpath("remedies.yaml").read_text()
+    # PyYAML's own parser needs ten times as long as the one of libyaml.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    sections = yaml.load(text, loader)  # noqa: S506 - both load plain data only
+    return {
+        name: msgspec.convert({"name": name, "section": section, **entry}, Remedy)
+        for section, entries in sections.items()
+        if not section.startswith("x-")
+        for name, entry in entries.items()
+    }
+
+
+def find(reason: str, message: str = "") -> Remedy | None:
+    """Return what explains a reason best; None for a reason that the table does not have.
+
+    Args:
+        message: of the condition, event or pod that has the reason. A symptom that it shows, such
+            as an engine that ran out of memory, says more than the reason does.
+    """
+    known = table().get(reason)
+    if known and known.severity is Severity.GOOD:
+        return known
+    return next((one for one, says in _patterns() if says.search(message)), known)
+
+
+def next_step(
+    reason: str, cluster: str, namespace: str, *, message: str = "", pod: str = "", file: str = ""
+) -> str:
+    """Return the command to run next, ready for a shell; empty if nothing is wrong.
+
+    Args:
+        reason, message: as for :func:`find`.
+        cluster, namespace: of the PDCluster.
+        pod: the pod that the message is about; empty for all pods of the PDCluster.
+        file: the manifest, if it is known.
+    """
+    found = find(reason, message)
+    known = {"NAME": cluster, "NAMESPACE": namespace, "FILE": file or "FILE"}
+    words = {word: shlex.quote(text) for word, text in known.items()}
+    words["POD"] = shlex.quote(pod) if pod else f"{PODS_OF_CLUSTER}{words['NAME']}"
+    return _PLACEHOLDER.sub(lambda word: words[word[0]], found.next if found else LOOK)
+
+
+@cache
+def _patterns() -> tuple[tuple[Remedy, re.Pattern[str]], ...]:
+    return tuple((one, re.compile(one.says)) for one in table().values() if one.says)
