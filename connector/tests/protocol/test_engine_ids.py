@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from pdcluster_connector.protocol.engine_id import EngineId, id_of_rank, parse_engine_id
+from pdcluster_connector.protocol.engine_id import (
+    EngineId,
+    id_of_rank,
+    parse_engine_id,
+    short_name,
+)
 
 LOGICAL = "ns.c.prefill.r.0"
 IDS = st.text(max_size=30).filter(lambda text: not text.endswith("/"))
@@ -29,6 +34,14 @@ IDS = st.text(max_size=30).filter(lambda text: not text.endswith("/"))
 )
 def test_parts(text: str, parts: EngineId) -> None:
     assert parse_engine_id(text) == parts
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "short"),
+    [(f"{LOGICAL}/00ff_dp1", "prefill/0"), ("by.hand/00ff", "by.hand"), ("by-hand", "by-hand")],
+)
+def test_short_names(engine_id: str, short: str) -> None:
+    assert short_name(engine_id) == short
 
 
 @given(IDS, st.integers(0, 4095), st.integers(1, 4096))

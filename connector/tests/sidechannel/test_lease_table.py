@@ -249,6 +249,18 @@ def test_a_renewal_counts_from_the_moment_of_the_answer() -> None:
     assert desk.expired(19.0) == ["r"]
 
 
+def test_a_handover_lasts_from_the_grant_to_the_first_renewal() -> None:
+    desk = granted("r", "late", "never")
+    desk.now = 3.0
+    desk.renew("r", 1, "d/1_dp0")
+    desk.now = 4.0
+    desk.renew("r", 1, "d/1_dp1")
+    desk.renew("r", 1, "e/1")
+    desk.renew("late", 1, "e/1")
+    assert desk.take().handovers == [3.0, 4.0]
+    assert desk.take().handovers == [], "each once"
+
+
 def test_a_used_request_id_does_not_inherit_the_old_deadline() -> None:
     desk = granted("r")
     desk.now = 5.0

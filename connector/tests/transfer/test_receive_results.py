@@ -48,9 +48,9 @@ def received(request_id: str, began: float, *phases: float) -> Receive:
 
 def test_each_phase_lasts_from_the_one_before_and_the_total_from_the_beginning() -> None:
     results = ReceiveResults()
-    results.add(received("a", 100.0, 1.0, 1.5, 4.0, 4.25), 4096)
+    results.add(received("a", 100.0, 1.0, 1.5, 4.0, 4.25), 4096, "p/1")
     assert results.received == {"a": Receipt(4096, 4.25)}
-    results.add(received("b", 200.0, 2.0, 2.25, 8.0, 9.0), 1024)
+    results.add(received("b", 200.0, 2.0, 2.25, 8.0, 9.0), 1024, "p/1")
     assert results.received["b"] == Receipt(1024, 9.0)
     assert results.phase_seconds == {
         "handshake": [1.0, 2.0],
@@ -61,14 +61,16 @@ def test_each_phase_lasts_from_the_one_before_and_the_total_from_the_beginning()
     }
     assert results.finished == {"a", "b"}
     assert results.failed == {}
+    results.add(received("c", 300.0, 1.0, 1.0, 1.5, 1.5), 64, "q/1")
+    assert results.links == {"p/1": (5120, 9.0), "q/1": (64, 0.5)}
 
 
 def test_what_the_engine_gave_up_is_known_among_the_failures() -> None:
     results = ReceiveResults()
     expired = Failure(Reason.LEASE_EXPIRED, "late")
     for request_id, failure in (("a", GONE), ("b", GONE), ("c", expired)):
-        results.add(ended(request_id, (1.0, Signal.STARTED), (2.0, Failed(failure))), 512)
-    results.add(ended("d", (1.0, Signal.STARTED), (2.0, Signal.ABANDONED)), 512)
+        results.add(ended(request_id, (1.0, Signal.STARTED), (2.0, Failed(failure))), 512, "p/1")
+    results.add(ended("d", (1.0, Signal.STARTED), (2.0, Signal.ABANDONED)), 512, "p/1")
     assert results.abandoned == {"d"}
     assert results.failed == {
         "a": GONE,
@@ -76,13 +78,13 @@ def test_what_the_engine_gave_up_is_known_among_the_failures() -> None:
         "c": expired,
         "d": Failure(Reason.TRANSFER_STALLED, "given up by the engine before all data had landed"),
     }
-    assert results.received == {}, "what did not arrive whole is not counted"
+    assert (results.received, results.links) == ({}, {}), "what did not arrive whole is not counted"
 
 
 @pytest.mark.parametrize("event", [Failed(GONE), Signal.ABANDONED], ids=["failed", "given up"])
 def test_a_result_is_something_to_tell_however_it_ended(event: Event) -> None:
     results = ReceiveResults()
-    results.add(ended("a", (1.0, Signal.STARTED), (2.0, event)), 0)
+    results.add(ended("a", (1.0, Signal.STARTED), (2.0, event)), 0, "p/1")
     assert results.finished == {"a"}
 
 

@@ -131,7 +131,7 @@ class Bench:
         results = ReceiveResults()
         while self.executor.ended:
             job = self.executor.ended.popleft()
-            results.add(job.machine, job.nbytes)
+            results.add(job.machine, job.nbytes, job.request.ticket.engine_id)
         return results
 
     def right(self, request_id: str, blocks: int = 1) -> bool:

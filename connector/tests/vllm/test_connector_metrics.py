@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdcluster_connector.protocol.prompt_outcomes import Outcome
 from pdcluster_connector.vllm.connector import PDClusterConnector
-from pdcluster_connector.vllm.metrics import MAX_SAMPLES, ConnectorStats, StatsCollector
+from pdcluster_connector.vllm.metrics import MAX_LINKS, MAX_SAMPLES, ConnectorStats, StatsCollector
 
 pytestmark = pytest.mark.vllm
 
@@ -33,6 +33,10 @@ def filled() -> ConnectorStats:
     collector.gauge("leases_held", 3)
     collector.gauge("local_prompts_waiting", 4)
     collector.count("local_prompt_wait_seconds", "", [0.75])
+    collector.count("handover_seconds", amount=[0.125])
+    collector.link("ns.c.prefill.r1.0/1", 600, 0.5)
+    collector.link("ns.c.prefill.r2.0/2", 400, 0.25)
+    collector.link("by|hand/1", 8, 0.5)
     taken = collector.take()
     assert taken is not None
     return taken
@@ -81,6 +85,21 @@ def test_samples_are_bounded() -> None:
     assert len(taken.data["local_prompt_wait_seconds"][""]) == MAX_SAMPLES
 
 
+def test_links_are_bounded() -> None:
+    """Whoever may send tickets without a signature can name as many engines as they like."""
+    collector = StatsCollector()
+    for number in range(MAX_LINKS + 10):
+        collector.link(f"ns.c.prefill.r.{number}/1", 1, 0.5)
+        collector.link("ns.c.prefill.r.0/1", 1, 0.5)
+    taken = collector.take()
+    assert taken is not None
+    links = taken.data["link_bytes"]
+    assert len(links) == MAX_LINKS + 1
+    assert links["prefill/0"] == 1 + MAX_LINKS + 10
+    assert links["other"] == 10
+    assert taken.data["link_transfer_seconds"].keys() == links.keys()
+
+
 def test_prometheus_names_and_values() -> None:
     registry = CollectorRegistry()
 
@@ -117,6 +136,10 @@ def test_prometheus_names_and_values() -> None:
     assert value("pdcluster_kv_local_prompts_waiting") == 4
     assert value("pdcluster_kv_local_prompt_wait_seconds_sum") == 1.5
     assert value("pdcluster_kv_local_prompt_wait_seconds_count") == 2
+    assert value("pdcluster_kv_handover_seconds_sum") == 0.25
+    assert value("pdcluster_kv_link_bytes_total", prefill="prefill/0") == 2000
+    assert value("pdcluster_kv_link_transfer_seconds_total", prefill="prefill/0") == 1.5
+    assert value("pdcluster_kv_link_bytes_total", prefill="by|hand") == 16
     assert value("pdcluster_kv_receive_seconds_sum", phase="total") == 0.5
     assert value("pdcluster_kv_receive_seconds_count", phase="transfer") == 2
     assert value("pdcluster_kv_step_faults_total", method="start_load_kv:KeyError") == 2

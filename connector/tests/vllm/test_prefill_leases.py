@@ -130,6 +130,19 @@ def test_a_request_is_reported_as_sent_once(released: bool) -> None:
     assert prefill.take() == ([], {})
 
 
+def test_the_time_until_decode_claims_a_lease_is_counted() -> None:
+    prefill = Prefill()
+    prefill.role.scheduled(request())
+    assert prefill.role.finished(request(), BLOCKS)[0]
+    prefill.now += 2.5
+    claim = ("r", prefill.token("r"))
+    prefill.desk.answer(LeaseRequest("p/1", "d/1", renewals=(claim,)))
+    prefill.take()
+    stats = prefill.role.stats.take()
+    assert stats is not None
+    assert stats.data["handover_seconds"] == {"": [2.5]}
+
+
 def image(offset: int, mm_hash: str | None = "a", identifier: str = "lora:a") -> Any:
     return SimpleNamespace(
         mm_position=SimpleNamespace(offset=offset), mm_hash=mm_hash, identifier=identifier

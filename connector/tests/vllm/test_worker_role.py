@@ -103,6 +103,7 @@ def test_failures_are_counted_by_reason_and_not_those_that_the_engine_gave_up(
         abandoned={"d"},
         received={"e": Receipt(4096, 2.0)},
         phase_seconds={"total": [2.0]},
+        links={"ns.c.prefill.r1.3/ab": (4096, 0.5)},
     )
 
     def take(results: ReceiveResults) -> None:
@@ -122,6 +123,8 @@ def test_failures_are_counted_by_reason_and_not_those_that_the_engine_gave_up(
     assert stats is not None
     assert stats.data["failures"] == {"PeerRestarted": 2, "LeaseExpired": 1}
     assert stats.data["received_bytes"] == {"": 4096}
+    assert stats.data["link_bytes"] == {"prefill/3": 4096}
+    assert stats.data["link_transfer_seconds"] == {"prefill/3": 0.5}
     assert stats.data["receive_seconds"]["total"] == [2.0]
 
 

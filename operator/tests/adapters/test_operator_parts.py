@@ -103,13 +103,14 @@ def test_metrics_name_resources_and_no_objects(path, resource):
     assert expected in metrics.text().decode()
 
 
-def loop_with(*, shares=(), reasons=(), unlisted=(), depth=0, clusters=()):
+def loop_with(*, shares=(), reasons=(), unlisted=(), depth=0, clusters=(), statuses=()):
     """What metrics read of a control loop."""
     return SimpleNamespace(
         queue=SimpleNamespace(depth=depth),
         store=SimpleNamespace(keys=lambda: clusters),
         local_prefill_shares=lambda: dict(shares),
         not_ready=lambda: dict(reasons),
+        statuses=lambda: dict(statuses),
         unlisted=unlisted,
     )
 
@@ -155,6 +156,46 @@ def test_metrics_name_a_bounded_number_of_clusters():
     lines = metrics.text().decode().splitlines()
     assert not [line for line in lines if line.startswith("pdcluster_not_ready{")]
     assert "pdcluster_not_ready_clusters 0.0" in lines
+
+
+def status_of(available, reason="Serving", **fields):
+    condition = {"type": "Available", "status": available, "reason": reason}
+    return {"conditions": [condition], **fields}
+
+
+def test_metrics_tell_conditions_and_engines_of_a_cluster():
+    metrics, statuses = Metrics(), {("ns", "a"): status_of("True", prefill="1/3", decode="2/2")}
+    metrics.loop = loop_with(statuses=statuses)
+    named = 'cluster="a",cluster_namespace="ns"'
+
+    def engines(role, state):
+        return f'pdcluster_engines{{{named},role="{role}",state="{state}"}}'
+
+    text = metrics.text().decode()
+    assert f"{engines('prefill', 'ready')} 1.0" in text
+    assert f"{engines('prefill', 'waiting')} 2.0" in text
+    assert f"{engines('decode', 'ready')} 2.0" in text
+    available = f'{{{named},condition="Available",reason="Serving",status="True"}} 1.0'
+    assert f"pdcluster_condition{available}" in text
+    unknown = f'{{{named},condition="Ready",reason="NotSeenYet",status="Unknown"}} 1.0'
+    assert f"pdcluster_condition{unknown}" in text
+    statuses["ns", "a"] = status_of("False", "NoVerifiedPair", prefill="many")
+    text = metrics.text().decode()
+    assert "pdcluster_engines{" not in text
+    assert f"pdcluster_condition{available}" not in text
+    statuses.clear()
+    assert "pdcluster_condition{" not in metrics.text().decode()
+
+
+def test_metrics_tell_first_of_clusters_that_are_not_ready():
+    statuses = {("ns", f"c{number:03}"): status_of("True") for number in range(1000)}
+    metrics = Metrics()
+    metrics.loop = loop_with(statuses=statuses, reasons={("ns", "c999"): "LinkFailed"})
+    lines = metrics.text().decode().splitlines()
+    named = [line for line in lines if line.startswith('pdcluster_condition{cluster="c')]
+    assert len(named) == 3 * MOST_SHOWN
+    assert any('cluster="c999"' in line for line in named)
+    assert not any('cluster="c199"' in line for line in named)
 
 
 def test_what_is_kept_of_an_object_has_its_kind_and_no_bookkeeping():
@@ -580,13 +621,13 @@ def test_a_command_works_in_the_namespace_of_its_context(monkeypatch, context, n
         {"name": "ours", "context": {"cluster": "c", "namespace": "ours"}},
     ]
     monkeypatch.setattr(
-        kubeconfig.config, "list_kube_config_contexts", lambda: (contexts, contexts[1])
+        kubeconfig.config, "list_kube_config_contexts", lambda _: (contexts, contexts[1])
     )
     assert kubeconfig.namespace_of_context(context) == namespace
 
 
 def test_without_a_kubeconfig_a_command_works_in_the_namespace_of_its_pod(monkeypatch, tmp_path):
-    def nothing():
+    def nothing(_):
         raise kubeconfig.config.ConfigException("no configuration was found")
 
     monkeypatch.setattr(kubeconfig.config, "list_kube_config_contexts", nothing)

@@ -59,3 +59,5 @@ async def test_who_is_not_ready_has_a_reason() -> None:
         Key("ns", "new"): "NotSeenYet",
         Key("ns", "bent"): "NotSeenYet",
     }
+    assert {key.name for key in loop.statuses()} == {"well", "failed", "unknown", "new", "bent"}
+    assert loop.statuses()[Key("ns", "new")] is None

@@ -79,6 +79,15 @@ def parse_engine_id(text: str) -> EngineId:
     return EngineId(logical, rest, rank) if slash else EngineId(rest, "", rank)
 
 
+def short_name(engine_id: str) -> str:
+    """Return role and index, such as ``prefill/0``: the same after a restart and a rollout.
+
+    It is the logical id where that has other parts, in engines that the operator did not make.
+    """
+    parts = _parts(engine_id)
+    return f"{parts[2]}/{parts[4]}" if len(parts) == 5 else parse_engine_id(engine_id).logical
+
+
 def id_of_rank(engine_id: str, data_rank: int, size: int) -> str:
     """Return what vLLM calls one data-parallel rank of an engine of ``size`` such ranks."""
     return engine_id if size == 1 else f"{engine_id}_dp{data_rank}"

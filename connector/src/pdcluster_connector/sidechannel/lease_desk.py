@@ -40,11 +40,13 @@ class LeaseChanges:
         released, expired: requests whose leases have ended, by prefill's id.
         words: what every rank has to write into its table of lease words, by slot. The ends of
             ``released`` and ``expired`` are among them, or were in an earlier step's.
+        handovers: of each lease that was claimed, the seconds since it was granted.
     """
 
     released: list[str] = field(default_factory=list)
     expired: list[str] = field(default_factory=list)
     words: dict[int, int] = field(default_factory=dict)
+    handovers: list[float] = field(default_factory=list)
 
 
 class LeaseDesk:
@@ -76,6 +78,7 @@ class LeaseDesk:
         self._free = list(range(slots - 1, -1, -1))
         self._words: dict[int, int] = {}
         self._released: list[str] = []
+        self._handovers: list[float] = []
         self._expired: OrderedDict[str, int] = OrderedDict()  # the tokens of the latest ones
 
     @property
@@ -141,7 +144,8 @@ class LeaseDesk:
                 self._expired.popitem(last=False)
             words |= self._words
             released, self._released, self._words = self._released, [], {}
-            return LeaseChanges(released, expired, words)
+            handovers, self._handovers = self._handovers, []
+            return LeaseChanges(released, expired, words, handovers)
 
     # The side channel's thread.
 
@@ -167,9 +171,12 @@ class LeaseDesk:
             return Standing.EXPIRED if self._expired.get(request_id) == token else Standing.GONE
         if lease.readers and lease.engine != engine:
             return Standing.CLAIMED
+        now = self._clock()
+        if not lease.engine:
+            self._handovers.append(now - (lease.deadline - self._seconds))
         lease.engine = engine
         lease.readers.add(holder)
-        lease.deadline = self._clock() + self._seconds
+        lease.deadline = now + self._seconds
         self._granted.move_to_end(request_id)
         return Standing.HELD
 

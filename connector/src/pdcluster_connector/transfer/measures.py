@@ -26,6 +26,7 @@ class ReceiveResults:
         received: those that arrived whole: bytes of this rank, and seconds from the connect on.
         phase_seconds: one value for each of them under ``handshake``, ``post``, ``transfer``,
             ``fence``, ``total``.
+        links: bytes, and seconds of the phase ``transfer``, of those from each prefill engine.
     """
 
     finished: set[str] = field(default_factory=set)
@@ -33,9 +34,13 @@ class ReceiveResults:
     abandoned: set[str] = field(default_factory=set)
     received: dict[str, Receipt] = field(default_factory=dict)
     phase_seconds: dict[str, list[float]] = field(default_factory=dict)
+    links: dict[str, tuple[int, float]] = field(default_factory=dict)
 
-    def add(self, receive: Receive, nbytes: int) -> None:
-        """Count a receive that is DONE or FAILED, and the bytes that were read for it."""
+    def add(self, receive: Receive, nbytes: int, prefill: str) -> None:
+        """Count a receive that is DONE or FAILED, and the bytes that were read for it.
+
+        ``prefill`` is the id of the engine that they were read from.
+        """
         self.finished.add(receive.request_id)
         if receive.state is not State.DONE:
             failure = receive.failure or Failure(Reason.BACKEND_ERROR, "no cause is known")
@@ -53,4 +58,6 @@ class ReceiveResults:
         }
         for phase, seconds in phases.items():
             self.phase_seconds.setdefault(phase, []).append(seconds)
+        before, seconds = self.links.get(prefill, (0, 0.0))
+        self.links[prefill] = before + nbytes, seconds + phases["transfer"]
         self.received[receive.request_id] = Receipt(nbytes, phases["total"])

@@ -130,7 +130,7 @@ class Receiver:
         results = ReceiveResults() if results is None else results
         while self._executor.ended:
             job = self._executor.ended[0]
-            results.add(job.machine, job.nbytes)
+            results.add(job.machine, job.nbytes, job.request.ticket.engine_id)
             self._executor.ended.popleft()
         return results
 

@@ -13,9 +13,12 @@ from typing import Any, Final, NamedTuple, Self
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1 import metrics
 
+from pdcluster_connector.protocol.engine_id import short_name
 from pdcluster_connector.protocol.prompt_outcomes import Outcome, is_fault
 
 PREFIX: Final = "pdcluster_kv_"
+MAX_LINKS: Final = 64  # prefill engines that one rank names; the others are OTHER_ENGINES
+OTHER_ENGINES: Final = "other"
 MAX_SAMPLES: Final = 4096  # of a histogram's child in an interval; more samples are dropped
 _BUCKETS: Final = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
@@ -38,6 +41,14 @@ class _Metric(NamedTuple):
 
 METRICS: Final = {  # by name, without PREFIX and the suffix of a counter
     "received_bytes": _Metric(Counter, "KV bytes received from prefill engines, all ranks."),
+    "link_bytes": _Metric(
+        Counter, "KV bytes received from each prefill engine, all ranks.", ("prefill",)
+    ),
+    "link_transfer_seconds": _Metric(
+        Counter,
+        "Seconds that transfers from each prefill engine took, summed over receives and ranks.",
+        ("prefill",),
+    ),
     "failures": _Metric(Counter, "KV receives that failed, by reason, each rank.", ("reason",)),
     "prompts": _Metric(  # protocol.prompt_outcomes.PROMPTS_METRIC
         Counter,
@@ -66,6 +77,10 @@ METRICS: Final = {  # by name, without PREFIX and the suffix of a counter
         "Duration of a KV receive on one rank, by phase.",
         ("phase",),
         ("handshake", "post", "transfer", "fence", "total"),
+    ),
+    "handover_seconds": _Metric(
+        Histogram,
+        "Seconds from the ticket that prefill handed out until a decode engine claimed its lease.",
     ),
     "local_prompt_wait_seconds": _Metric(
         Histogram,
@@ -141,8 +156,9 @@ class StatsCollector:
     def __init__(self) -> None:
         self._stats = ConnectorStats()
         self._gauges: dict[str, int] = {}
+        self._links: set[str] = set()
 
-    def count(self, name: str, key: str = "", amount: int | Sequence[float] = 1) -> None:
+    def count(self, name: str, key: str = "", amount: float | Sequence[float] = 1) -> None:
         """Add to a counter, or samples to a histogram."""
         self._stats.add(name, key, amount)
 
@@ -158,6 +174,16 @@ class StatsCollector:
         self.count("prompts", f"{outcome}|{reason}")
         if tokens and is_fault(outcome, reason):
             self.count("local_prompt_tokens", reason, tokens)
+
+    def link(self, engine_id: str, nbytes: int, seconds: float) -> None:
+        """Count what came from a prefill engine, and how long the transfers took."""
+        name = short_name(engine_id)
+        if name in self._links or len(self._links) < MAX_LINKS:
+            self._links.add(name)
+        else:
+            name = OTHER_ENGINES
+        self.count("link_bytes", name, nbytes)
+        self.count("link_transfer_seconds", name, seconds)
 
     def take(self) -> ConnectorStats | None:
         """Counts since the last call; None if nothing happened."""
@@ -199,7 +225,7 @@ class PrometheusMetrics(metrics.KVConnectorPromMetrics):
         for name, children in transfer_stats_data.items():
             metric = METRICS[name]
             for key, value in children.items():
-                labels = key.split("|") if metric.labels else ()
+                labels = key.split("|", len(metric.labels) - 1) if metric.labels else ()
                 child = self._families[name].labels(*engine, *labels)
                 if metric.kind is Counter:
                     child.inc(value)

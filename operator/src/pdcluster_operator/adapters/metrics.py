@@ -1,7 +1,7 @@
 """What the operator and its webhook show: metrics for Prometheus, and health for the kubelet."""
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from heapq import nlargest, nsmallest
@@ -10,12 +10,17 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from pdcluster_connector import listening
+from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition
+from pdcluster_operator.api.spec.pod_templates import as_mapping
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.runtime.control_loop import ControlLoop
 
 LATENCY = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _RESOURCE = re.compile(
     r"/apis?/(?:[^/]+/)?v[^/]+(?:/namespaces/[^/]+)?/([a-z]+)(?:/[^/]+(/status)?)?$"
 )
+_READY_OF_ALL = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
+SHOWN_CONDITIONS = (ConditionType.AVAILABLE, ConditionType.PROGRESSING, ConditionType.READY)
 MOST_SHOWN = 200
 """PDClusters that a metric names at most, so that no crowd fills the memory of Prometheus."""
 
@@ -65,6 +70,20 @@ class Metrics:
             *cluster,
             "reason",
         )
+        shown = f"{MOST_SHOWN} PDClusters are shown at most, those first that are not Ready."
+        self.condition = gauge(
+            "pdcluster_condition",
+            "1 for the status and the reason that the conditions Available, Progressing and Ready "
+            f"of a PDCluster have. {shown}",
+            *cluster,
+            *("condition", "status", "reason"),
+        )
+        self.engines = gauge(
+            "pdcluster_engines",
+            f"Engines of a PDCluster, by role and by whether they are ready or waiting. {shown}",
+            *cluster,
+            *("role", "state"),
+        )
         self.unlisted = gauge(
             "pdcluster_unlisted_namespace",
             "1 for a watched namespace whose objects could not be listed so far. "
@@ -112,9 +131,27 @@ class Metrics:
         self.not_ready_clusters.set(len(reasons))
         for name in nsmallest(MOST_SHOWN, reasons):
             self.not_ready.labels(*name, reasons[name]).set(1)
+        self._read_statuses(loop.statuses(), reasons)
         self.unlisted.clear()
         for namespace in nsmallest(MOST_SHOWN, loop.unlisted):
             self.unlisted.labels(namespace).set(1)
+
+    def _read_statuses(
+        self, statuses: Mapping[tuple[str, str], object], not_ready: Container[tuple[str, str]]
+    ) -> None:
+        self.condition.clear()
+        self.engines.clear()
+        for name in nsmallest(MOST_SHOWN, statuses, key=lambda name: (name not in not_ready, name)):
+            status = statuses[name]
+            for kind in SHOWN_CONDITIONS:
+                found = find_condition(status, kind)
+                reason = found.get("reason") or StatusReason.NOT_SEEN_YET
+                self.condition.labels(*name, kind, found.get("status") or "Unknown", reason).set(1)
+            for role in Role:
+                if counts := _READY_OF_ALL.fullmatch(str(as_mapping(status).get(role.value))):
+                    ready, wanted = int(counts[1]), int(counts[2])
+                    self.engines.labels(*name, role.value, "ready").set(ready)
+                    self.engines.labels(*name, role.value, "waiting").set(wanted - ready)
 
 
 def resource_of(path: str) -> str:

@@ -131,13 +131,16 @@ class ControlLoop:
         shares = {key: local_share(self.monitor.links(key).values()) for key in keys}
         return {key: share for key, share in shares.items() if share is not None}
 
+    def statuses(self) -> dict[tuple[str, str], object]:
+        """Return the status of each cluster of ours; None of a cluster that has none yet."""
+        ours = filter(self._is_ours, self.store.keys())
+        return {key: (self.store.cluster(key) or {}).get("status") for key in ours}
+
     def not_ready(self) -> dict[tuple[str, str], str]:
         """Return the reason of the condition Ready for each cluster of ours that is not Ready."""
         found: dict[tuple[str, str], str] = {}
-        for key in filter(self._is_ours, self.store.keys()):
-            ready = conditions.find_condition(
-                (self.store.cluster(key) or {}).get("status"), conditions.ConditionType.READY
-            )
+        for key, status in self.statuses().items():
+            ready = conditions.find_condition(status, conditions.ConditionType.READY)
             if ready.get("status") != "True":
                 found[key] = str(ready.get("reason") or conditions.StatusReason.NOT_SEEN_YET)
         return found

@@ -177,6 +177,7 @@ class PrefillRole:
         changes = self.leases.take(orders.lease_words)
         self.stats.count("leases_expired", amount=len(changes.expired))
         self.stats.gauge("leases_held", self.leases.held)
+        self.stats.count("handover_seconds", amount=changes.handovers)
         self._order_sent(orders, [*changes.released, *changes.expired])
 
     def recover(self, orders: step_messages.StepOrders) -> None:

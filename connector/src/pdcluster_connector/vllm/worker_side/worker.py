@@ -278,6 +278,8 @@ class WorkerRole:
             receipts[request_id] = received
         for phase, seconds in ended.phase_seconds.items():
             self.stats.count("receive_seconds", phase, seconds)
+        for engine_id, (nbytes, took) in ended.links.items():
+            self.stats.link(engine_id, nbytes, took)
         results.failed_recving.update(ended.failed)
         results.finished_recving.update(ended.finished)
         self._ended = measures.ReceiveResults()
