@@ -7,6 +7,7 @@ import shlex
 import socket
 from pathlib import Path
 
+import click
 import pytest
 from dev.reasons_page import families
 
@@ -16,7 +17,7 @@ from pdcluster_connector.launcher.engine import last_words
 from pdcluster_connector.protocol.launcher_documents import CanaryState, EngineState, LinkState
 from pdcluster_operator.api import remedies
 from pdcluster_operator.api.remedies import Remedy, Severity, next_step, table
-from pdcluster_operator.cli.main import parser
+from pdcluster_operator.cli.main import pdcluster
 from pdcluster_operator.local.preflight import Lack
 from pdcluster_operator.plan.observed.pods import describe_end
 
@@ -50,13 +51,22 @@ def test_an_entry_is_whole_sentences_and_says_what_to_do_if_something_is_to_be_d
     assert len({one.name.lower() for one in ENTRIES}) == len(ENTRIES), "an anchor is given twice"
 
 
+def parsed(words: list[str]) -> click.Context:
+    """Read a command line without running it; a wrong one raises."""
+    command: click.Command | None = pdcluster
+    while isinstance(command, click.Group):
+        command = command.get_command(click.Context(command), words.pop(0))
+    assert command is not None
+    return command.make_context(command.name, words)
+
+
 @pytest.mark.parametrize("one", [one for one in ENTRIES if one.next], ids=lambda one: one.name)
 def test_the_next_command_exists(one: Remedy) -> None:
     command = next_step(one.name, "llama", "team-a", file="llama.yaml")
     assert not re.search(r"\b[A-Z]{4,}\b", command), "a placeholder is left"
     program, *words = shlex.split(command)
     if program == "pdcluster":
-        parser().parse_args(words)
+        parsed(words)
     else:
         assert (program, words[0] in KUBECTL) == ("kubectl", True)
         assert "delete" not in words

@@ -13,8 +13,8 @@ from pdcluster_connector.protocol.launcher_documents import (
     LinkReport,
     LinkState,
 )
+from pdcluster_operator.cli.columns import Columns
 from pdcluster_operator.cli.view import (
-    Columns,
     Condition,
     PodLine,
     conditions_table,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pdcluster_operator.cli.main import main
+from pdcluster_operator.cli.main import COMMANDS, main
 
 GOLDEN = Path(__file__).with_name("golden")
 
@@ -130,23 +130,18 @@ def test_plan_prints_the_steps_of_the_operators_own_planner(
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["--help"])
-    assert left.value.code == 0
+    assert main(["--help"]) == 0
     printed = capsys.readouterr().out
-    for words in ("pdcluster lint cluster.yaml", "--once", "exit codes", "prefill", "decode"):
+    for words in ("pdcluster lint cluster.yaml", "--once", "Exit codes", "prefill", "decode"):
         assert words in printed
-    for command in ("lint", "plan", "up"):
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
+    for command in COMMANDS:
+        assert main([command, "--help"]) == 0
         assert len(capsys.readouterr().out) > 250
 
 
 @pytest.mark.parametrize("words", [[], ["up"], ["up", "x", "--timeout", "0"], ["fly"]])
 def test_a_wrong_command_line_exits_with_2(words: list[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(words)
-    assert left.value.code == 2
+    assert main(words) == 2
 
 
 def test_lint_starts_without_what_only_an_operator_needs() -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import tomllib
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 
 from pdcluster_connector.compat.supported import SUPPORTED
-from pdcluster_operator.cli.main import parser
+from pdcluster_operator.cli.main import pdcluster
 
 ROOT = Path(__file__).parents[3]
 PAGES = [
@@ -70,10 +70,13 @@ def test_every_page_is_linked_from_the_index_or_for_developers_from_contributing
         assert page in linked_from(contributing) - linked_from(index)
 
 
-def commands(of: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+def commands(of: click.Command) -> dict[str, click.Command]:
     """The commands below a command."""
-    found = [a for a in of._actions if isinstance(a, argparse._SubParsersAction)]
-    return dict(found[0].choices) if found else {}
+    if not isinstance(of, click.Group):
+        return {}
+    context = click.Context(of)
+    found = {name: of.get_command(context, name) for name in of.list_commands(context)}
+    return {name: one for name, one in found.items() if one is not None}
 
 
 @every_page
@@ -81,13 +84,13 @@ def test_the_command_line_has_the_commands_and_options_that_pages_name(page: Pat
     for line in re.findall(
         r"(?:`|^|&& )(?:kubectl )?pdcluster ([a-z][^`\n]*)", page.read_text(), re.MULTILINE
     ):
-        words, of = line.split(), parser()
+        words, of = line.split(), pdcluster
         while words and (below := commands(of)):
             names = words.pop(0).replace("\\", "").split("|")
             for name in names:
                 assert name in below, line
             of = below[names[0]]
-        options = {option for action in of._actions for option in action.option_strings}
+        options = {option for one in of.params for option in one.opts}
         for word in words:
             assert not word.startswith("-") or word.partition("=")[0] in options, line
 

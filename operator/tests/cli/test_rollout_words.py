@@ -11,16 +11,18 @@ import pytest
 
 import virtual_time
 from pdcluster_operator.api.spec.types import Role
-from pdcluster_operator.cli import rollout
+from pdcluster_operator.cli import connection, rollout
 from pdcluster_operator.cli.exits import Exit, UserError
-from pdcluster_operator.cli.main import parser
+from pdcluster_operator.cli.main import pdcluster
 from pdcluster_operator.cli.rollout import Announcement, Undo
 from pdcluster_operator.runtime.interfaces import ApiError, Key
 
 
 def run(verb: str, *words: str) -> Exit:
     """Run ``pdcluster rollout`` for the PDCluster ``ns/tiny``."""
-    return rollout.rollout(parser().parse_args(["rollout", verb, "tiny", "-n", "ns", *words]))
+    with pdcluster.make_context("pdcluster", ["rollout", verb, "tiny", "-n", "ns", *words]) as root:
+        ended: Exit = pdcluster.invoke(root)
+    return ended
 
 
 class Cluster:
@@ -67,8 +69,9 @@ class Cluster:
         )
         monkeypatch.setattr(rollout, "time", clock)
         monkeypatch.setattr(rollout, "undo", lambda found: found)
-        for one in (connected, read_cluster, change_spec, observe, announce):
+        for one in (read_cluster, change_spec, observe, announce):
             monkeypatch.setattr(rollout, one.__name__, one)
+        monkeypatch.setattr(connection, "connected", connected)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """``pdcluster plan FILE --against``: the steps of the operator for a cluster that runs."""
 
-import argparse
 import itertools
 import time
 from dataclasses import replace
@@ -19,15 +18,15 @@ from pdcluster_operator.plan.types import TryOut
 from pdcluster_operator.runtime.interfaces import ApiError, Key
 
 
-def show_plan_against(options: argparse.Namespace) -> Exit:
+def show_plan_against(file: str, context: str | None, namespace: str | None) -> Exit:
     """Print the steps that would follow if a file were applied now; write nothing."""
     console = Console(highlight=False, soft_wrap=True)
-    manifest = plan.read_accepted(console, options.file)
+    manifest = plan.read_accepted(console, file)
     if manifest is None:
         return Exit.MANIFEST
-    context, connector = options.against or None, plan.shipped_connector()
+    connector = plan.shipped_connector()
     metadata = manifest["metadata"]
-    namespace = options.namespace or metadata.get("namespace") or namespace_of_context(context)
+    namespace = namespace or metadata.get("namespace") or namespace_of_context(context)
     document = {**manifest, "metadata": {**metadata, "namespace": namespace}}
     key = Key(namespace, str(metadata["name"]))
 
@@ -36,13 +35,13 @@ def show_plan_against(options: argparse.Namespace) -> Exit:
         try:
             wanted = await cluster_reader.dry_apply(client, document, live)
         except ApiError as error:
-            console.print(Text(f"the API server refuses {options.file}: {error}", "red"))
+            console.print(Text(f"the API server refuses {file}: {error}", "red"))
             return Exit.REQUEST_FAILED if cluster_reader.lacks_a_right(error) else Exit.MANIFEST
         now = time.time()
         seen = await cluster_reader.observe(client, key, live or wanted, connector)
         seen, left = with_rewrites(seen, now) if live else (seen, ())
         course = forecast(replace(seen, cluster=slim(wanted, PDCLUSTER)), now)
-        console.print(Text(f"PDCluster {namespace}/{key.name}, after {options.file} is applied:"))
+        console.print(Text(f"PDCluster {namespace}/{key.name}, after {file} is applied:"))
         if left:
             console.print(
                 Text(

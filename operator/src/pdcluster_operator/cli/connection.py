@@ -2,11 +2,17 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from pdcluster_operator.adapters.api_server.client import KubeClient
-from pdcluster_operator.adapters.api_server.kubeconfig import NotConnected, find_configuration
+from pdcluster_operator.adapters.api_server.kubeconfig import (
+    NotConnected,
+    find_configuration,
+    namespace_of_context,
+)
+from pdcluster_operator.cli.commands import Target
 from pdcluster_operator.cli.exits import Exit, UserError
-from pdcluster_operator.runtime.interfaces import ApiError
+from pdcluster_operator.runtime.interfaces import ApiError, Key
 
 
 def connected(
@@ -35,3 +41,11 @@ def connected(
                 raise UserError(f"the API server: {error}", Exit.REQUEST_FAILED) from error
 
     return asyncio.run(run())
+
+
+def with_cluster(
+    target: Target, command: Callable[..., Awaitable[Exit]], *words: Any, **options: Any
+) -> Exit:
+    """Run ``command(client, key, ...)`` for the PDCluster that the command line names."""
+    key = Key(target.namespace or namespace_of_context(target.context), target.name)
+    return connected(target.context, lambda client: command(client, key, *words, **options))

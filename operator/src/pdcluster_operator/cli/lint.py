@@ -3,12 +3,12 @@
 Other commands use its functions that read manifests and print findings.
 """
 
-import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import click
 import yaml
 from rich.console import Console
 from rich.text import Text
@@ -18,16 +18,25 @@ from pdcluster_operator.api.findings import FieldError, Findings
 from pdcluster_operator.api.object_names import KIND
 from pdcluster_operator.api.rules import engines, validate
 from pdcluster_operator.api.spec.pod_templates import as_mapping
+from pdcluster_operator.cli.commands import Command
 from pdcluster_operator.cli.exits import Exit, UserError
 
 MAX_BYTES = 4 << 20
+DETAILS = """\
+Prints every error and warning with JSON path, value, rule and remedy. Each FILE is a manifest in
+YAML; - is standard input.
+
+Exits with 1 if there is an error; warnings alone exit with 0.
+"""
 
 
-def lint(options: argparse.Namespace) -> Exit:
+@click.command(cls=Command, help=DETAILS)
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+def lint(files: tuple[str, ...]) -> Exit:
     """Check every PDCluster of every file; DONE when none has an error."""
     console = Console(highlight=False, soft_wrap=True)
     wrong = False
-    for file in options.files:
+    for file in files:
         try:
             documents = read_documents(file)
         except UserError as error:

@@ -1,15 +1,16 @@
 """``pdcluster rollout``: follow, hold back, let go and undo a rollout; and restart engines."""
 
-import argparse
 import asyncio
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import click
+
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.cluster_reader import change_spec, observe, read_cluster
-from pdcluster_operator.adapters.api_server.kubeconfig import namespace_of_context
 from pdcluster_operator.api.conditions import (
     ConditionType,
     Status,
@@ -18,7 +19,8 @@ from pdcluster_operator.api.conditions import (
     timestamp,
 )
 from pdcluster_operator.api.spec import parse, types
-from pdcluster_operator.cli.connection import connected
+from pdcluster_operator.cli.commands import Group, Target, duration, target
+from pdcluster_operator.cli.connection import with_cluster
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.plan.observed.engines import live_by_role
 from pdcluster_operator.plan.rollout import revisions
@@ -28,6 +30,43 @@ from pdcluster_operator.plan.status import progress
 from pdcluster_operator.plan.types import ConnectorBundle, Manifest, Observed
 from pdcluster_operator.runtime.interfaces import ApiError, Key
 
+DETAILS = """\
+What a change of a PDCluster does to its engines: follow it, hold it back, undo it, restart them.
+To see it before you make it: pdcluster plan FILE --against
+
+The commands that change something write the spec of the PDCluster, as `kubectl edit` does. If a
+tool applies your manifest from a repository, change the manifest there as well: the tool would
+write the old value again.
+"""
+EXAMPLES = (
+    (
+        "kubectl apply -f cluster.yaml && pdcluster rollout status llama --timeout 30m",
+        "wait until the change is complete",
+    ),
+    ("pdcluster rollout pause llama", "engines stay as they are, whatever the spec says"),
+    ("pdcluster rollout resume llama", "now they follow the spec"),
+    ("pdcluster rollout undo llama", "back to the engines before the last change"),
+    ("pdcluster rollout restart llama", "new engines in the place of all that run"),
+)
+STATUS = """\
+Prints a line at each change, and waits for the end.
+
+Exit codes: 0 the rollout is complete; 3 it is not, and waits for somebody: its deadline
+(rollout.progressDeadlineSeconds) has passed, or the API server refuses the new pods, or there
+is no place for them, or rollout.paused holds it back, or the spec is not accepted; or --timeout
+has passed.
+"""
+UNDO = """\
+Writes the spec that the PDCluster had before the last change that replaced engines. The operator
+finds the revision that it stored for it, and makes the same engines again. Replicas, the rollout's
+settings, monitoring and the router stay as they are. A second undo brings the change back, as with
+kubectl. rollout.revisionHistoryLimit says how many revisions are kept.
+"""
+RESTART = """\
+Sets spec.rollout.renew to the time of now. Engines are replaced as with any other change: in
+the way of rollout.type, and not while rollout.paused is set. New engines have the operator's newest
+pod template and connector, and exchange KV with the old ones.
+"""
 POLL_SECONDS = 1.0
 OBJECT = "pdcluster.pdcluster.dev"
 WITHOUT_AN_END = frozenset(
@@ -72,28 +111,66 @@ class Undo:
     fields: tuple[str, ...]
 
 
-def rollout(options: argparse.Namespace) -> Exit:
-    """Run the verb that the command line names."""
-    verbs = {"status": status, "undo": go_back, "restart": restart}
-    verb = verbs.get(options.verb, hold)
-
-    async def command(client: KubeClient) -> Exit:
-        namespace = options.namespace or namespace_of_context(options.context)
-        return await verb(client, Key(namespace, options.name), options)
-
-    return connected(options.context, command)
+@click.group(cls=Group, help=DETAILS, examples=EXAMPLES)
+def rollout() -> None:
+    """Hold the verbs."""
 
 
-async def status(client: KubeClient, key: Key, options: argparse.Namespace) -> Exit:
-    """Print how far a rollout is until it ends; once with ``--no-watch``."""
-    deadline = time.monotonic() + options.timeout
+@rollout.command(help=STATUS, short_help="wait until a rollout is complete")
+@target
+@click.option(
+    "--timeout",
+    type=duration,
+    metavar="DURATION",
+    help="give up after this time, such as 90s, 30m or 1h (default: never)",
+)
+@click.option("--no-watch", is_flag=True, help="print one line, and do not wait for the end")
+def status(target: Target, timeout: float | None, no_watch: bool) -> Exit:
+    """Follow a rollout."""
+    return with_cluster(target, follow, timeout or math.inf, watch=not no_watch)
+
+
+@rollout.command(help="Sets spec.rollout.paused.", short_help="keep engines as they are")
+@target
+def pause(target: Target) -> Exit:
+    """Hold a rollout back."""
+    return with_cluster(target, hold, paused=True)
+
+
+@rollout.command(
+    help="Sets spec.rollout.paused to false.", short_help="let engines follow the spec"
+)
+@target
+def resume(target: Target) -> Exit:
+    """Let a rollout go on."""
+    return with_cluster(target, hold, paused=False)
+
+
+@rollout.command("undo", help=UNDO, short_help="go back to the engines before the last change")
+@target
+@click.option("--dry-run", is_flag=True, help="print what would change, and write nothing")
+def undo_command(target: Target, dry_run: bool) -> Exit:
+    """Go back."""
+    return with_cluster(target, go_back, dry_run=dry_run)
+
+
+@rollout.command("restart", help=RESTART, short_help="replace every engine by a new one")
+@target
+def restart_command(target: Target) -> Exit:
+    """Replace each engine once."""
+    return with_cluster(target, restart)
+
+
+async def follow(client: KubeClient, key: Key, seconds: float, *, watch: bool) -> Exit:
+    """Print how far a rollout is until it ends; once if nobody watches."""
+    deadline = time.monotonic() + seconds
     latest = await _announcement(client, key)
     shown, well = _show(key.name, latest.line, ""), time.monotonic()
-    while latest.complete is None and not options.no_watch:
+    while latest.complete is None and watch:
         now = time.monotonic()
         well = well if latest.fails else now
         if now > deadline:
-            late = f"not complete after {options.timeout:.0f} s: {shown}"
+            late = f"not complete after {seconds:.0f} s: {shown}"
             raise UserError(late, Exit.NOT_READY)
         if now - well > progress.FAILING_SECONDS:
             raise UserError(f"somebody has to act, a step still fails: {shown}", Exit.NOT_READY)
@@ -103,9 +180,9 @@ async def status(client: KubeClient, key: Key, options: argparse.Namespace) -> E
     return Exit.NOT_READY if latest.complete is False or latest.fails else Exit.DONE
 
 
-async def hold(client: KubeClient, key: Key, options: argparse.Namespace) -> Exit:
+async def hold(client: KubeClient, key: Key, *, paused: bool) -> Exit:
     """Set ``spec.rollout.paused``: true with ``pause``, false with ``resume``."""
-    live, paused = await _live(client, key), options.verb == "pause"
+    live = await _live(client, key)
     if _is_paused(live) is paused:
         state = "paused already" if paused else "not paused"
         raise UserError(f"{OBJECT}/{key.name} is {state}", Exit.REQUEST_FAILED)
@@ -114,7 +191,7 @@ async def hold(client: KubeClient, key: Key, options: argparse.Namespace) -> Exi
     return Exit.DONE
 
 
-async def restart(client: KubeClient, key: Key, options: argparse.Namespace) -> Exit:
+async def restart(client: KubeClient, key: Key) -> Exit:
     """Set ``spec.rollout.renew`` to the time of now, so that each engine is replaced once."""
     live = await _live(client, key)
     await _change_rollout(client, live, {"renew": timestamp(time.time())})
@@ -122,7 +199,7 @@ async def restart(client: KubeClient, key: Key, options: argparse.Namespace) -> 
     return _done(live)
 
 
-async def go_back(client: KubeClient, key: Key, options: argparse.Namespace) -> Exit:
+async def go_back(client: KubeClient, key: Key, *, dry_run: bool) -> Exit:
     """Write the spec that was there before the last change of the engines."""
     live = await _live(client, key)
     # A spec that goes back to a stored revision needs no connector of ours.
@@ -133,8 +210,8 @@ async def go_back(client: KubeClient, key: Key, options: argparse.Namespace) -> 
             "to; apply the manifest that you want",
             Exit.REQUEST_FAILED,
         )
-    await change_spec(client, live, found.spec, dry_run=options.dry_run)
-    note = " (dry run: nothing was written)" if options.dry_run else ""
+    await change_spec(client, live, found.spec, dry_run=dry_run)
+    note = " (dry run: nothing was written)" if dry_run else ""
     print(f"{OBJECT}/{key.name} rolled back{note}")
     print(f"changed: {', '.join(found.fields)}")
     for role, revision in found.revisions.items():

@@ -1,6 +1,5 @@
 """``pdcluster up``: runs a manifest on this machine, with the operator's own control loop."""
 
-import argparse
 import asyncio
 import json
 import logging
@@ -9,9 +8,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Container
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 from rich.console import Console
 from rich.text import Text
 
@@ -23,6 +24,7 @@ from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Cluster, Visibility
 from pdcluster_operator.cli import lint, once, plan, view as views
+from pdcluster_operator.cli.commands import Command, positive
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.runs import new_run_folder
 from pdcluster_operator.local import cluster as local_cluster
@@ -41,8 +43,74 @@ PATIENCE_SECONDS = 10.0
 ON_THE_WAY = ("Accepted", "KVLinksEstablished", "KVPathVerified")
 """Conditions that are shown while a cluster starts. The lines of the pods cover the others."""
 
+DETAILS = """\
+FILE is a manifest in YAML; - is standard input.
 
-def up(options: argparse.Namespace) -> Exit:
+The operator's own control loop runs over an in-memory API, and a mini-kubelet turns pods into
+processes, each pod on a 127.x.y.z address of its own. Ctrl-C ends every process. A second Ctrl-C
+kills them.
+
+Before the first process starts, it lists everything that this machine lacks: vLLM and NIXL, the
+model, GPUs, memory, ports, the router's program. It then exits with 6, or with 2 if the manifest
+rules out --once.
+
+A manifest usually names a model folder of the nodes (model.source.hostPath). --model-dir puts a
+folder of this machine in its place, whatever source the manifest names.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line of ``pdcluster up`` asks for.
+
+    Attributes:
+        once: the prompt of ``--once``; None without it.
+        timeout: seconds.
+    """
+
+    file: str
+    once: str | None
+    max_tokens: int
+    timeout: int
+    model_dir: Path | None
+    plain: bool
+
+
+@click.command(cls=Command, help=DETAILS)
+@click.argument("file", metavar="FILE")
+@click.option(
+    "--once",
+    metavar="PROMPT",
+    help="wait until Ready, send one prompt through the router, print the answer and what its KV "
+    "cache did, and stop",
+)
+@click.option(
+    "--max-tokens",
+    type=positive,
+    default=32,
+    metavar="N",
+    help="tokens to generate with --once (default 32)",
+)
+@click.option(
+    "--timeout",
+    type=positive,
+    default=900,
+    metavar="SECONDS",
+    help="with --once: give up if not Ready by then (default 900)",
+)
+@click.option(
+    "--model-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="serve the model in this folder, instead of the one that the manifest names",
+)
+@click.option("--plain", is_flag=True, help="print lines instead of a live table")
+def up(**options: Any) -> Exit:
+    """Run a manifest on this machine."""
+    return run(Options(**options))
+
+
+def run(options: Options) -> Exit:
     """Run until Ctrl-C, or until the one prompt is answered."""
     if sys.platform != "linux":
         raise UserError(
@@ -120,7 +188,7 @@ class UpRun:
 
     def __init__(
         self,
-        options: argparse.Namespace,
+        options: Options,
         cluster: Cluster,
         view: views.View,
         local: local_cluster.LocalCluster,

@@ -1,0 +1,199 @@
+"""What all commands share: how their help looks, where their cluster is, and how values are read.
+
+Help is readable in a terminal of 40 columns: examples and options then have their explanation
+below them, and no word is cut.
+"""
+
+import functools
+import importlib
+import shutil
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import click
+import msgspec
+
+NARROW = 60
+"""In a narrower terminal, an explanation stands below what it explains."""
+BROAD = 90
+"""In a broader terminal, what an example does stands beside it."""
+LEAST_WIDTH = 30
+WIDEST = 100
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+FORMATS = ("text", "json", "yaml")
+
+Examples = Sequence[tuple[str, str]]
+"""Command lines, each with what it does."""
+
+
+class Help(click.HelpFormatter):
+    """Writes help in the width of the terminal; Click alone takes at least 50 columns."""
+
+    def __init__(
+        self, indent_increment: int = 2, width: int | None = None, max_width: int | None = None
+    ) -> None:
+        columns = min(shutil.get_terminal_size().columns, max_width or WIDEST)
+        super().__init__(indent_increment, width or max(columns - 2, LEAST_WIDTH))
+
+    def write_dl(self, rows: Any, col_max: int = 30, col_spacing: int = 2) -> None:
+        """Write terms and their explanations, below each other if the terminal is narrow."""
+        widest = col_max if self.width >= NARROW else 2
+        super().write_dl(rows, widest, col_spacing)
+
+
+class Context(click.Context):
+    """The context of one command."""
+
+    formatter_class = Help
+
+
+class Command(click.Command):
+    """One command.
+
+    Args:
+        document: what ``-o json`` prints. The name of the type is the document's ``kind``. With
+            it, the command has the option ``-o``.
+        examples: printed at the end of the help.
+    """
+
+    context_class = Context
+
+    def __init__(
+        self,
+        *words: Any,
+        document: type[msgspec.Struct] | None = None,
+        examples: Examples = (),
+        **settings: Any,
+    ) -> None:
+        super().__init__(*words, **settings)
+        self.document, self.examples = document, examples
+        if document is not None:
+            self.params.append(_output(document))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run it. From here on, Ctrl-C is an exception: the command may have to clean up."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return super().invoke(ctx)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples."""
+        _write_examples(self.examples, formatter)
+        super().format_epilog(ctx, formatter)
+
+
+class Entry(NamedTuple):
+    """A command that is imported when it is used: ``module:name``, and its line in the help."""
+
+    where: str
+    summary: str
+
+
+class Group(click.Group):
+    """A command with commands below it.
+
+    Args:
+        table: commands by name that are imported when they are used.
+        examples: printed at the end of the help.
+    """
+
+    context_class = Context
+    command_class = Command
+
+    def __init__(
+        self,
+        *words: Any,
+        table: Mapping[str, Entry] | None = None,
+        examples: Examples = (),
+        **settings: Any,
+    ) -> None:
+        super().__init__(*words, **settings)
+        self.table, self.examples = table or {}, examples
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the order of their definition."""
+        return [*self.table, *self.commands]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one command; None if there is none of that name."""
+        if (entry := self.table.get(cmd_name)) is None:
+            return super().get_command(ctx, cmd_name)
+        module, _, name = entry.where.partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write a line a command. It imports none of them."""
+        own = {name: str(one.short_help or "") for name, one in self.commands.items()}
+        rows = {name: entry.summary for name, entry in self.table.items()} | own
+        with formatter.section("Commands"):
+            formatter.write_dl(list(rows.items()))
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples."""
+        _write_examples(self.examples, formatter)
+        super().format_epilog(ctx, formatter)
+
+
+def _write_examples(examples: Examples, formatter: click.HelpFormatter) -> None:
+    if examples:
+        with formatter.section("Examples"):
+            formatter.write_dl(examples, col_max=44 if formatter.width > BROAD else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The PDCluster that a command is about, as the command line names it."""
+
+    name: str
+    namespace: str | None
+    context: str | None
+
+
+namespace_option = click.option(
+    "-n", "--namespace", metavar="NAMESPACE", help="default: the one of the context"
+)
+context_option = click.option(
+    "--context", metavar="CONTEXT", help="of the kubeconfig; default: its current one"
+)
+
+
+def target(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the argument NAME and the options that say where the PDCluster is.
+
+    They arrive as one argument, ``target``.
+    """
+
+    @click.argument("name", metavar="NAME")
+    @namespace_option
+    @context_option
+    @functools.wraps(command)
+    def with_target(name: str, namespace: str | None, context: str | None, **options: Any) -> Any:
+        return command(target=Target(name, namespace, context), **options)
+
+    return with_target
+
+
+def _output(document: type[msgspec.Struct]) -> click.Option:
+    return click.Option(
+        ["-o", "--output"],
+        type=click.Choice(FORMATS),
+        default=FORMATS[0],
+        help=f"json, yaml: one document of kind {document.__name__} for programs (default: text)",
+    )
+
+
+def duration(text: str) -> float:
+    """Return the seconds of a time such as 90s, 30m or 1h."""
+    number, unit = (text[:-1], text[-1:]) if text[-1:] in UNITS else (text, "s")
+    if not number.isdecimal() or int(number) < 1:
+        raise click.BadParameter(f"{text!r} is not a time such as 90s, 30m or 1h")
+    return int(number) * UNITS[unit]
+
+
+def positive(text: str) -> int:
+    """Return a whole number above 0."""
+    if not str(text).isdecimal() or int(text) < 1:
+        raise click.BadParameter(f"{text!r} is not a whole number above 0")
+    return int(text)

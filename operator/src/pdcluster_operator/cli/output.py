@@ -1,0 +1,68 @@
+"""What a command prints: text for people, or one document for programs.
+
+A document has ``apiVersion: cli.pdcluster.dev/v1`` and a ``kind``, and the same facts as the text.
+Fields may be added to ``v1``; none is renamed or removed. Documents go to standard output alone,
+and everything else that a command says then goes to standard error.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+API_VERSION = "cli.pdcluster.dev/v1"
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return where people read: no colours in a pipe or with NO_COLOR.
+
+    In a terminal, lines are broken between words; in a pipe, they stay whole.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, highlight=False, soft_wrap=not stream.isatty())
+
+
+def document(facts: msgspec.Struct) -> dict[str, Any]:
+    """Return what programs read. The kind is the name of the type."""
+    fields: dict[str, Any] = msgspec.to_builtins(facts, str_keys=True)
+    return {"apiVersion": API_VERSION, "kind": type(facts).__name__, **fields}
+
+
+def show(
+    output: str,
+    facts: msgspec.Struct,
+    text: Callable[[Console], None],
+    *,
+    one_of_many: bool = False,
+) -> None:
+    """Print facts as ``-o`` asks.
+
+    Args:
+        output: ``text``, ``json`` or ``yaml``.
+        text: prints the same facts for people.
+        one_of_many: whether more documents follow: JSON is then one line a document, and each
+            document in YAML begins with ``---``.
+    """
+    if output == "text":
+        text(console())
+    elif output == "json":
+        # Escapes keep half characters, as a file's name may have them.
+        print(json.dumps(document(facts), indent=None if one_of_many else 2), flush=True)
+    else:
+        from pdcluster_operator.api.schema.crd import to_yaml
+
+        begin = "---\n" if one_of_many else ""
+        print(f"{begin}{to_yaml(document(facts))}", end="", flush=True)
+
+
+def schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the JSON schema of a document."""
+    [found], parts = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
+    envelope = {"apiVersion": {"const": API_VERSION}, "kind": {"const": kind.__name__}}
+    shape = parts.pop(found["$ref"].rpartition("/")[2])
+    shape["properties"] = envelope | shape["properties"]
+    shape["required"] = [*envelope, *shape.get("required", ())]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **shape, "$defs": parts}

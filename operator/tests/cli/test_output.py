@@ -1,0 +1,120 @@
+"""What all commands print: help in 40 columns, and documents for programs."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import click
+import jsonschema
+import msgspec
+import pytest
+import yaml
+
+from pdcluster_operator.cli import output
+from pdcluster_operator.cli.main import COMMANDS, main, pdcluster
+
+
+def every_command() -> list[tuple[str, ...]]:
+    """The words of each command, those below a command too."""
+    found: list[tuple[str, ...]] = []
+    root = click.Context(pdcluster)
+    for name in COMMANDS:
+        found.append((name,))
+        if isinstance(command := pdcluster.get_command(root, name), click.Group):
+            found.extend((name, verb) for verb in command.list_commands(root))
+    return found
+
+
+@pytest.mark.parametrize("words", [(), *every_command()], ids=" ".join)
+def test_help_is_readable_in_40_columns(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([*words, "--help"]) == 0
+    wide = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main([*words, "--help"]) == 0
+    narrow = capsys.readouterr().out
+    assert max(map(len, wide.splitlines())) <= 100
+    for line in narrow.splitlines():
+        # Commands and options are there to be copied, so they stay in one line.
+        assert len(line) <= 40 or re.match(r"  (pdcluster|kubectl|-)", line), line
+    assert re.sub(r"\s", "", narrow) == re.sub(r"\s", "", wide), "no word is lost"
+    assert set(narrow.split()) - {"mini-"} <= set(wide.split()) | {"kubelet"}, "no word is cut"
+
+
+class Part(msgspec.Struct, frozen=True, rename="camel"):
+    in_bytes: int
+
+
+class Report(msgspec.Struct, frozen=True, rename="camel"):
+    file_name: str
+    parts: tuple[Part, ...] = ()
+    speed: float | None = None
+
+
+REPORT = Report("half \udcff, 'quoted': ä", (Part(3),))
+FACTS = {
+    "apiVersion": "cli.pdcluster.dev/v1",
+    "kind": "Report",
+    "fileName": REPORT.file_name,
+    "parts": [{"inBytes": 3}],
+    "speed": None,
+}
+
+
+@pytest.mark.parametrize(("form", "read"), [("json", json.loads), ("yaml", yaml.safe_load)])
+def test_a_document_has_an_envelope_and_its_schema(
+    form: str, read: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output.show(form, REPORT, lambda console: pytest.fail("no text"))
+    assert callable(read)
+    found = read(capsys.readouterr().out)
+    assert found == FACTS
+    assert list(found)[:2] == ["apiVersion", "kind"]
+    schema = output.schema(Report)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(found, schema)
+    for wrong in ({"kind": "Other"}, {"parts": [{}]}, {"fileName": 1}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(found | wrong, schema)
+
+
+def test_a_stream_is_one_document_a_line_or_a_yaml_stream(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for form in ("json", "json", "yaml", "yaml"):
+        output.show(form, REPORT, lambda console: None, one_of_many=True)
+    first, second, *rest = capsys.readouterr().out.splitlines()
+    assert json.loads(first) == json.loads(second) == FACTS
+    assert list(yaml.safe_load_all("\n".join(rest))) == [FACTS, FACTS]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "environment", "coloured"),
+    [(True, {}, True), (False, {}, False), (True, {"NO_COLOR": "1"}, False)],
+)
+def test_text_has_colours_in_a_terminal_unless_somebody_minds(
+    terminal: bool,
+    environment: dict[str, str],
+    coloured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in {"TERM": "xterm", "COLUMNS": "40", **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout", stream := Stream())
+    line = "fifteen words " * 5
+    output.show("text", REPORT, lambda console: console.print(line, style="red"))
+    written = stream.getvalue()
+    assert ("\x1b[31m" in written) is coloured
+    if terminal:
+        assert max(map(len, re.sub(r"\x1b\[\d*m", "", written).splitlines())) <= 40
+    else:
+        assert written == line + "\n"
