@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
+from click.testing import CliRunner
 
-from pdcluster_operator.cli import runs
+from pdcluster_operator.cli import connection, runs
+from pdcluster_operator.cli.commands import Target, target_or_run
 from pdcluster_operator.cli.exits import Exit, UserError
+from pdcluster_operator.runtime.interfaces import Key
 
 ENDED = 2**22 + 1  # no process can have this number
 
@@ -62,3 +68,50 @@ def test_a_new_run_removes_old_ones_that_ended(base: Path) -> None:
     new = runs.new_run_folder("tiny")
     left = {one.name for one in base.iterdir()}
     assert left == {one.name for one in (*ended[-(runs.KEPT_RUNS - 1) :], going_on, new)}
+
+
+def test_a_command_reaches_the_run_that_is_named(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run_of(base, "tiny", 1, os.getpid())
+    context = {"namespace": "n", "cluster": "up", "user": "up"}
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "up",
+        "contexts": [{"name": "up", "context": context}],
+        "clusters": [{"name": "up", "cluster": {"server": "https://127.0.0.1:1"}}],
+        "users": [{"name": "up", "user": {"token": "x"}}],
+    }
+    (folder / runs.KUBECONFIG).write_text(json.dumps(config))
+    reached = []
+
+    def connected(context: str | None, command: Any, kubeconfig: str | None = None) -> Exit:
+        command(None)
+        reached.append((context, kubeconfig))
+        return Exit.DONE
+
+    def command(_: None, key: Key, *, more: int) -> None:
+        reached.append((key, more))
+
+    monkeypatch.setattr(connection, "connected", connected)
+    for name in ("tiny", folder.name):
+        target = Target(name, None, None, local=True)
+        assert connection.with_cluster(target, command, more=3) is Exit.DONE
+    expected = [(Key("n", "tiny"), 3), (None, str(folder / runs.KUBECONFIG))]
+    assert reached == expected * 2
+    with pytest.raises(UserError, match="start one: pdcluster up FILE"):
+        connection.with_cluster(Target("other", None, None, local=True), command, more=3)
+
+
+def test_a_run_and_a_context_are_two_places() -> None:
+    @click.command()
+    @target_or_run
+    def look(target: Target) -> None:
+        click.echo(repr(target))
+
+    told = CliRunner().invoke(look, ["tiny", "--local", "-n", "ns"])
+    assert told.output == f"{Target('tiny', 'ns', None, local=True)!r}\n"
+    told = CliRunner().invoke(look, ["tiny", "--local", "--context", "c"])
+    assert told.exit_code == Exit.USAGE
+    assert "two different places" in told.output

@@ -9,7 +9,7 @@ import importlib
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import click
@@ -144,11 +144,15 @@ def _write_examples(examples: Examples, formatter: click.HelpFormatter) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The PDCluster that a command is about, as the command line names it."""
+    """The PDCluster that a command is about, as the command line names it.
+
+    ``local``: it is one of a running `pdcluster up` of this machine.
+    """
 
     name: str
     namespace: str | None
     context: str | None
+    local: bool = False
 
 
 namespace_option = click.option(
@@ -173,6 +177,25 @@ def target(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(target=Target(name, namespace, context), **options)
 
     return with_target
+
+
+def target_or_run(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command what :func:`target` does, and ``--local``. For commands that only read."""
+
+    @click.option(
+        "--local",
+        is_flag=True,
+        help="NAME runs on this machine: it is a PDCluster of a running pdcluster up, or the "
+        "folder of its run",
+    )
+    @target
+    @functools.wraps(command)
+    def with_run(target: Target, local: bool, **options: Any) -> Any:
+        if local and target.context is not None:
+            raise click.UsageError("--local and --context name two different places")
+        return command(target=replace(target, local=local), **options)
+
+    return with_run
 
 
 def _output(document: type[msgspec.Struct]) -> click.Option:

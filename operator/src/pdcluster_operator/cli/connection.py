@@ -12,6 +12,7 @@ from pdcluster_operator.adapters.api_server.kubeconfig import (
 )
 from pdcluster_operator.cli.commands import Target
 from pdcluster_operator.cli.exits import Exit, UserError
+from pdcluster_operator.cli.runs import find_run
 from pdcluster_operator.runtime.interfaces import ApiError, Key
 
 
@@ -47,5 +48,10 @@ def with_cluster(
     target: Target, command: Callable[..., Awaitable[Exit]], *words: Any, **options: Any
 ) -> Exit:
     """Run ``command(client, key, ...)`` for the PDCluster that the command line names."""
-    key = Key(target.namespace or namespace_of_context(target.context), target.name)
-    return connected(target.context, lambda client: command(client, key, *words, **options))
+    run = find_run(target.name) if target.local else None
+    kubeconfig = run and run.kubeconfig
+    namespace = target.namespace or namespace_of_context(target.context, kubeconfig)
+    key = Key(namespace, run.cluster if run else target.name)
+    return connected(
+        target.context, lambda client: command(client, key, *words, **options), kubeconfig
+    )
