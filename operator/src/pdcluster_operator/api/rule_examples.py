@@ -1,0 +1,102 @@
+"""For each rule that a manifest can break, one that breaks it and its nearest neighbour. Pure.
+
+``rule_examples.yaml`` holds them.
+"""
+
+import difflib
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+import yaml
+
+from pdcluster_operator.api.findings import FieldError, Findings
+from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.schema.crd import to_yaml
+from pdcluster_operator.api.spec.pod_templates import merge
+
+# Too long to be shown. The rules get a text of that length in its place.
+LONG_TEXT = "TEXT_OF_250000_LETTERS"
+LENGTH = 250_000
+SETTINGS = {
+    "host_paths": "an operator that admits folders of the nodes",
+    "mounted_certificates": "an operator with a certificate that such engines trust",
+    "pod_groups": "an API server that serves PodGroups",
+}
+"""What a default install does not have, by the names of ``check_manifest``."""
+
+
+class Example(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Two manifests.
+
+    Attributes:
+        wrong: the rule refuses it, or warns of it.
+        right: no rule reports anything about it.
+        admits: what both are judged with beyond a default install: some of SETTINGS.
+    """
+
+    wrong: dict[str, Any]
+    right: dict[str, Any]
+    admits: tuple[str, ...] = ()
+
+    def judge(self, manifest: Mapping[str, Any]) -> Findings:
+        """Return what admission finds in one of the two."""
+        given = {setting: setting in self.admits for setting in SETTINGS}
+        _, findings = check_manifest(_with_long_texts(manifest), **given)
+        return findings
+
+    @property
+    def finding(self) -> FieldError:
+        """The first finding about the wrong one."""
+        found = self.judge(self.wrong)
+        return (*found.errors, *found.warnings)[0]
+
+    @property
+    def refused(self) -> bool:
+        """Whether the wrong one is refused. If not, admission warns of it."""
+        return not self.judge(self.wrong).ok
+
+    def difference(self) -> list[str]:
+        """Return what changes from the wrong manifest to the right one, and the fields around it.
+
+        Lines begin with ``-``, ``+`` or a blank, as those of a diff.
+        """
+        wrong, right = (to_yaml(one).splitlines() for one in (self.wrong, self.right))
+        lines = list(difflib.unified_diff(wrong, right, n=len(wrong), lineterm=""))[3:]
+        shown, depth = list[str](), 0
+        for line in reversed(lines):
+            text = line[1:].lstrip()
+            # An item's dash stands below the first letter of the field that has the list.
+            place = 2 * (len(line) - len(text)) + text.startswith("-")
+            if line[0] in "+-" or place < depth:
+                shown.insert(0, line)
+                depth = place
+        return shown
+
+
+@cache
+def examples() -> Mapping[str, Example]:
+    """Return the examples by rule: a rule of manifests, or the id of a compatibility rule."""
+    text = files(__package__).joinpath("rule_examples.yaml").read_text()
+    table = yaml.safe_load(text)
+    return {rule: _example(table["base"], **given) for rule, given in table["rules"].items()}
+
+
+def of_reason(reason: str) -> Mapping[str, Example]:
+    """Return the examples of all rules that report a reason."""
+    return {rule: one for rule, one in examples().items() if rule.partition("/")[0] == reason}
+
+
+def _example(base: Any, wrong: Any, right: Any, admits: tuple[str, ...] = ()) -> Example:
+    return Example(merge(base, wrong), merge(base, right), tuple(admits))
+
+
+def _with_long_texts(part: Any) -> Any:
+    match part:
+        case dict():
+            return {key: _with_long_texts(value) for key, value in part.items()}
+        case list():
+            return [_with_long_texts(value) for value in part]
+    return "x" * LENGTH if part == LONG_TEXT else part
