@@ -1,6 +1,5 @@
 """``pdcluster init``: a first manifest for a model on some GPUs, with the arithmetic."""
 
-import json
 import os
 import re
 import sys
@@ -19,11 +18,9 @@ from pdcluster_operator.api.schema.crd import to_yaml
 from pdcluster_operator.api.spec.engine_types import SharedEngine
 from pdcluster_operator.api.spec.resources import GPU_RESOURCE
 from pdcluster_operator.cli import model_shape, sizing
+from pdcluster_operator.cli.commands import Command
 from pdcluster_operator.cli.exits import Exit, UserError
 
-MOST_MIB = 32
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-INDEX = "model.safetensors.index.json"
 GIB = 1 << 30
 POD_GIB, GPU_GIB = 16, 8
 """Memory of a pod beside the weights: of the pod, with 8 Gi of shared memory, and for each GPU."""
@@ -149,49 +146,6 @@ def _as_name(text: str) -> str:
     return name[:LONGEST_NAME].rstrip("-")
 
 
-def read_shape(model: str) -> model_shape.Shape:
-    """Return the sizes of a folder's model, or of one of the table.
-
-    Raises:
-        UnknownModel: it is neither, or its config.json does not say enough.
-    """
-    folder = Path(model)
-    if not os.path.isdir(folder):
-        return model_shape.shape_of_family(model_shape.family(model))
-    weights, said = _weights(folder)
-    return model_shape.shape(_json_of(folder / "config.json"), weights=weights, said=said)
-
-
-def _weights(folder: Path) -> tuple[int | None, str]:
-    for pattern in WEIGHTS:
-        if sizes := [one.stat().st_size for one in folder.glob(pattern)]:
-            return sum(sizes), f"{counted(len(sizes), 'file')} {pattern} of the folder"
-    if (folder / INDEX).exists():
-        total = (_json_of(folder / INDEX).get("metadata") or {}).get("total_size")
-        if isinstance(total, int) and total > 0:
-            return total, f"{INDEX} of the folder"
-    return None, ""
-
-
-def _json_of(file: Path) -> dict[str, Any]:
-    try:
-        with file.open("rb") as opened:
-            data = opened.read((MOST_MIB << 20) + 1)
-        if len(data) > MOST_MIB << 20:
-            raise model_shape.UnknownModel(f"--model: {file} is larger than {MOST_MIB} MiB")
-        found = json.loads(data)
-    except OSError as error:
-        raise model_shape.UnknownModel(
-            f"--model: {file} cannot be read: {error.strerror}; name the folder of a model, as "
-            "Hugging Face has it"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise model_shape.UnknownModel(f"--model: {file} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise model_shape.UnknownModel(f"--model: {file} holds no JSON object")
-    return found
-
-
 def text_of(
     choice: Choice, wish: sizing.Wish, document: Mapping[str, Any], sized: sizing.Sizing
 ) -> str:
@@ -217,15 +171,8 @@ def text_of(
         "        ",
     )
     if choice.fabric == "nvlink":
-        lines += ["#", *_wrapped(
-            "NVLink between pods needs more than this file (docs/operations.md, 'NVLink between "
-            "engines on a node'). Without it KV goes over TCP, and minBandwidthMBps makes "
-            "TransportHealthy False."
-        )]  # fmt: skip
-    lines += ["#", *_wrapped(
-        "The arithmetic. It assumes half of what the data sheet promises, and no load; "
-        "`pdcluster bench` measures what is true on your cluster:"
-    )]  # fmt: skip
+        lines += ["#", *_wrapped(NVLINK)]
+    lines += ["#", *_wrapped(ARITHMETIC)]
     memory = (
         f"memory of a pod: {POD_GIB} Gi + {GPU_GIB} Gi for each GPU + its share of the weights; it "
         "is an assumption"
@@ -267,6 +214,32 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
     ]
 
 
+NVLINK = (
+    "NVLink between pods needs more than this file (docs/operations.md, 'NVLink between engines "
+    "on a node'). Without it KV goes over TCP, and minBandwidthMBps makes TransportHealthy False."
+)
+ARITHMETIC = (
+    "The arithmetic. It assumes half of what the data sheet promises, and no load; `pdcluster "
+    "bench` measures what is true on your cluster:"
+)
+DETAILS = """\
+Writes a manifest for a model on some GPUs, with the arithmetic in its comments. It asks for what is
+missing if standard input is a terminal.
+
+The result passes `pdcluster lint`. The numbers are estimates from data sheets, and each comes with
+its formula. Exit codes: 0 done; 2 the command line is wrong, or nothing fits.
+"""
+EXAMPLES = (
+    ("pdcluster init", "asks for what it needs"),
+    (
+        "pdcluster init --model qwen2.5-7b --gpus 8 --gpu-type L40S-48GB --fabric none",
+        "one node, and a model of the table",
+    ),
+    (
+        "pdcluster init --model ./mine --source pvc:weights/mine > cluster.yaml",
+        "the folder's config.json says the sizes; the cluster has the weights on a claim",
+    ),
+)
 ASKED: dict[str, tuple[str, click.ParamType[Any, str]]] = {
     "model": ("Model (a folder, or a name of the table)", click.STRING),
     "gpus": ("GPUs of all nodes together", click.IntRange(2, 10_000)),
@@ -278,7 +251,7 @@ MILLISECONDS = click.FloatRange(0.001, 3_600_000)
 
 
 # fmt: off
-@click.command("init", short_help="write a first manifest for a model and some GPUs")
+@click.command(cls=Command, help=DETAILS, examples=EXAMPLES)
 @click.option("--model", metavar="NAME|DIR", help="a model of the table, or a folder with "
               f"config.json; the table: {', '.join(model_shape.FAMILIES)}")
 @click.option("--gpus", type=ASKED["gpus"][1], help="GPUs of all nodes together")
@@ -300,7 +273,8 @@ MILLISECONDS = click.FloatRange(0.001, 3_600_000)
 @click.option("--source", metavar="SOURCE", help="where the cluster has the weights: "
               "pvc:CLAIM/FOLDER, or OWNER/NAME@COMMIT of Hugging Face")
 @click.option("--name", metavar="NAME", help="of the PDCluster; default: the model's")
-@click.option("--image", metavar="IMAGE", default=IMAGE, show_default=True, help="of the engines")
+@click.option("--image", metavar="IMAGE", default=IMAGE,
+              help="of the engines; default: that of a spec without one")
 @click.option("--gpu-resource", metavar="RESOURCE", default=GPU_RESOURCE, show_default=True,
               help="what the GPUs' device plugin offers")
 @click.option("--rdma-resource", metavar="RESOURCE",
@@ -310,20 +284,7 @@ MILLISECONDS = click.FloatRange(0.001, 3_600_000)
 @click.option("--output-file", type=click.Path(dir_okay=False), metavar="FILE",
               help="write the manifest there; default: standard output")
 def init(**given: Any) -> Exit:
-    r"""Write a manifest for a model on some GPUs, with the arithmetic in its comments.
-
-    It asks for what is missing if standard input is a terminal. The result passes `pdcluster
-    lint`. The numbers are estimates from data sheets, and each comes with its formula.
-
-    \b
-    examples:
-      pdcluster init --model llama-3.3-70b-fp8 --gpus 8 --gpu-type H100-80GB --fabric none
-      pdcluster init --model ./my-model --source pvc:weights/my-model \\
-        --gpus 16 --nodes 2 --gpu-type H200-141GB --fabric rdma --ttft-ms 1000 > cluster.yaml
-
-    \b
-    exit codes: 0 done, 2 the command line is wrong or nothing fits
-    """
+    """Write a manifest for a model on some GPUs, with the arithmetic in its comments."""
     values = {name: _asked(name, value) for name, value in given.items()}
     fabric = sizing.FABRICS[values["fabric"]]
     rate, resource = values["link_gb"], values["rdma_resource"] or fabric.resource
@@ -359,7 +320,7 @@ def compose(choice: Choice, wish: sizing.Wish) -> tuple[str, list[str]]:
         UserError: the flags contradict each other, or nothing fits.
     """
     try:
-        document, sized = manifest(choice, read_shape(choice.model), wish)
+        document, sized = manifest(choice, model_shape.read_shape(choice.model), wish)
     except (model_shape.UnknownModel, sizing.Impossible) as error:
         raise UserError(str(error), Exit.USAGE) from error
     _, findings = check_manifest(

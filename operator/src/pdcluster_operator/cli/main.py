@@ -11,6 +11,9 @@ from pdcluster_operator.cli.commands import WIDEST, Entry, Group
 from pdcluster_operator.cli.exits import Exit, UserError
 
 COMMANDS = {
+    "init": Entry(
+        "pdcluster_operator.cli.init:init", "write a first manifest for a model and some GPUs"
+    ),
     "lint": Entry(
         "pdcluster_operator.cli.lint:lint",
         "check manifests offline with the operator's admission rules",

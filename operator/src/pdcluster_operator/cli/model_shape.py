@@ -1,18 +1,25 @@
 """What of a model decides how many GPUs it needs: from its ``config.json``, or from a small table.
 
-Pure. Sizes are in bytes, and counts are of the whole model. :class:`UnknownModel` says in one
+Sizes are in bytes, and counts are of the whole model. :class:`UnknownModel` says in one
 sentence what is missing.
 """
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from pdcluster_connector.compat.findings import counted
 from pdcluster_operator.api.findings import did_you_mean, quoted
 from pdcluster_operator.api.spec.pod_templates import as_list
 
 HYBRID_WORDS = ("mamba", "ssm_", "linear_attn", "linear_num")
 """Beginnings of fields that only models with states beside their KV have."""
+MOST_MIB = 32
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+INDEX = "model.safetensors.index.json"
 MOST = 1 << 40
 """No field of a real model is larger."""
 
@@ -229,3 +236,46 @@ def _number(config: Mapping[str, Any], name: str, default: int | None = None) ->
             "with the config.json of a language model, as Hugging Face has it"
         )
     return value
+
+
+def read_shape(model: str) -> Shape:
+    """Return the sizes of a folder's model, or of one of the table.
+
+    Raises:
+        UnknownModel: it is neither, or its config.json does not say enough.
+    """
+    folder = Path(model)
+    if not os.path.isdir(folder):
+        return shape_of_family(family(model))
+    weights, said = _weights(folder)
+    return shape(_json_of(folder / "config.json"), weights=weights, said=said)
+
+
+def _weights(folder: Path) -> tuple[int | None, str]:
+    for pattern in WEIGHTS:
+        if sizes := [one.stat().st_size for one in folder.glob(pattern)]:
+            return sum(sizes), f"{counted(len(sizes), 'file')} {pattern} of the folder"
+    if (folder / INDEX).exists():
+        total = (_json_of(folder / INDEX).get("metadata") or {}).get("total_size")
+        if isinstance(total, int) and total > 0:
+            return total, f"{INDEX} of the folder"
+    return None, ""
+
+
+def _json_of(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as opened:
+            data = opened.read((MOST_MIB << 20) + 1)
+        if len(data) > MOST_MIB << 20:
+            raise UnknownModel(f"--model: {file} is larger than {MOST_MIB} MiB")
+        found = json.loads(data)
+    except OSError as error:
+        raise UnknownModel(
+            f"--model: {file} cannot be read: {error.strerror}; name the folder of a model, as "
+            "Hugging Face has it"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise UnknownModel(f"--model: {file} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UnknownModel(f"--model: {file} holds no JSON object")
+    return found
