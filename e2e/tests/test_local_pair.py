@@ -396,3 +396,18 @@ def test_prompts_that_go_past_the_router_are_named_in_the_conditions(run: LocalR
     # A share is enough for the condition: the engine's counts are read again each few seconds.
     run.wait("all prompts in the account", accounted, 120)
     moved(run, text(60, 600))
+
+
+def test_both_engines_say_what_they_did_in_the_last_minute(run: LocalRun) -> None:
+    def load(role: str) -> dict[str, Any]:
+        run.complete(text(60, random.getrandbits(30)))
+        return json.loads(run.get(role, LAUNCHER_PORT, "/v1/changes")).get("load") or {}
+
+    for role in ("prefill", "decode"):
+        run.wait(f"{role} has computed", lambda role=role: load(role).get("busy_seconds"))
+        told = load(role)
+        assert 0 < told["busy_seconds"] <= told["seconds"]
+        assert told["tokens"] > 0
+        assert told["first_token_seconds"] > 0
+    assert told["received_bytes"] > 0
+    assert 0 < told["receive_seconds"] <= told["first_token_seconds"]

@@ -90,7 +90,6 @@ class Fleet:
                 first_token=each_receive + gap,
                 gap=gap,
                 running=running * decodes,
-                waiting=through * each_receive,
                 kv=decodes * (0.97 if blocked else running / self.room),
             ),
             transfer=TransferLoad(

@@ -214,6 +214,14 @@ def test_prefill_is_not_added_where_links_are_the_limit() -> None:
     assert "see the bandwidth" in rows[-1][1].why
 
 
+def test_requests_that_wait_for_a_decode_engine_get_one() -> None:
+    moment = Fleet().step(1.0)
+    waiting = replace(moment.decode, running=10.0, waiting=15.0)
+    found = advise([replace(moment, decode=waiting)], goal(itl=None))
+    assert (found.decode, found.limit) == (2, Limit.DECODE)
+    assert advise([replace(moment, decode=replace(waiting, waiting=0.5))], goal()).decode == 1
+
+
 def test_prompts_that_wait_in_front_of_an_idle_prefill_engine_are_no_reason_for_another() -> None:
     moment = Fleet().step(1.0)
     load = replace(moment.prefill, waiting=50.0, busy=0.1, first_token=30.0)

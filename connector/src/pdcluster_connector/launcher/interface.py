@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from pdcluster_connector import listening
 from pdcluster_connector.certificate_files import Tls
-from pdcluster_connector.launcher.engine import engine_api, prompt_window
+from pdcluster_connector.launcher.engine import engine_api, load_window, prompt_window
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.launcher.multi_node import Followers, Rendezvous
@@ -53,6 +53,7 @@ class LauncherServer:
         tls: serve HTTPS. Everything but ``/readyz``, which the kubelet asks without a certificate,
             is then for the operator and for this engine alone.
         prompts: the latest prompts of a decode engine, for ``/v1/links``.
+        load: what the engine did in the last minute, for ``/v1/changes``.
     """
 
     readiness: Readiness
@@ -62,6 +63,7 @@ class LauncherServer:
     followers: Followers | None = None
     tls: Tls | None = None
     prompts: prompt_window.PromptWindow | None = None
+    load: load_window.LoadWindow | None = None
 
     def __post_init__(self) -> None:
         self._stopping = False
@@ -175,7 +177,8 @@ class LauncherServer:
 
     def _changes(self) -> documents.ChangesReport:
         engine, links = self._engine(), self._link_reports()
-        return documents.ChangesReport(revision_of(engine, links), engine, links)
+        load = None if self.load is None else self.load.report(time.monotonic())
+        return documents.ChangesReport(revision_of(engine, links), engine, links, load)
 
     async def _get_rendezvous(self, request: web.Request) -> web.Response:
         if self.followers is None:

@@ -21,7 +21,12 @@ from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.host_memory import oom_kills
 from pdcluster_connector.launcher import say
 from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
-from pdcluster_connector.launcher.engine import engine_api, engine_process, prompt_window
+from pdcluster_connector.launcher.engine import (
+    engine_api,
+    engine_process,
+    load_window,
+    prompt_window,
+)
 from pdcluster_connector.launcher.engine.last_words import MAX_LINE, MAX_LINES, choose, death
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.inside_vllm import DOOR_VARIABLE, DoorFile
@@ -60,15 +65,20 @@ async def watch_health(api: engine_api.EngineApi, readiness: Readiness) -> None:
 
 
 async def keep_counting(
-    api: engine_api.EngineApi, readiness: Readiness, window: prompt_window.PromptWindow
+    api: engine_api.EngineApi,
+    readiness: Readiness,
+    load: load_window.LoadWindow,
+    prompts: prompt_window.PromptWindow | None,
 ) -> None:
-    """Keep the counts of prompts in ``window`` up to date. Runs until cancelled."""
+    """Keep both windows up to date with what the engine counts. Runs until cancelled."""
     while True:
         if not readiness.loading:
             # An engine that does not answer is the health check's matter.
             with contextlib.suppress(*engine_api.NO_ANSWER):
                 metrics = (await api.metrics()).decode(errors="replace")
-                window.add(prompt_window.count_prompts(metrics), time.monotonic())
+                load.add(metrics, time.monotonic())
+                if prompts is not None:
+                    prompts.add(prompt_window.count_prompts(metrics), time.monotonic())
         await asyncio.sleep(_LOADING_POLL if readiness.loading else _PROMPTS_POLL)
 
 
@@ -95,6 +105,7 @@ class Supervisor:
         self._readiness = Readiness(options.engine, options.role, command, self.versions)
         self._links = link_table.LinkTable((command.pipeline, command.tensor), command.data)
         self._prompts = prompt_window.PromptWindow() if options.role == "decode" else None
+        self._load = load_window.LoadWindow(options.role, command.data)
         self._token = secrets.token_urlsafe(24)
         self._key = os.environ.get(api_key.VARIABLE)
         self._followers = Followers(command.nodes)
@@ -129,6 +140,7 @@ class Supervisor:
                 followers,
                 self.tls,
                 self._prompts,
+                self._load,
             )
             metrics: listening.ConnectionGuard | None = None
             try:
@@ -185,8 +197,8 @@ class Supervisor:
                 self._spawn(canaries.keep_running(self._links, session, self._is_routed))
                 if not self.command.recomputes:
                     self._spawn(self._watch_links())
-            if self._prompts is not None:
-                self._spawn(keep_counting(self._api, self._readiness, self._prompts))
+            counting = keep_counting(self._api, self._readiness, self._load, self._prompts)
+            self._spawn(counting)
         else:
             await self._follow(session)
         return await self._engine.wait()

@@ -27,6 +27,7 @@ from msgspec.structs import force_setattr
 from pdcluster_connector.compat.shape import Identifier, ParallelSize
 from pdcluster_connector.plan.rank_pairs import node_of_data_rank
 from pdcluster_connector.protocol import field_by_field, host_port
+from pdcluster_connector.protocol.load_report import LoadReport
 from pdcluster_connector.protocol.messages import Malformed, Rank, RankNumber, Text, bounded
 
 # Where an engine's workers report to, and with which bearer token: variables of its environment.
@@ -306,12 +307,14 @@ class ChangesReport(Struct, frozen=True, omit_defaults=True):
     """``GET /v1/changes``: a revision of the launcher's documents, and the documents.
 
     ``readyz`` and ``links`` are None if the revision has not changed, or if the launcher is of a
-    version that does not send them here.
+    version that does not send them here. ``load`` is None if the engine was not measured. It
+    changes all the time, so it is no part of the revision.
     """
 
     revision: Annotated[str, Meta(max_length=64)]
     readyz: EngineReport | None = None
     links: LinksReport | None = None
+    load: LoadReport | None = None
 
 
 _PEERS = msgspec.json.Decoder(PeersDocument)
@@ -321,6 +324,7 @@ _REPORT = msgspec.json.Decoder(RankReport)
 PARTS: Final[dict[tuple[type[Struct], str], type[Struct]]] = {
     (ChangesReport, "readyz"): EngineReport,
     (ChangesReport, "links"): LinksReport,
+    (ChangesReport, "load"): LoadReport,
     (LinksReport, "links"): LinkReport,
     (LinksReport, "prompts"): PromptsReport,
     (LinkReport, "canary"): CanaryReport,

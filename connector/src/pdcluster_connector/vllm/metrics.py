@@ -40,6 +40,9 @@ class _Metric(NamedTuple):
 
 
 METRICS: Final = {  # by name, without PREFIX and the suffix of a counter
+    "busy_seconds": _Metric(
+        Counter, "Seconds in which the engine computed: from a step with tokens to the next step."
+    ),
     "received_bytes": _Metric(Counter, "KV bytes received from prefill engines, all ranks."),
     "link_bytes": _Metric(
         Counter, "KV bytes received from each prefill engine, all ranks.", ("prefill",)

@@ -20,7 +20,7 @@ from pdcluster_connector.protocol import kv_path, launcher_documents, ticket
 from pdcluster_connector.sidechannel import lease_client, lease_desk, server, ticket_key_file
 from pdcluster_connector.vllm import config, joined_shape, metrics
 from pdcluster_connector.vllm.kv_caches.groups import cache_groups
-from pdcluster_connector.vllm.scheduler_side import decode, prefill
+from pdcluster_connector.vllm.scheduler_side import busy_time, decode, prefill
 from pdcluster_connector.vllm.step_messages import StepOrders, StepReport, WorkerHandshake
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class SchedulerRole:
         groups = cache_groups(kv_cache_config)
         self._ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
         self.stats = metrics.StatsCollector()
+        self.busy = busy_time.BusyTime(self.stats)
         self._orders = [StepOrders()]  # the next ones; here until the very line that returns them
         self._tls = Tls(options.tls, engine_id) if options.tls else None
         self._side_channel: server.SideChannelServer | None = None

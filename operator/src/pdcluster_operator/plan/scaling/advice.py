@@ -211,10 +211,8 @@ def _decode_share(now: Moment, goal: Goal) -> float:
     shares = [load.kv / (MOST_KV * load.engines)]
     if goal.itl is not None:
         shares.append(load.gap / goal.itl)
-    # vLLM counts requests whose KV is on its way as waiting.
-    own = load.waiting - now.transfer.in_flight
-    if own >= load.engines and load.running > 0:
-        shares.append((load.running + own) / load.running)
+    if load.waiting >= load.engines and load.running > 0:
+        shares.append((load.running + load.waiting) / load.running)
     return max(shares)
 
 

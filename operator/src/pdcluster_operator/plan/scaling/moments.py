@@ -45,7 +45,7 @@ class RoleLoad:
         first_token: mean seconds from a request's arrival at the engine to its first token.
         gap: mean seconds between two tokens; 0 if there were none.
         running: mean number of requests in work.
-        waiting: mean number of requests that are not yet in work.
+        waiting: mean number of requests that wait for room, without those whose KV is on its way.
         kv: sum of the shares of their KV caches that are in use.
     """
 
