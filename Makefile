@@ -100,6 +100,9 @@ image: ## build the operator's image with docker, podman or buildah: REPOSITORY=
 router-image: ## build an image of the router's release, for spec.router.image: REPOSITORY=… PUSH=1
 	@$(PYTHON) dev/image.py router
 
+release: ## make the wheel, the chart, the plugin, the SBOM and the notes below dist/, and publish nothing
+	@$(PY) dev/release.py --uv "$$($(PYTHON) dev/environment.py --print-uv)" $(if $(TAG),--tag $(TAG)) $(if $(URL),--url $(URL))
+
 # In a network of its own, because simulated launchers have port 5590 of very many addresses of
 # 127/8. The API server asks for an address that is not loopback.
 bench-operator: PDCLUSTERS ?= 100
@@ -141,4 +144,4 @@ lock: ## resolve the pinned requirement files again
 
 .PHONY: help env model demo check pure engines test e2e local-e2e cluster-e2e soak fast repeat \
 	charts cluster-programs cluster-images bench-operator gpu image router-image cluster-demo cluster-up \
-	cluster-down newest-vllm format generate lock
+	release 	cluster-down newest-vllm format generate lock

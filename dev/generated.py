@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {
+    "charts/pdcluster/README.md": "dev.chart_page",
     # A chart cannot read files outside of itself.
     "charts/pdcluster/files/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.schema.crd",
     "crds/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.schema.crd",

@@ -100,6 +100,11 @@ def test_crd_goes_with_the_release_if_so_wanted(helm):
         ("watchNamespaces={a,b},test.namespace=c", "test.namespace"),
         ("webhook.startupCheck.timeoutSeconds=0", "timeoutSeconds"),
         ("image.repository=", "make image"),
+        ("operator.resources.limits.memory=512mb", "memory"),
+        ("operator.resources.limits.memory=512m", "memory"),
+        ("operator.resources.limits.memory=200", "memory"),
+        ("webhook.resources.requests.memory=1 Gi", "memory"),
+        ("webhook.resources.requests.cpu=2 cores", "cpu"),
     ],
 )
 def test_wrong_value_is_refused_by_name(helm, setting, named):

@@ -111,6 +111,8 @@ KWOK = Program(
 LWS = Program("lws", "lws", "sigs.k8s.io/lws/cmd")
 # A queue for engines. Only a test of `make soak` needs it.
 KUEUE = Program("kueue", "kueue", "sigs.k8s.io/kueue/cmd/kueue")
+# Judges a PDCluster's health as Argo CD and Flux do. Only a test of the page about them needs it.
+GITOPS = Program("gitops", "gitops")
 # More names for a person's shell, so that the commands of the chart's notes work.
 CALLED = {"helm": "helm4"}
 
