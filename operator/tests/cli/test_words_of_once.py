@@ -16,6 +16,7 @@ from aiohttp.test_utils import TestServer
 from rich.console import Console
 
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinkReport, LinksReport
+from pdcluster_operator.api.object_names import short
 from pdcluster_operator.cli import once, view
 from pdcluster_operator.cli.exits import UserError
 from pdcluster_operator.cli.once import Answer, ask, describe_path
@@ -24,7 +25,6 @@ from pdcluster_operator.cli.view import (
     PodLine,
     Snapshot,
     View,
-    short,
     take_snapshot,
     waiting_for,
 )

@@ -82,6 +82,12 @@ class EngineName:
         return f"http://{self.host()}:{HTTP_PORT}"
 
 
+def short(engine: str) -> str:
+    """``prefill/0`` for a logical id ``namespace.cluster.prefill.revision.0``."""
+    parts = engine.split(".")
+    return f"{parts[2]}/{parts[4]}" if len(parts) == 5 else engine
+
+
 def router_name(cluster: str) -> str:
     """Name of the Service that clients talk to."""
     return f"{cluster}-router"

@@ -26,6 +26,10 @@ COMMANDS = {
         "pdcluster_operator.cli.rollout:rollout",
         "follow, pause, resume or undo the rollout of a PDCluster, or restart its engines",
     ),
+    "check": Entry(
+        "pdcluster_operator.cli.check:check",
+        "send one prompt from prefill to decode: where its KV went, how long, and is it right",
+    ),
     "up": Entry(
         "pdcluster_operator.cli.up:up", "run a manifest on this machine, without Kubernetes"
     ),
@@ -42,6 +46,7 @@ EXAMPLES = (
     ("pdcluster plan cluster.yaml --against", "what it would do to the cluster that runs"),
     ("pdcluster rollout status llama", "wait until a change has reached the engines"),
     ("pdcluster up cluster.yaml", "run it on this machine: no Kubernetes needed"),
+    ("pdcluster check llama", "did KV move for one prompt, how fast, and are the tokens right"),
     (
         'pdcluster up cluster.yaml --once "Why is the sky blue?"',
         "one answer, and what its KV cache did; then stop",

@@ -11,7 +11,8 @@ import aiohttp
 
 from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.protocol.api_key import headers
-from pdcluster_operator.cli import exits, view
+from pdcluster_operator.api.object_names import short
+from pdcluster_operator.cli import exits
 
 TIMEOUT_SECONDS = 120.0
 MAX_ANSWER = 16 << 20
@@ -66,7 +67,7 @@ async def ask(
     async with aiohttp.ClientSession(timeout=timeout) as http:
         before = await _received(http, decode)
         body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        document = await _post(http, f"{url}/v1/completions", body, headers(key))
+        document = await post(http, f"{url}/v1/completions", body, headers(key))
         after = await _received(http, decode)
     choice = (document.get("choices") or [{}])[0]
     params = document.get("kv_transfer_params") or {}
@@ -88,7 +89,12 @@ def describe_path(answer: Answer) -> str:
         return "no KV was transferred; decode computed the prompt itself"
     pair = "prefill -> decode"
     if path.get("prefill") or path.get("decode"):
-        pair = f"{view.short(_logical(path, 'prefill'))} -> {view.short(_logical(path, 'decode'))}"
+        pair = f"{short(_logical(path, 'prefill'))} -> {short(_logical(path, 'decode'))}"
+    return words_of_path(pair, path)
+
+
+def words_of_path(pair: str, path: Mapping[str, Any]) -> str:
+    """Return how the KV cache moved between a pair of engines."""
     if path.get("outcome") != "transferred":
         reason = path.get("reason") or path.get("outcome")
         return f"{pair}: no KV was transferred ({reason}); decode computed the prompt itself"
@@ -105,9 +111,10 @@ def _logical(path: Mapping[str, Any], role: str) -> str:
     return str(path.get(role) or "?").partition("/")[0]
 
 
-async def _post(
+async def post(
     http: aiohttp.ClientSession, url: str, body: Mapping[str, Any], sent: Mapping[str, str]
 ) -> dict[str, Any]:
+    """Return the JSON object that answers; raises :class:`exits.UserError` if there is none."""
     problem, data = f" answers with more than {MAX_ANSWER >> 20} MiB", b""
     try:
         async with http.post(url, json=body, headers=sent) as answer:

@@ -13,7 +13,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinkReport
-from pdcluster_operator.api.object_names import CLUSTER_LABEL, EngineName, engine_of
+from pdcluster_operator.api.object_names import CLUSTER_LABEL, EngineName, engine_of, short
 from pdcluster_operator.cli.columns import Columns
 from pdcluster_operator.local.cluster import LocalCluster
 from pdcluster_operator.plan.observed.pods import describe_end, is_pod_ready
@@ -192,12 +192,6 @@ def waiting_for(snapshot: Snapshot) -> str:
         (f"{c.type}={c.status} {c.reason}: {c.message}" for c in snapshot.missing),
         "the operator's first status",
     )
-
-
-def short(engine: str) -> str:
-    """``prefill/0`` for a logical id ``namespace.cluster.prefill.revision.0``."""
-    parts = engine.split(".")
-    return f"{parts[2]}/{parts[4]}" if len(parts) == 5 else engine
 
 
 def _styled(text: str, key: str) -> Text:
