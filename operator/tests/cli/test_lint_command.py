@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
+from pdcluster_operator.cli import lint, manifests, output
 from pdcluster_operator.cli.main import COMMANDS, main
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -54,7 +58,100 @@ def test_several_files_and_documents(tmp_path: Path, capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     assert printed.count("(warned)") == 2
     assert printed.count("(Tiny_Bad)") == 1
-    assert "Service" not in printed
+    assert printed.splitlines()[-1] == "skipped 1 object of other kinds: Service s"
+
+
+def objects(*kinds: str) -> str:
+    return "---\n".join(
+        f"apiVersion: v1\nkind: {kind}\nmetadata: {{name: {number}-x}}\n"
+        for number, kind in enumerate(kinds)
+    )
+
+
+def test_a_folder_is_searched_for_yaml(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = (GOLDEN / "warnings.yaml").read_text()
+    for name in ("b/c/two.yml", "a.yaml", ".git/hidden.yaml", "b/notes.txt"):
+        (file := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(good)
+    assert main(["lint", str(tmp_path), "-o", "json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [one["file"] for one in report["checked"]] == [
+        str(tmp_path / "a.yaml"), str(tmp_path / "b/c/two.yml"),
+    ]  # fmt: skip
+    (tmp_path / "b/template.yaml").write_text("a: {{ .Values.a }}\n  b: [\n")
+    assert main(["lint", str(tmp_path)]) == 1
+    assert "template.yaml is not YAML" in (said := capsys.readouterr().out)
+    assert "render templates first" in said
+    monkeypatch.setattr(manifests, "MAX_FILES", 2)
+    assert main(["lint", str(tmp_path)]) == 1
+    assert "holds more than 2 files with YAML; name a folder below it" in capsys.readouterr().out
+    (empty := tmp_path / "empty").mkdir()
+    assert main(["lint", str(empty)]) == 1
+    assert capsys.readouterr().out == f"{empty} holds no file that ends with .yaml or .yml\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "says"),
+    [
+        (objects(*["Service"] * 7), 1, "there is no PDCluster in -, so nothing was checked"),
+        (objects(*["Service"] * 7), 1, "Service 4-x and 2 more"),
+        (objects(*["Service"] * 7), 1, "skipped 7 objects of other kinds: Service 0-x, "),
+        (
+            "kind: PDClsuter\napiVersion: pdcluster.dev/v1alpha1\n",
+            1,
+            "must be PDCluster [NotAllowed]",
+        ),
+        ("kind: PrefillScaler\napiVersion: pdcluster.dev/v1alpha1\n", 1, "PrefillScaler"),
+    ],
+)
+def test_what_is_no_cluster_is_named(
+    text: str,
+    code: int,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert main(["lint", "-"]) == code
+    assert says in capsys.readouterr().out
+
+
+def test_a_list_of_kubectl_is_its_items(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = yaml.safe_load((GOLDEN / "warnings.yaml").read_text())
+    items = [cluster, {"kind": "Service", "metadata": 3}, "x"]
+    text = f"kind: Config\n---\n{json.dumps({'kind': 'List', 'items': items})}"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert main(["lint", "-", "-o", "yaml"]) == 1
+    report = yaml.safe_load(capsys.readouterr().out)
+    assert [(one["document"], one["name"]) for one in report["checked"]] == [(2, "warned"), (2, "")]
+    assert [(one["kind"], one["name"]) for one in report["skipped"]] == [
+        ("Config", ""), ("Service", ""),
+    ]  # fmt: skip
+
+
+def test_the_document_has_what_the_text_has(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["lint", "warnings.yaml", "five-mistakes.yaml", "none.yaml"]
+    assert main(words) == 1
+    text = capsys.readouterr().out
+    assert main([*words, "-o", "json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    jsonschema.validate(report, output.schema(lint.Lint))
+    assert (report["ok"], report["problems"]) == (
+        False, ["none.yaml cannot be read: No such file or directory"],
+    )  # fmt: skip
+    assert [(one["name"], one["errors"], one["warnings"]) for one in report["checked"]] == [
+        ("warned", 0, 5), ("Tiny_Bad", 6, 2),
+    ]  # fmt: skip
+    assert len(report["findings"]) == 13
+    for one in report["findings"]:
+        value = f" = {one['value']}" if one["value"] else ""
+        assert f"  {one['severity'].lower():8}{one['path']}{value}\n" in text
+        assert f"{'':10}{one['message']} [{one['rule']}]\n" in text
+        assert one["remedy"] in text
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,12 @@
 """``pdcluster lint``: the admission rules, offline, all findings at once.
 
-Other commands use its functions that read manifests and print findings.
+Other commands use its functions that print findings.
 """
 
-import sys
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import click
-import yaml
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -17,126 +14,170 @@ from pdcluster_connector.compat.findings import counted
 from pdcluster_operator.api.findings import FieldError, Findings
 from pdcluster_operator.api.object_names import KIND
 from pdcluster_operator.api.rules import engines, validate
-from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.cli.commands import Command
 from pdcluster_operator.cli.exits import Exit, UserError
+from pdcluster_operator.cli.manifests import Document, files_of, read_documents
+from pdcluster_operator.cli.output import hanging, show
 
-MAX_BYTES = 4 << 20
+NAMED = 5
+"""So many objects of other kinds are named in a line."""
 DETAILS = """\
-Prints every error and warning with JSON path, value, rule and remedy. Each FILE is a manifest in
-YAML; - is standard input.
+Prints every error and warning with JSON path, value, rule and remedy.
 
-Exits with 1 if there is an error; warnings alone exit with 0.
+Each FILE is a manifest in YAML, a folder (its *.yaml and *.yml, and those below it), or - for
+standard input. A file may hold several documents. Those of other kinds are named and skipped, so
+the output of Helm and Kustomize can be checked.
+
+Exits with 1 if there is an error, a file that cannot be read, or no PDCluster at all; warnings
+alone exit with 0.
 """
+EXAMPLES = (
+    ("pdcluster lint cluster.yaml", "every mistake of one manifest"),
+    ("pdcluster lint clusters/ -o json", "all manifests of a folder, for a program"),
+    ("kubectl kustomize overlays/team-a | pdcluster lint -", "what Kustomize renders"),
+    ("helm template team-a ./chart | pdcluster lint -", "what Helm renders"),
+)
 
 
-@click.command(cls=Command, help=DETAILS)
+class Finding(msgspec.Struct, frozen=True, rename="camel"):
+    """One mistake or warning."""
+
+    file: str
+    document: int
+    name: str
+    severity: str
+    path: str
+    value: str
+    rule: str
+    message: str
+    remedy: str
+
+
+class Checked(msgspec.Struct, frozen=True, rename="camel"):
+    """One PDCluster that was checked. ``unchecked`` says what only its engines can check."""
+
+    file: str
+    document: int
+    name: str
+    errors: int
+    warnings: int
+    unchecked: str
+
+
+class Skipped(msgspec.Struct, frozen=True, rename="camel"):
+    """One object of another kind."""
+
+    file: str
+    document: int
+    kind: str
+    name: str
+
+
+class Lint(msgspec.Struct, frozen=True, rename="camel"):
+    """What ``pdcluster lint`` found. ``problems`` say which files could not be read, and why."""
+
+    ok: bool
+    checked: list[Checked]
+    findings: list[Finding]
+    skipped: list[Skipped]
+    problems: list[str]
+
+
+@click.command(cls=Command, help=DETAILS, examples=EXAMPLES, document=Lint)
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
-def lint(files: tuple[str, ...]) -> Exit:
+def lint(files: tuple[str, ...], output: str) -> Exit:
     """Check every PDCluster of every file; DONE when none has an error."""
-    console = Console(highlight=False, soft_wrap=True)
-    wrong = False
-    for file in files:
-        try:
-            documents = read_documents(file)
-        except UserError as error:
-            console.print(Text(f"{error}", style="red"))
-            wrong = True
-            continue
-        for number, document in enumerate(_clusters(documents) or documents[:1]):
-            _, findings = validate.check_manifest(
-                document, host_paths=None, mounted_certificates=None, pod_groups=None
-            )
+    documents, problems = _read(files)
+    checked = [(one, check(one)) for one in documents if not one.other_kind]
+    skipped = [one for one in documents if one.other_kind]
+    if not checked and not problems:
+        problems = [f"there is no {KIND} in {', '.join(files)}, so nothing was checked"]
+
+    def text(console: Console) -> None:
+        for problem in problems:
+            console.print(Text(problem, "red"))
+        for number, (one, findings) in enumerate(checked):
             if number:
                 console.print()
-            name = as_mapping(as_mapping(document).get("metadata")).get("name")
-            named = f"{file} ({name})" if isinstance(name, str) else file
-            print_findings(console, named, findings)
-            wrong = wrong or not findings.ok
-    return Exit.MANIFEST if wrong else Exit.DONE
+            print_findings(console, f"{one.file} ({one.name})" if one.name else one.file, findings)
+        if skipped:
+            console.print(Text(_skipped(skipped), "dim"))
+
+    report = Lint(
+        ok=not problems and all(findings.ok for _, findings in checked),
+        checked=[_checked(one, findings) for one, findings in checked],
+        findings=[
+            _finding(one, severity, error)
+            for one, findings in checked
+            for severity, errors in (("Error", findings.errors), ("Warning", findings.warnings))
+            for error in errors
+        ],
+        skipped=[Skipped(one.file, one.number, one.other_kind, one.name) for one in skipped],
+        problems=problems,
+    )
+    show(output, report, text)
+    return Exit.DONE if report.ok else Exit.MANIFEST
+
+
+def check(document: Document) -> Findings:
+    """Apply the rules of admission, without an operator to ask what it admits."""
+    return validate.check_manifest(
+        document.body, host_paths=None, mounted_certificates=None, pod_groups=None
+    )[1]
 
 
 def print_findings(console: Console, title: str, findings: Findings) -> None:
     """Print a headline and every finding: path and value, message, remedy."""
     kinds = ((findings.errors, "error", "red"), (findings.warnings, "warning", "yellow"))
     counts = ", ".join(counted(len(found), kind) for found, kind, _ in kinds if found)
-    headline = Text(f"{title}: {counts or 'no errors'}", style="bold")
-    console.print(headline, soft_wrap=True)
+    console.print(Text(f"{title}: {counts or 'no errors'}", style="bold"))
     for found, kind, style in kinds:
         for finding in found:
             _print(console, kind, style, finding)
     if open_questions := engines.unchecked_message(findings.unchecked):
-        console.print(Text(f"  {open_questions}", style="dim"), soft_wrap=True)
+        hanging(console, "  ", Text(open_questions, "dim"))
 
 
 def _print(console: Console, kind: str, style: str, finding: FieldError) -> None:
     value = f" = {finding.value}" if finding.value else ""
-    lines = [
-        Text(f"  {kind:8}", style=style).append(f"{finding.path}{value}", style="bold not dim"),
-        Text(f"          {finding.message} [{finding.rule}]"),
-    ]
+    hanging(console, Text(f"  {kind:8}", style), Text(f"{finding.path}{value}", "bold"))
+    hanging(console, " " * 10, Text(f"{finding.message} [{finding.rule}]"))
     if finding.remedy:
-        lines.append(Text(f"          {finding.remedy}", style="dim"))
-    for line in lines:
-        console.print(line, soft_wrap=True)
+        hanging(console, " " * 10, Text(finding.remedy, "dim"))
 
 
-def _clusters(documents: Iterable[Any]) -> list[Any]:
-    """Return the PDClusters among the documents of a file."""
-    return [one for one in documents if isinstance(one, dict) and one.get("kind") == KIND]
+def _read(paths: Iterable[str]) -> tuple[list[Document], list[str]]:
+    """Return the objects of all files, and what could not be read."""
+    documents: list[Document] = []
+    problems: list[str] = []
+    for path in paths:
+        try:
+            files = files_of(path)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        for file in files:
+            try:
+                documents += read_documents(file)
+            except UserError as error:
+                problems.append(str(error))
+    return documents, problems
 
 
-def read_documents(file: str) -> list[Any]:
-    """All YAML documents of a file or of standard input, empty ones aside.
-
-    Raises :class:`UserError` when it cannot be read or is no YAML.
-    """
-    try:
-        data = sys.stdin.buffer.read(MAX_BYTES + 1) if file == "-" else _read(Path(file))
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}", Exit.MANIFEST) from error
-    if len(data) > MAX_BYTES:
-        raise UserError(f"{file} is larger than {MAX_BYTES >> 20} MiB", Exit.MANIFEST)
-    try:
-        documents = [document for document in yaml.safe_load_all(data) if document is not None]
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{file} is not YAML: {_first_problem(error)}", Exit.MANIFEST) from error
-    if not documents:
-        raise UserError(f"{file} is empty", Exit.MANIFEST)
-    return documents
+def _skipped(documents: list[Document]) -> str:
+    named = [f"{one.other_kind} {one.name}".strip() for one in documents]
+    more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
+    return (
+        f"skipped {counted(len(named), 'object')} of other kinds: {', '.join(named[:NAMED])}{more}"
+    )
 
 
-def read_cluster(file: str) -> Any:
-    """Return the one PDCluster of a file; other kinds beside it are left out.
-
-    Raises :class:`UserError` when there is none, or more than one.
-    """
-    documents = read_documents(file)
-    if len(documents) == 1:
-        return documents[0]
-    clusters = _clusters(documents)
-    if not clusters:
-        raise UserError(
-            f"none of the {len(documents)} objects in {file} is a {KIND}; add one, with "
-            f"kind: {KIND}",
-            Exit.MANIFEST,
-        )
-    if len(clusters) > 1:
-        raise UserError(
-            f"{file} holds {len(clusters)} objects of kind {KIND}; put one of them into a file of "
-            "its own, and name that file",
-            Exit.MANIFEST,
-        )
-    return clusters[0]
+def _checked(one: Document, findings: Findings) -> Checked:
+    unchecked = engines.unchecked_message(findings.unchecked)
+    counts = len(findings.errors), len(findings.warnings)
+    return Checked(one.file, one.number, one.name, *counts, unchecked)
 
 
-def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(MAX_BYTES + 1)
-
-
-def _first_problem(error: Exception) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
-        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
-    return str(error).splitlines()[0]
+def _finding(one: Document, severity: str, error: FieldError) -> Finding:
+    what = (error.path, error.value, str(error.rule), error.message, error.remedy)
+    return Finding(one.file, one.number, one.name, severity, *what)

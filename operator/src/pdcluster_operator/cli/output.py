@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.text import Text
 
 API_VERSION = "cli.pdcluster.dev/v1"
 
@@ -23,6 +24,17 @@ def console(*, stderr: bool = False) -> Console:
     """
     stream = sys.stderr if stderr else sys.stdout
     return Console(file=stream, highlight=False, soft_wrap=not stream.isatty())
+
+
+def hanging(console: Console, label: str | Text, body: Text) -> None:
+    """Print a label and a text beside it, which keeps its column in a terminal."""
+    label = Text(label) if isinstance(label, str) else label
+    lines = [body]
+    if console.is_terminal:
+        lines = list(body.wrap(console, max(1, console.width - label.cell_len))) or lines
+    for line in lines:
+        console.print(label + line, soft_wrap=True)
+        label = Text(" " * label.cell_len)
 
 
 def document(facts: msgspec.Struct) -> dict[str, Any]:

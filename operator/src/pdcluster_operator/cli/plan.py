@@ -13,7 +13,7 @@ from pdcluster_operator.adapters.connector_bundle import BundleError, build_conn
 from pdcluster_operator.api.conditions import ConditionType, find_condition
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.schema.crd import PlainDumper
-from pdcluster_operator.cli import exits, lint
+from pdcluster_operator.cli import exits, lint, manifests
 from pdcluster_operator.cli.commands import Command, namespace_option
 from pdcluster_operator.plan import types
 from pdcluster_operator.plan.planner import make_plan
@@ -91,7 +91,7 @@ def show_plan(file: str, output: str) -> exits.Exit:
 
 def read_accepted(console: Console, file: str) -> dict[str, Any] | None:
     """Return the PDCluster of a file. If it has errors, print all findings, and return None."""
-    document: dict[str, Any] = lint.read_cluster(file)
+    document: dict[str, Any] = manifests.read_cluster(file)
     _, findings = check_manifest(document)
     if findings.ok:
         return document

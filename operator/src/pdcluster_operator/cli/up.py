@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.text import Text
 
 from pdcluster_connector.compat.findings import counted
@@ -23,7 +22,7 @@ from pdcluster_operator.api.object_names import HTTP_PORT
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Cluster, Visibility
-from pdcluster_operator.cli import lint, once, plan, view as views
+from pdcluster_operator.cli import lint, manifests, once, output, plan, view as views
 from pdcluster_operator.cli.commands import Command, positive
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.runs import new_run_folder
@@ -118,8 +117,8 @@ def run(options: Options) -> Exit:
             "container, or a Kubernetes cluster",
             Exit.MACHINE,
         )
-    console = Console(highlight=False)
-    document = with_model(lint.read_cluster(options.file), options.model_dir)
+    console = output.console()
+    document = with_model(manifests.read_cluster(options.file), options.model_dir)
     cluster, findings = check_manifest(document, one_node=True)
     if not findings.ok:
         lint.print_findings(console, options.file, findings)
