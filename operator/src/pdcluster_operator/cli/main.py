@@ -30,6 +30,10 @@ COMMANDS = {
         "pdcluster_operator.cli.check:check",
         "send one prompt from prefill to decode: where its KV went, how long, and is it right",
     ),
+    "explain": Entry(
+        "pdcluster_operator.cli.explain:explain",
+        "say what a reason or rule means and what to do, with an example of a manifest",
+    ),
     "up": Entry(
         "pdcluster_operator.cli.up:up", "run a manifest on this machine, without Kubernetes"
     ),
