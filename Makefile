@@ -100,6 +100,9 @@ image: ## build the operator's image with docker, podman or buildah: REPOSITORY=
 router-image: ## build an image of the router's release, for spec.router.image: REPOSITORY=… PUSH=1
 	@$(PYTHON) dev/image.py router
 
+docs: ## build the site of docs/ into dist/site; REPOSITORY_URL=… links to the files that are on no page
+	NO_MKDOCS_2_WARNING=1 $(BIN)mkdocs build --strict
+
 release: ## make the wheel, the chart, the plugin, the SBOM and the notes below dist/, and publish nothing
 	@$(PY) dev/release.py --uv "$$($(PYTHON) dev/environment.py --print-uv)" $(if $(TAG),--tag $(TAG)) $(if $(URL),--url $(URL))
 
@@ -144,4 +147,4 @@ lock: ## resolve the pinned requirement files again
 
 .PHONY: help env model demo check pure engines test e2e local-e2e cluster-e2e soak fast repeat \
 	charts cluster-programs cluster-images bench-operator gpu image router-image cluster-demo cluster-up \
-	release 	cluster-down newest-vllm format generate lock
+	docs release cluster-down newest-vllm format generate lock

@@ -19,6 +19,10 @@ FILES = {
     "docs/api.md": "dev.api_page",
     "docs/layouts.md": "dev.layouts_page",
     "docs/map.md": "dev.map_page",
+    **{
+        f"docs/pictures/{name}.svg": f"dev.concept_pictures {name}"
+        for name in ("request", "link", "lease")
+    },
     "docs/reasons.md": "dev.reasons_page",
     "docs/rules.md": "dev.rules_page",
     "docs/troubleshooting.md": "dev.troubleshooting_page",
@@ -31,7 +35,11 @@ def main() -> int:
     stale = []
     for name, module in FILES.items():
         text = subprocess.run(
-            [sys.executable, "-m", module], check=True, capture_output=True, text=True, cwd=ROOT
+            [sys.executable, "-m", *module.split()],
+            check=True,
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
         ).stdout
         path = ROOT / name
         if check and (not path.exists() or path.read_text() != text):
