@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -353,3 +356,26 @@ def test_what_is_no_cluster_is_refused(
 ) -> None:
     assert refuse(change=lambda m: m["spec"].update(transfer=wrong))[0] == 1
     assert refuse(change=lambda m: m.update(spec=wrong))[0] == 1
+
+
+def test_the_page_of_a_run_shows_it_and_goes_away_with_it(start: Callable[..., Up]) -> None:
+    run = start("--plain", "--ui")
+    text = run.until("Ctrl-C stops it")
+    [url] = re.findall(r"page: (http://\S+)", text)
+    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    with opener.open(url) as answer:
+        assert answer.url.endswith("/c/default/tiny")
+        html = answer.read().decode()
+    for words in (
+        "KV was seen to move",
+        "prefill/0",
+        "Established",
+        "CanaryPassed",
+        "metrics cannot be read",
+    ):
+        assert words in html
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130, run.text()
+    assert run.left() == []
+    with pytest.raises(urllib.error.URLError):
+        opener.open(url)

@@ -22,6 +22,10 @@ COMMANDS = {
         "pdcluster_operator.cli.plan:plan",
         "print what the operator would do, for a new cluster or for one that runs",
     ),
+    "ui": Entry(
+        "pdcluster_operator.cli.ui.command:ui",
+        "a read-only page of PDClusters for your browser, on this machine",
+    ),
     "rollout": Entry(
         "pdcluster_operator.cli.rollout:rollout",
         "follow, pause, resume or undo the rollout of a PDCluster, or restart its engines",

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Container
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ class Options:
     timeout: int
     model_dir: Path | None
     plain: bool
+    ui: bool
 
 
 @click.command(cls=Command, help=DETAILS)
@@ -102,6 +104,9 @@ class Options:
     type=click.Path(path_type=Path),
     metavar="DIR",
     help="serve the model in this folder, instead of the one that the manifest names",
+)
+@click.option(
+    "--ui", is_flag=True, help="serve a page of it for your browser too, as pdcluster ui does"
 )
 @click.option("--plain", is_flag=True, help="print lines instead of a live table")
 def up(**options: Any) -> Exit:
@@ -201,11 +206,17 @@ class UpRun:
     async def main(self, document: dict[str, Any]) -> Exit:
         """Start everything, run, and end every process in any case."""
         api, logs = self._local.api, self._local.kubelet.logs
-        async with self._local, Door(api, logs, self._folder, self._key.namespace):
+        door = Door(api, logs, self._folder, self._key.namespace)
+        async with self._local, door, AsyncExitStack() as pages:
             work = asyncio.ensure_future(self._work())
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 asyncio.get_running_loop().add_signal_handler(number, self._interrupt, work)
             self._local.apply(document)
+            if self._options.ui:
+                from pdcluster_operator.cli.ui.command import page_of_run
+
+                page = page_of_run(str(door.kubeconfig), self._key)
+                self._view.say(f"page: {await pages.enter_async_context(page)}")
             [ended] = await asyncio.gather(work, return_exceptions=True)
             self._view.finish()
             interrupted = self._interrupts > 0

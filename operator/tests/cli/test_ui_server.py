@@ -1,0 +1,300 @@
+"""Who may see the page of `pdcluster ui`, and how it is kept up to date: over real HTTP.
+
+The objects come from the door of `pdcluster up`, through the client that reads any API server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from ui_objects import BLOCKED, cluster, condition, engines, pod, pods
+
+from pdcluster_operator.adapters.api_server.client import KubeClient
+from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
+from pdcluster_operator.cli.exits import Exit, UserError
+from pdcluster_operator.cli.ui import readers, server
+from pdcluster_operator.cli.ui.readers import KubeReader
+from pdcluster_operator.cli.ui.server import HEADERS, STATIC, UiServer
+from pdcluster_operator.local.api_server import LocalApi
+from pdcluster_operator.local.door import Door
+from pdcluster_operator.runtime.interfaces import ApiError, Key
+
+LLAMA = "/c/llm/llama"
+
+
+def filled(api: LocalApi) -> LocalApi:
+    told = cluster()
+    live = api.apply({key: value for key, value in told.items() if key != "status"})
+    api.set_status("PDCluster", "llm", "llama", told["status"], live["metadata"]["uid"])
+    for one in pods():
+        live = api.apply({key: value for key, value in one.items() if key != "status"})
+        where = "llm", one["metadata"]["name"]
+        api.set_status("Pod", *where, one["status"], live["metadata"]["uid"])
+    return api
+
+
+class Page:
+    """A running page, a client that is no browser, and the objects that it shows."""
+
+    def __init__(self, ui: UiServer, http: aiohttp.ClientSession, api: LocalApi) -> None:
+        self.ui, self.http, self.api = ui, http, api
+        self.base, _, self.token = ui.url.partition("/?token=")
+
+    async def get(self, path: str, **options: object) -> tuple[int, str]:
+        async with self.http.get(f"{self.base}{path}", **options) as answer:  # type: ignore[arg-type]
+            return answer.status, await answer.text()
+
+    def say(self, kind: str, status: str, reason: str, message: str = "") -> None:
+        live = self.api.get("PDCluster", "llm", "llama")
+        assert live is not None
+        told = cluster(conditions=[condition(kind, status, reason, message)])["status"]
+        self.api.set_status("PDCluster", "llm", "llama", told, live["metadata"]["uid"])
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, first: Key | None = None
+) -> AsyncIterator[Page]:
+    api = filled(LocalApi())
+    jar = aiohttp.CookieJar(unsafe=True)  # cookies of an IP address
+    async with Door(api, dict, folder, "llm") as door:
+        configuration = await find_configuration(str(door.kubeconfig))
+        async with KubeClient(configuration) as client:
+            reader = KubeReader(client, None, "llm", on_this_machine=True)
+            reader.period = 0.05
+            monkeypatch.setattr("pdcluster_operator.cli.ui.board.FRESH_SECONDS", 0.0)
+            async with UiServer(reader, first) as ui, aiohttp.ClientSession(cookie_jar=jar) as http:
+                yield Page(ui, http, api)
+
+
+@pytest.fixture
+async def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Page]:
+    async with opened(tmp_path, monkeypatch, Key("llm", "llama")) as page:
+        yield page
+
+
+async def test_without_the_token_there_is_nothing(page: Page) -> None:
+    for path in ("/", LLAMA, f"{LLAMA}/events", "/clusters", "/static/ui.css", "/other"):
+        status, text = await page.get(path)
+        assert (status, "llama" in text) == (403, False), path
+        assert "pdcluster ui" in text
+    for wrong in ("", page.token[:-1], f"{page.token}x", "é"):
+        assert (await page.get(f"{LLAMA}?token={wrong}"))[0] == 403
+    cookie = {f"pdcluster-ui-{page.base.rpartition(':')[2]}": "wrong"}
+    assert (await page.get(LLAMA, cookies=cookie))[0] == 403
+
+
+async def test_the_token_becomes_a_cookie_and_leaves_the_address(page: Page) -> None:
+    async with page.http.get(page.ui.url, allow_redirects=False) as answer:
+        assert (answer.status, answer.headers["Location"]) == (303, "/")
+        cookie = answer.headers["Set-Cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=Lax" in cookie
+    async with page.http.get(f"{page.base}/") as answer:
+        assert answer.url.path == LLAMA, "the PDCluster that was named"
+        assert page.token not in str(answer.url)
+        assert page.token not in await answer.text()
+
+
+async def test_another_name_of_this_machine_is_refused(page: Page) -> None:
+    """DNS rebinding: a page of evil.example asks its own name, which now means 127.0.0.1."""
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil", ""):
+        status, text = await page.get(f"/?token={page.token}", headers={"Host": host})
+        assert (status, text) == (403, "403: open this page as localhost or 127.0.0.1\n"), host
+    for host in ("localhost:9", "127.0.0.1", "[::1]:80"):
+        status, _ = await page.get(f"/?token={page.token}", headers={"Host": host})
+        assert status == 200, host
+
+
+async def test_every_answer_has_the_headers_and_nothing_can_be_written(page: Page) -> None:
+    await page.get(f"/?token={page.token}")
+    for path in ("/", LLAMA, "/clusters", "/static/ui.js", "/c/llm/none", f"{LLAMA}/events"):
+        async with page.http.get(f"{page.base}{path}") as answer:
+            assert {name: answer.headers.get(name) for name in HEADERS} == HEADERS, path
+    for method in ("POST", "PUT", "DELETE", "PATCH"):
+        async with page.http.request(method, f"{page.base}{LLAMA}") as answer:
+            assert answer.status == 405
+    assert "unsafe" not in HEADERS["Content-Security-Policy"]
+
+
+async def test_pages_load_only_files_of_ours_and_no_inline_script(page: Page) -> None:
+    _, html = await page.get(f"/?token={page.token}")
+    files = re.findall(r'(?:src|href)="(/static/[^"]+)"', html)
+    assert sorted(files) == sorted(f"/static/{name}" for name in STATIC)
+    for file in files:
+        assert (await page.get(file))[0] == 200
+    assert not re.findall(r"https?://(?!llama-router)[^\s\"<]+", html)
+    assert not re.search(r"<script(?! src)|<style|\bstyle=|javascript:", html)
+    for wrong in ("/static/..%2fserver.py", "/static/htmx.LICENSE", "/static/"):
+        assert (await page.get(wrong))[0] == 404, wrong
+
+
+async def test_names_that_are_none(page: Page) -> None:
+    await page.get(f"/?token={page.token}")
+    assert (await page.get("/c/llm/none")) == (
+        404, "404: there is no PDCluster of this name in this namespace\n",
+    )  # fmt: skip
+    for path in ("/c/llm/..%2f..%2fsecrets", "/c/llm/UPPER", "/c/llm%3fx/llama", "/c/llm/a%0ab"):
+        assert (await page.get(path))[0] == 404, path
+
+
+async def test_the_list_has_all_and_without_a_name_it_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, monkeypatch) as page:
+        await page.get(f"/?token={page.token}")
+        async with page.http.get(f"{page.base}/") as answer:
+            assert answer.url.path == "/clusters"
+            assert f'href="{LLAMA}"' in await answer.text()
+
+
+async def read_event(answer: aiohttp.ClientResponse) -> tuple[str, str]:
+    """The name and the data of the next event."""
+    name, data = "", []
+    async with asyncio.timeout(20):
+        async for line in answer.content:
+            text = line.decode().rstrip("\n")
+            if text.startswith("event: "):
+                name = text[7:]
+            elif text.startswith("data: "):
+                data.append(text[6:])
+            elif not text and name:
+                return name, "\n".join(data)
+    raise AssertionError("the stream ended")
+
+
+async def test_a_change_reaches_the_browser_and_only_what_changed(page: Page) -> None:
+    await page.get(f"/?token={page.token}")
+    async with page.http.get(f"{page.base}{LLAMA}/events") as answer:
+        assert answer.content_type == "text/event-stream"
+        first = dict([await read_event(answer) for _ in server.SECTIONS["cluster"]])
+        assert set(first) == set(server.SECTIONS["cluster"])
+        assert "KV was seen to move" in first["head"]
+        page.say("Ready", "False", "SideChannelUnreachable", BLOCKED)
+        changed = dict([await read_event(answer) for _ in range(2)])
+        assert set(changed) == {"head", "timeline"}
+        assert BLOCKED in changed["head"]
+
+
+async def test_many_browsers_share_what_is_read_and_the_last_one_ends_it(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MOST_VIEWERS", 8)
+    await page.get(f"/?token={page.token}")
+    async with contextlib.AsyncExitStack() as stack:
+        url = f"{page.base}{LLAMA}/events"
+        watching = [await stack.enter_async_context(page.http.get(url)) for _ in range(8)]
+        await asyncio.gather(*map(read_event, watching))
+        assert (await page.get(f"{LLAMA}/events"))[0] == 503
+        assert (await page.get(LLAMA))[0] == 200, "the page itself can still be loaded"
+        boards = page.ui._boards
+        assert (len(boards), boards[Key("llm", "llama")].viewers) == (1, 8)
+        for answer in watching:
+            answer.close()
+        page.say("Ready", "False", "EngineFailed", "a change finds out that they left")
+        async with asyncio.timeout(20):
+            while boards[Key("llm", "llama")].viewers:  # noqa: ASYNC110 - a count has no event
+                await asyncio.sleep(0.02)
+        assert boards[Key("llm", "llama")]._task is None
+
+
+async def test_what_cannot_be_read_any_more_is_said_above_what_was_read(page: Page) -> None:
+    await page.get(f"/?token={page.token}")
+    page.api.delete("PDCluster", "llm", "llama", uid=None, resource_version=None)
+    _, html = await page.get(LLAMA)
+    assert "It is gone: somebody deleted it." in html
+    assert "KV was seen to move" in html, "the last that was known"
+
+
+async def test_an_api_server_that_is_down_ends_nothing(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await page.get(f"/?token={page.token}")
+
+    async def down(*_: object, **__: object) -> None:
+        raise ApiError("ApiServerUnreachable", "GET /apis: connection refused")
+
+    with monkeypatch.context() as change:
+        change.setattr(KubeClient, "call", down)
+        _, html = await page.get(LLAMA)
+        assert "The API server: GET /apis: connection refused" in html
+        assert "The page shows what was read last." in html
+    _, html = await page.get(LLAMA)
+    assert "connection refused" not in html
+
+
+async def test_what_this_account_may_not_read_is_a_note(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await page.get(f"/?token={page.token}")
+    call = KubeClient.call
+
+    async def without_pods(client: KubeClient, method: str, path: str, **options: object) -> object:
+        if path.endswith("/pods"):
+            raise ApiError("Forbidden", 'User "me" cannot list resource "pods"')
+        return await call(client, method, path, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KubeClient, "call", without_pods)
+    _, html = await page.get(LLAMA)
+    assert "The pods cannot be read: User &#34;me&#34; cannot list" in html
+    assert "KV was seen to move" in html
+
+
+async def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        async with KubeClient(await find_configuration_of_nothing(tmp_path)) as client:
+            with pytest.raises(UserError) as error:
+                async with UiServer(KubeReader(client, None, "llm"), None, port):
+                    raise AssertionError("it listens")
+    assert error.value.exit is Exit.MACHINE
+    assert str(error.value).startswith(f"--port {port}: this machine does not give it (")
+
+
+async def find_configuration_of_nothing(folder: Path):  # type: ignore[no-untyped-def]
+    async with Door(LocalApi(), dict, folder, "llm") as door:
+        return await find_configuration(str(door.kubeconfig))
+
+
+async def test_boards_that_nobody_watches_are_forgotten(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MOST_BOARDS", 4)
+    await page.get(f"/?token={page.token}")
+    for number in range(20):
+        await page.get(f"/c/llm/none-{number}")
+    assert len(page.ui._boards) <= 4
+
+
+async def test_metrics_of_processes_are_read_and_a_silent_one_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from aiohttp import web
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text='pdcluster_kv_received_bytes_total{engine="0"} 7\nother 1\n')
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    monkeypatch.setattr(readers, "ENGINE_METRICS_PORT", runner.addresses[0][1])
+    answers = pod(engines("decode", 1)[0], podIP="127.0.0.1")
+    silent = pod(engines("prefill", 1)[0], podIP="127.0.0.2")
+    starting = pod(engines("prefill", 2)[1], podIP="127.0.0.1", conditions=[])
+    [pages, problem] = await readers.gathered([answers, silent, starting], readers.page_of_process)
+    await runner.cleanup()
+    [(engine, reading)] = pages.items()
+    assert engine == ("decode", "llm.llama.decode.7f9c4.0")
+    assert {key.name: value for key, value in reading.items()} == {
+        "pdcluster_kv_received_bytes_total": 7.0
+    }
+    assert problem.startswith("llama-prefill-5d8bf-0: ")
