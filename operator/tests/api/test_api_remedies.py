@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shlex
 import socket
 from pathlib import Path
+from typing import cast
 
 import click
 import pytest
 from dev.reasons_page import families
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.launcher import before_start
+from pdcluster_connector.launcher import before_start, supervisor
+from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.engine import last_words
-from pdcluster_connector.protocol.launcher_documents import CanaryState, EngineState, LinkState
+from pdcluster_connector.launcher.engine.engine_api import EngineApi
+from pdcluster_connector.launcher.engine.readiness import Readiness
+from pdcluster_connector.protocol.engine_id import EngineId
+from pdcluster_connector.protocol.launcher_documents import (
+    CanaryState,
+    EngineReport,
+    EngineState,
+    LinkState,
+)
 from pdcluster_operator.api import remedies
 from pdcluster_operator.api.remedies import Remedy, Severity, next_step, table
 from pdcluster_operator.cli.main import pdcluster
@@ -104,6 +115,34 @@ def port_in_use() -> str:
 def truncated(folder: Path) -> str:
     (folder / "config.json").write_text('{"architectures": [')
     return "; ".join(before_start.model_problems(str(folder)))
+
+
+def frozen(monkeypatch: pytest.MonkeyPatch) -> EngineReport:
+    """What a launcher reports of an engine that accepts connections and answers nothing."""
+    arguments = ["/models/x", "--kv-transfer-config", '{"kv_role": "kv_consumer"}']
+    command = engine_command(arguments, engine_id="one/1", role="decode")
+    readiness = Readiness(EngineId("one", "1"), "decode", command, {})
+    readiness.healthy()
+    monkeypatch.setattr(supervisor, "_SERVING_POLL", 0.0)
+
+    class Frozen:
+        async def health(self) -> None:
+            if not readiness.ready:
+                raise asyncio.CancelledError
+            raise TimeoutError
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(supervisor.watch_health(cast("EngineApi", Frozen()), readiness))
+    return readiness.report()
+
+
+def test_a_frozen_engine_is_found_although_its_state_says_that_it_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    report = frozen(monkeypatch)
+    found = remedies.find(report.state, report.message)
+    assert found, report.message
+    assert found.name == "EngineFrozen"
 
 
 def test_a_symptom_is_found_in_what_our_programs_say(tmp_path: Path) -> None:

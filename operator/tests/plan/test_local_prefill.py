@@ -186,8 +186,11 @@ def test_a_condition_tells_a_missing_signature_from_a_wrong_one():
         world = running()
         assert seen(world, 100, 50, cause) == "False"
         messages[cause] = world.condition("TransportHealthy")["message"]
-    assert "prefill does not sign its tickets" in messages[Reason.UNSIGNED]
-    assert "changed, or signed with a key that decode does not have" in messages[Reason.FORGED]
+    assert "Prefill does not sign its tickets" in messages[Reason.UNSIGNED]
+    assert (
+        "changed on its way, or signed with a key that decode does not have"
+        in messages[Reason.FORGED]
+    )
 
 
 def test_a_cause_that_is_no_name_is_not_shown():

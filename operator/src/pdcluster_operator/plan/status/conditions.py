@@ -34,6 +34,7 @@ from pdcluster_operator.api.conditions import (
     yes,
 )
 from pdcluster_operator.api.findings import Findings, Rule
+from pdcluster_operator.api.remedies import table
 from pdcluster_operator.api.rules.engines import unchecked_message
 from pdcluster_operator.api.spec.types import Transfer
 from pdcluster_operator.plan.builders.protection import NOT_KNOWN
@@ -272,51 +273,7 @@ def _replaced(change: ChangeView) -> Verdict | None:
 OFF = 100
 _NAME = re.compile(r"[A-Za-z]{1,64}")
 
-REMEDIES: Mapping[str, str] = {
-    LocalReason.NO_TICKET: (
-        "the requests carry no ticket; send them to the router and not to decode engines, and see "
-        "whether prefill hands over KV (kubectl logs of the prefill engines)"
-    ),
-    LocalReason.PROMPT_MISMATCH: (
-        "the prompt is not the one that prefill computed; give both roles the same image and "
-        "chat template, and send one prompt in each request"
-    ),
-    LocalReason.TICKET_SPENT: (
-        "a request was repeated with its old ticket; send repeated requests through prefill again"
-    ),
-    LocalReason.TICKET_TOO_LONG: (
-        "prefill and decode disagree about the last token; give both roles the same image"
-    ),
-    Reason.LEASE_EXPIRED: (
-        "requests reach decode after their lease has ended; raise spec.transfer.leaseSeconds, "
-        "or add decode engines"
-    ),
-    Reason.LEASE_LOST: (
-        "the lease ended before decode asked for the KV; raise spec.transfer.leaseSeconds, or add "
-        "decode engines"
-    ),
-    Reason.LEASE_CLAIMED: (
-        "two decode engines got the same ticket; send repeated requests through prefill again"
-    ),
-    Reason.UNSIGNED: (
-        "prefill does not sign its tickets, but decode has a ticket key; start both roles with the "
-        "same key, and see whether the router passes kv_transfer_params on unchanged"
-    ),
-    Reason.FORGED: (
-        "the ticket was changed, or signed with a key that decode does not have; see whether the "
-        "router passes kv_transfer_params on unchanged, and whether both roles have the same key"
-    ),
-    Reason.AUDIENCE_MISMATCH: (
-        "the ticket is for engines of another cluster; see which engines the router knows"
-    ),
-    Reason.TICKET_INVALID: (
-        "the ticket cannot be read; see whether the router passes kv_transfer_params on unchanged"
-    ),
-}
-TRANSFERS_FAIL = (
-    "the transfer of KV fails or is refused; the logs of the decode engine say why, and the reason "
-    "is described in docs/api.md"
-)
+_CAUSES = frozenset(map(str, (*LocalReason, *Reason)))
 
 
 def local_prefill(
@@ -369,7 +326,9 @@ def local_share(reports: Iterable[LinksReport]) -> float | None:
 
 def _message(engine: EngineView, cause: str, most: int) -> str:
     named = cause if _NAME.fullmatch(cause) else "Unknown"
+    known = table().get(cause) if cause in _CAUSES else None  # a newer launcher may know others
+    why = f"{known.cause} {known.remedy}" if known else "The log of this engine says why."
     return (
         f"{engine.name.stateful_set} computes too many of its prompts by itself (maxLocalShare is "
-        f"{most} %), mostly because of {named}: {REMEDIES.get(cause, TRANSFERS_FAIL)}"
+        f"{most} %), mostly because of {named}: {why}"
     )
