@@ -74,6 +74,14 @@ EXAMPLE: Mapping[str, Any] = {
             "message": "",
         }
     ],
+    "linkStates": [
+        {
+            "prefill": "llama-prefill-5d8bf-0",
+            "decode": "llama-decode-7f9c4-0",
+            "state": "Failed",
+            "reason": "SideChannelUnreachable",
+        },
+    ],
     "failedLinks": [
         {
             "prefill": "llama-prefill-5d8bf-0",

@@ -47,6 +47,7 @@ def test_before_any_report():
         "shards": "0/2",
         "bytes_per_second": 0.0,
         "canary": {"state": "Pending", "bytes": 0, "message": ""},
+        "descriptors": 0,
     }
 
 
@@ -311,6 +312,15 @@ def test_the_clock_that_differs_most_is_shown():
     links.add(RankReport((0, 1), (1, 2), (link(UP, clock_skew_seconds=-61.0),)), 1.0)
     assert links.rows(1.0)[0].report.clock_skew_seconds == -61.0
     assert msgspec.to_builtins(links.rows(1.0)[0].report)["clock_skew_seconds"] == -61.0
+
+
+def test_the_worker_that_needs_most_descriptors_is_shown():
+    links = table(P0)
+    links.add(RankReport((0, 0), (1, 2), (link(UP, descriptors=64),)), 0.0)
+    links.add(RankReport((0, 1), (1, 2), (link(UP, descriptors=2048),)), 0.0)
+    assert links.rows(0.0)[0].report.descriptors == 2048
+    links.add(RankReport((0, 1), (1, 2), (link(DOWN, descriptors=9999),)), 0.0)
+    assert links.rows(0.0)[0].report.descriptors == 64
 
 
 def test_a_canary_of_a_peer_that_is_gone_is_forgotten():

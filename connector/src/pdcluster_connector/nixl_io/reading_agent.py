@@ -66,6 +66,7 @@ class Connection:
         broken: why no new transfer may start; it closes when ``transfers`` is 0.
         stalled: why new receives fail: a probe is late. None once it, or KV after it, has landed.
         notice: what makes the link slow though it works; empty if nothing is known to.
+        descriptors: how many the KV of 1,000 tokens takes.
         waiting: called when the warm-up has ended, with its failure, or when the broken connection
             has closed; None when there is nothing to wait for.
         wanted: whether somebody checks or probes it; receives wait for it by ``waiting``.
@@ -79,6 +80,7 @@ class Connection:
     stalled: Failure | None = None
     waiting: list[Callable[[Failure | None], None]] | None = field(default_factory=list)
     notice: str = ""
+    descriptors: int = 0
     wanted: bool = False
 
     @property
@@ -96,12 +98,14 @@ class ProbeResult:
         nbytes: bytes that were read and found right, over all shards.
         seconds: from post to done, over all shards.
         notice: what makes the link slow though it works.
+        descriptors: how many the KV of 1,000 tokens takes.
     """
 
     failure: Failure | None
     nbytes: int = 0
     seconds: float = 0.0
     notice: str = ""
+    descriptors: int = 0
 
     @property
     def bytes_per_second(self) -> float:

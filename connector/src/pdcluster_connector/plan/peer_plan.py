@@ -134,6 +134,7 @@ def _indexed(found: Mapping[ClassKey, Runs]) -> tuple[StrideClass, ...]:
 
 
 NOTICE_TOKENS = 1000
+"""What links report the number of descriptors for."""
 
 
 def descriptors(plan: PeerPlan, tokens: int) -> tuple[int, int]:

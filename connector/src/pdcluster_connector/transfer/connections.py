@@ -100,6 +100,7 @@ class Connections:
         plan = peer_plan.plan_peer(self._shard, [shard.shard for shard in metadata.shards])
         connection = self.agent.open(metadata, plan)
         connection.notice = peer_plan.cost_notice(plan, metadata.shape.layout)
+        connection.descriptors, _ = peer_plan.descriptors(plan, peer_plan.NOTICE_TOKENS)
         if connection.notice:
             logger.warning("%s: %s", metadata.engine_id, connection.notice)
         self.probing.start(connection, self._warm_up_done)

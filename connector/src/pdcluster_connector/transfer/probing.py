@@ -126,7 +126,8 @@ class ProbeRun:
             self.reported, self.over = True, not is_late
             self.connection.stalled = self._late = failure if is_late else None
             read = self._read_bytes, self._read_seconds
-            self._done(self.connection, ProbeResult(failure, *read, self.connection.notice))
+            notes = self.connection.notice, self.connection.descriptors
+            self._done(self.connection, ProbeResult(failure, *read, *notes))
 
     def _run(self) -> Iterator[None]:
         if self._slot is None:

@@ -186,6 +186,7 @@ class LinkKeeper:
                 state=documents.LinkState.ESTABLISHED,
                 message=outcome.notice,
                 bytes_per_second=outcome.bytes_per_second,
+                descriptors=outcome.descriptors,
                 establishment=next(_ESTABLISHMENTS),
             )
         if report != self.report:

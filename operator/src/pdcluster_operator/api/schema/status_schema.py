@@ -12,6 +12,8 @@ from pdcluster_operator.api.spec.types import Certificates
 
 MAX_ENGINES = 64
 MAX_FAILED_LINKS = 16
+MAX_LINKS = 128
+"""Enough for the links of one pairing key among 64 engines of each role."""
 FIRST_CONDITIONS = (ConditionType.PROGRESSING, ConditionType.READY)
 
 
@@ -71,6 +73,45 @@ def status_schema() -> dict[str, Any]:
                 state=_text("state is Ready, Unknown, or the reason why it is not ready.", 64),
                 engineId=_text("engineId names the running incarnation.", 512),
                 message=_text("message explains the state.", 1024),
+            ),
+            "linkStates": _list(
+                f"linkStates are the wanted links, at most {MAX_LINKS}.",
+                MAX_LINKS,
+                ["prefill", "decode"],
+                "One link.",
+                ["prefill", "decode", "state"],
+                prefill=_text("prefill is the prefill engine.", 63),
+                decode=_text("decode is the decode engine.", 63),
+                state=_choice(
+                    "state says how far the link has come.",
+                    ["Pending", "Established", "Failed", "Unknown"],
+                ),
+                reason=_text(
+                    "reason says why the link is not established, in one CamelCase word.", 256
+                ),
+                canary=_choice(
+                    "canary is the result of the last canary since the link was established.",
+                    ["Pending", "Passed", "Failed", "Unknown"],
+                ),
+                megabytesPerSecond=_count(
+                    "megabytesPerSecond is the bandwidth that was measured when the link was "
+                    "established, in MB/s. It is left out if none was measured.",
+                    "int64",
+                ),
+                descriptors=_count(
+                    "descriptors is how many NIXL descriptors the KV of 1,000 tokens takes on the "
+                    "worker that needs most. It is left out if it is not known.",
+                    "int64",
+                ),
+                verifiedTime=_time(
+                    "verifiedTime is when KV was first seen to move over the link since it was "
+                    "established. It is left out while the last canary has not passed."
+                ),
+                lastProofTime=_time(
+                    "lastProofTime is when KV was last seen to move, if engines were too busy for "
+                    "canaries since then. It is left out until a canary is ten minutes late; "
+                    "verification.canary.intervalSeconds says how often they are sent."
+                ),
             ),
             "failedLinks": _list(
                 "failedLinks are links that failed, or whose canary moved no KV; "

@@ -41,6 +41,7 @@ class PairView:
         reason: of the link if it was reported. WaitingForEngines while an engine is known not to be
             ready.
         canary: the last one between these incarnations, since the link was established.
+        descriptors: how many NIXL descriptors the KV of 1,000 tokens takes; 0 if it is not known.
     """
 
     prefill: EngineView
@@ -50,6 +51,7 @@ class PairView:
     message: str = ""
     bytes_per_second: float = 0.0
     canary: CanaryReport = CanaryReport()  # noqa: RUF009 (frozen)
+    descriptors: int = 0
 
     @property
     def label(self) -> str:
@@ -150,7 +152,14 @@ def _pair(
 
 def _seen(prefill: EngineView, decode: EngineView, state: LinkState, link: LinkReport) -> PairView:
     return PairView(
-        prefill, decode, state, link.reason, link.message, link.bytes_per_second, link.canary
+        prefill,
+        decode,
+        state,
+        link.reason,
+        link.message,
+        link.bytes_per_second,
+        link.canary,
+        link.descriptors,
     )
 
 

@@ -15,12 +15,11 @@ from itertools import islice
 from typing import Any
 
 from pdcluster_connector.compat.findings import counted
-from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.launcher_documents import LinkState
 from pdcluster_operator.api import conditions as api_conditions, object_names
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, Verdict
 from pdcluster_operator.api.findings import Findings
-from pdcluster_operator.api.schema.status_schema import MAX_ENGINES, MAX_FAILED_LINKS
+from pdcluster_operator.api.schema.status_schema import MAX_ENGINES, MAX_FAILED_LINKS, MAX_LINKS
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Certificates, Cluster, Role
 from pdcluster_operator.plan import children, prefill_scaler, renewals
@@ -33,11 +32,9 @@ from pdcluster_operator.plan.observed.engines import EngineView, observe_engines
 from pdcluster_operator.plan.observed.links import PairView
 from pdcluster_operator.plan.observed.pods import is_lost, text_of
 from pdcluster_operator.plan.rollout.desired import Desired
-from pdcluster_operator.plan.status import conditions
+from pdcluster_operator.plan.status import conditions, link_states
 from pdcluster_operator.plan.status.progress import ChangeView, progressing, progressing_since
 from pdcluster_operator.plan.types import Observed, Step
-
-LONGEST_DETAIL = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +46,7 @@ class Judgement:
         change: how far the live objects are from the wanted ones.
         groups: of each pairing key, the engines among which links are kept.
         fields: fields of the status, as they are written.
+        links: the first links.
         failed: the first links that failed, or whose canary did.
         transfer: ``status.transfer``; empty if it is not written.
     """
@@ -57,6 +55,7 @@ class Judgement:
     change: ChangeView
     groups: Sequence[links.Group]
     fields: Mapping[str, Any]
+    links: tuple[PairView, ...]
     failed: tuple[PairView, ...]
     transfer: Mapping[str, Any]
 
@@ -118,6 +117,7 @@ def judge(
         change,
         groups,
         fields,
+        tuple(pairs[:MAX_LINKS]),
         tuple(islice(failed, MAX_FAILED_LINKS)),
         transfer_status(observed, cluster, change, lost),
     )
@@ -140,7 +140,10 @@ def build_status(
         "observedGeneration": cluster.generation,
         "conditions": api_conditions.set_conditions(before, ordered, cluster.generation, now),
         **judged.fields,
-        "failedLinks": _failed_links(before, judged.failed, now),
+        "linkStates": link_states.link_states(
+            before, judged.links, cluster.spec.verification.canary.interval_seconds, now
+        ),
+        "failedLinks": link_states.failed_links(before, judged.failed, now),
     }
     if judged.transfer:
         status["transfer"] = judged.transfer
@@ -205,36 +208,8 @@ def _engine(engine: EngineView) -> dict[str, Any]:
         "role": engine.name.role.value,
         "state": states[engine.ready],
         "engineId": engine.engine_id,
-        "message": engine.message[:LONGEST_DETAIL],
+        "message": engine.message[: link_states.LONGEST_DETAIL],
     }
-
-
-def _failed_links(
-    before: Mapping[str, Any], pairs: Sequence[PairView], now: float
-) -> list[dict[str, Any]]:
-    old = {
-        (entry.get("prefill"), entry.get("decode"), entry.get("reason")): entry
-        for entry in before.get("failedLinks") or ()
-    }
-    written = []
-    for pair in pairs:
-        if pair.state is LinkState.FAILED:
-            reason, message = api_conditions.readable_reason(pair.reason or "Unknown"), pair.message
-        else:
-            reason, message = Reason.CANARY_FAILED.value, pair.canary.message
-        prefill, decode = pair.prefill.name.stateful_set, pair.decode.name.stateful_set
-        known = old.get((prefill, decode, reason), {})
-        written.append(
-            {
-                "prefill": prefill,
-                "decode": decode,
-                "reason": reason,
-                "message": message[:LONGEST_DETAIL],
-                "lastTransitionTime": known.get("lastTransitionTime")
-                or api_conditions.timestamp(now),
-            }
-        )
-    return written
 
 
 def transfer_status(
