@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
-from pdcluster_operator.cli import lint, manifests, output
+from pdcluster_operator.cli import lint, manifests, output, plan_view
 from pdcluster_operator.cli.main import COMMANDS, main
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -224,6 +224,25 @@ def test_plan_prints_the_steps_of_the_operators_own_planner(
     assert len(printed) < 60_000
     assert main(["plan", "five-mistakes.yaml"]) == 1
     assert "UnknownField" in capsys.readouterr().out
+    assert main(["plan", "five-mistakes.yaml", "-o", "json"]) == 1
+    assert json.loads(capsys.readouterr().out)["kind"] == "Lint"
+
+
+def test_plan_ends_with_the_gpus_that_the_engines_hold(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    example = str(GOLDEN.parents[3] / "examples" / "one-node-8gpu.yaml")
+    assert main(["plan", example]) == 0
+    text = capsys.readouterr().out
+    assert "\nengines: 0 now, 3 at the peak, 3 after\n" in text
+    assert "\nGPUs: 0 now, 8 at the peak, 8 after\n" in text
+    assert main(["plan", example, "-o", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    jsonschema.validate(found, output.schema(plan_view.Plan))
+    assert found["gpus"] == {"now": 0, "peak": 8, "after": 8}
+    for one in (step for turn in found["rounds"] for step in turn["steps"]):
+        line = f"{one['number']:3}. {one['verb']} {one['kind']} {one['name']}  {one['why']}\n"
+        assert line in text
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

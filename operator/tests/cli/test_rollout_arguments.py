@@ -31,7 +31,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     def noting(module: Any, name: str) -> None:
         async def verb(client: Any, key: Any, *words: Any, **options: Any) -> Exit:
             assert client == "client"
-            calls.append((name, key, *words, options))
+            calls.append((name, key, *(one for one in words if not callable(one)), options))
             return Exit.NOT_READY
 
         def note(*words: Any) -> Exit:
@@ -40,7 +40,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
         monkeypatch.setattr(module, name, verb if module is rollout else note)
 
-    def connected(context: str | None, chosen: Any) -> Exit:
+    def connected(context: str | None, chosen: Any, _: Any = None) -> Exit:
         assert context in (None, "there")
         ended: Exit = asyncio.run(chosen("client"))
         return ended
@@ -48,7 +48,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     for name in ("follow", "hold", "go_back", "restart"):
         noting(rollout, name)
     monkeypatch.setattr(connection, "connected", connected)
-    monkeypatch.setattr(connection, "namespace_of_context", lambda context: "mine")
+    monkeypatch.setattr(connection, "namespace_of_context", lambda *_: "mine")
     noting(against, "show_plan_against")
     noting(plan_command, "show_plan")
     noting(up_command, "run")
@@ -60,7 +60,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 TO = ("--context", "there", "-n", "ns")
 MINE, THERE = ("mine", "a"), ("ns", "a")
-UP = up_command.Options("f", None, 32, 900, None, plain=False)
+UP = up_command.Options("f", None, 32, 900, None, plain=False, ui=False)
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,16 @@ UP = up_command.Options("f", None, 32, 900, None, plain=False)
         (("rollout", "restart", "a"), ("restart", MINE, {})),
         (("rollout", "undo", "a"), ("go_back", MINE, {"dry_run": False})),
         (("rollout", "undo", "a", "--dry-run"), ("go_back", MINE, {"dry_run": True})),
-        (("plan", "f", "--against"), ("show_plan_against", "f", None, None)),
+        (("plan", "f", "--against"), ("show_plan_against", "f", None, None, "text")),
         (("plan", "f", "--against", "there", "-n", "ns"),
-         ("show_plan_against", "f", "there", "ns")),
-        (("plan", "f"), ("show_plan", "f", "steps")),
+         ("show_plan_against", "f", "there", "ns", "text")),
+        (("plan", "f"), ("show_plan", "f", "text")),
+        (("plan", "f", "-o", "steps"), ("show_plan", "f", "text")),
+        (("plan", "f", "-o", "yaml"), ("show_plan", "f", "yaml")),
         (("up", "f"), ("run", UP)),
         (("up", "f", "--once", "p", "--max-tokens", "1", "--timeout", "2", "--model-dir", "/m",
           "--plain"),
-         ("run", up_command.Options("f", "p", 1, 2, Path("/m"), plain=True))),
+         ("run", up_command.Options("f", "p", 1, 2, Path("/m"), plain=True, ui=False))),
     ],
 )  # fmt: skip
 def test_each_command_line_calls_what_it_says(
@@ -94,6 +96,14 @@ def test_each_command_line_calls_what_it_says(
 ) -> None:
     assert main(words) == 3, "how the command ends is how the process ends"
     assert called == [call]
+
+
+def test_objects_are_of_a_new_cluster_only(
+    called: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "f", "--against", "there", "-o", "yaml"]) == 2
+    assert "use -o json instead; see `pdcluster plan --help`" in capsys.readouterr().err
+    assert called == []
 
 
 @pytest.mark.parametrize("time", ["0", "-1", "1.5", "5d", "m", "", "1 m", "0h"])

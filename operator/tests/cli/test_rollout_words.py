@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema
 import pytest
 
 import virtual_time
 from pdcluster_operator.api.spec.types import Role
-from pdcluster_operator.cli import connection, rollout
+from pdcluster_operator.cli import connection, output, rollout
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.main import pdcluster
 from pdcluster_operator.cli.rollout import Announcement, Undo
@@ -41,7 +43,7 @@ class Cluster:
         self.written: list[tuple[Any, dict[str, Any]]] = []
         self.stored: Undo | None = None
 
-        def connected(context: str | None, command: Callable[[Any], Any]) -> Exit:
+        def connected(context: str | None, command: Callable[[Any], Any], _: Any) -> Exit:
             assert context is None
             return virtual_time.run(command(self))
 
@@ -100,6 +102,22 @@ def test_each_change_is_a_line_until_the_end(
     assert run("status") == code
     assert lines(capsys) == [f'PDCluster "tiny": {line}' for line in ("1 of 2", "2 of 2", "end")]
     assert cluster.asked == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_each_change_is_a_document(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.says = [waits("1"), Announcement("2", None, fails=True), Announcement("3", False)]
+    assert run("status", "-o", "json") == Exit.NOT_READY
+    found = [json.loads(line) for line in lines(capsys)]
+    for one in found:
+        jsonschema.validate(one, output.schema(rollout.Rollout))
+    assert [(one["state"], one["message"]) for one in found] == [
+        ("Progressing", "1"), ("Failing", "2"), ("Waiting", "3"),
+    ]  # fmt: skip
+    cluster.says = [Announcement("4", True)]
+    assert run("status", "--no-watch", "-o", "json") == Exit.DONE
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kind"], found["namespace"], found["name"]) == ("Rollout", "ns", "tiny")
+    assert (found["state"], found["message"]) == ("Complete", "4")
 
 
 @pytest.mark.parametrize(

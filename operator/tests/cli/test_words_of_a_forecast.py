@@ -12,10 +12,10 @@ from rich.console import Console
 
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.types import Role
-from pdcluster_operator.cli.against import _ask, _show_course
+from pdcluster_operator.cli.against import ask
 from pdcluster_operator.cli.exits import Exit
-from pdcluster_operator.cli.plan import in_words
-from pdcluster_operator.plan.forecast.course import Course, Replaced, Round
+from pdcluster_operator.cli.plan_view import in_words, plan_of, print_plan
+from pdcluster_operator.plan.forecast.course import Course, Held, Replaced, Round
 from pdcluster_operator.plan.types import (
     Apply,
     Delete,
@@ -46,12 +46,13 @@ def test_a_step_in_words(step: Step, words: tuple[str, str, str]) -> None:
     assert in_words(step) == words
 
 
-COURSE = Course((), (), (2, 3), (4, 12), True, False, True, "Ready is True: Ready")
+COURSE = Course((), (), Held(2, 3, 1), Held(4, 12, 3), True, False, True, "Ready is True: Ready")
 
 
 def printed(course: Course) -> list[str]:
     output = io.StringIO()
-    _show_course(Console(file=output, width=40, soft_wrap=True), course)
+    console = Console(file=output, width=40, soft_wrap=True)
+    print_plan(console, plan_of(("ns", "tiny"), course, "", against=True))
     return output.getvalue().splitlines()
 
 
@@ -59,8 +60,8 @@ def test_a_course_without_steps_says_so() -> None:
     assert printed(COURSE) == [
         "  replaces no engine",
         "  nothing is left to do",
-        "engines: 2 now, 3 at the peak",
-        "GPUs: 4 now, 12 at the peak",
+        "engines: 2 now, 3 at the peak, 1 after",
+        "GPUs: 4 now, 12 at the peak, 3 after",
         "service: a verified pair serves all the time",
         "the end: Ready is True: Ready",
     ]
@@ -121,31 +122,33 @@ QUOTA = ApiError("Forbidden", "the quota is used up: cannot create a pod")
 
 
 @pytest.mark.parametrize(
-    ("answers", "complete", "code", "said"),
+    ("answers", "complete", "code", "said", "taken"),
     [
-        ((None, None), True, Exit.DONE, ["would take", "would take"]),
-        ((None, None), False, Exit.NOT_READY, ["would take", "would take"]),
-        ((FORBIDDEN, None), True, Exit.DONE, ["not asked about", "would take"]),
-        ((REFUSED,), True, Exit.MANIFEST, ["no pod may be privileged"]),
-        ((QUOTA,), True, Exit.MANIFEST, ["cannot create"]),
+        ((None, None), True, Exit.DONE, ["would take", "would take"], [True, True]),
+        ((None, None), False, Exit.NOT_READY, ["would take", "would take"], [True, True]),
+        ((FORBIDDEN, None), True, Exit.DONE, ["not asked about", "would take"], [None, True]),
+        ((REFUSED,), True, Exit.MANIFEST, ["no pod may be privileged"], [False]),
+        ((QUOTA,), True, Exit.MANIFEST, ["cannot create"], [False]),
     ],
 )
 def test_the_api_server_is_asked_about_new_pods(
-    answers: tuple[ApiError | None, ...], complete: bool, code: Exit, said: list[str]
+    answers: tuple[ApiError | None, ...],
+    complete: bool,
+    code: Exit,
+    said: list[str],
+    taken: list[bool | None],
 ) -> None:
-    output, server = io.StringIO(), Server(*answers)
+    server = Server(*answers)
     api: Any = server
     course = replace(
         COURSE,
         complete=complete,
         rounds=(Round("", (CASES[0][0], TRIAL)), Round("x", (TRIAL, OTHER))),
     )
-    console = Console(file=output, width=40, soft_wrap=True)
-    assert asyncio.run(_ask(console, api, course)) == code
-    lines = output.getvalue().splitlines()
-    assert len(lines) == len(said)
-    for line, words in zip(lines, said, strict=True):
-        assert line.startswith("API server: ")
-        assert words in line
-        assert code is Exit.MANIFEST or "StatefulSet and Pod of revision" in line
-    assert server.answers == []
+    found, ended = asyncio.run(ask(api, course))
+    assert ended == code
+    assert [one.taken for one in found] == taken
+    for one, words in zip(found, said, strict=True):
+        assert words in one.message
+        assert one.about.startswith("StatefulSet and Pod of revision")
+        assert not one.taken or one.about in one.message

@@ -54,7 +54,7 @@ class Command(click.Command):
 
     Args:
         document: what ``-o json`` prints. The name of the type is the document's ``kind``. With
-            it, the command has the option ``-o``.
+            it, the command has the option ``-o``, unless it brings its own.
         examples: printed at the end of the help.
     """
 
@@ -69,7 +69,7 @@ class Command(click.Command):
     ) -> None:
         super().__init__(*words, **settings)
         self.document, self.examples = document, examples
-        if document is not None:
+        if document is not None and all(one.name != "output" for one in self.params):
             self.params.append(_output(document))
 
     def invoke(self, ctx: click.Context) -> Any:

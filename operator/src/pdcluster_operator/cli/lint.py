@@ -3,7 +3,7 @@
 Other commands use its functions that print findings.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import click
 import msgspec
@@ -93,6 +93,18 @@ def lint(files: tuple[str, ...], output: str) -> Exit:
     if not checked and not problems:
         problems = [f"there is no {KIND} in {', '.join(files)}, so nothing was checked"]
 
+    report = show_report(output, checked, skipped, problems)
+    return Exit.DONE if report.ok else Exit.MANIFEST
+
+
+def show_report(
+    output: str,
+    checked: Sequence[tuple[Document, Findings]],
+    skipped: Sequence[Document] = (),
+    problems: Sequence[str] = (),
+) -> Lint:
+    """Print what was found, in the form that ``-o`` names."""
+
     def text(console: Console) -> None:
         for problem in problems:
             console.print(Text(problem, "red"))
@@ -113,10 +125,10 @@ def lint(files: tuple[str, ...], output: str) -> Exit:
             for error in errors
         ],
         skipped=[Skipped(one.file, one.number, one.other_kind, one.name) for one in skipped],
-        problems=problems,
+        problems=list(problems),
     )
     show(output, report, text)
-    return Exit.DONE if report.ok else Exit.MANIFEST
+    return report
 
 
 def check(document: Document) -> Findings:
@@ -164,7 +176,7 @@ def _read(paths: Iterable[str]) -> tuple[list[Document], list[str]]:
     return documents, problems
 
 
-def _skipped(documents: list[Document]) -> str:
+def _skipped(documents: Sequence[Document]) -> str:
     named = [f"{one.other_kind} {one.name}".strip() for one in documents]
     more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
     return (

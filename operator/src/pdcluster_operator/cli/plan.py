@@ -6,16 +6,15 @@ from typing import Any
 
 import click
 import yaml
-from rich.console import Console
-from rich.text import Text
 
 from pdcluster_operator.adapters.connector_bundle import BundleError, build_connector
 from pdcluster_operator.api.conditions import ConditionType, find_condition
-from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.schema.crd import PlainDumper
-from pdcluster_operator.cli import exits, lint, manifests
+from pdcluster_operator.cli import exits, lint, manifests, output as outputs
 from pdcluster_operator.cli.commands import Command, namespace_option
+from pdcluster_operator.cli.plan_view import Plan, plan_of, print_plan
 from pdcluster_operator.plan import types
+from pdcluster_operator.plan.forecast.course import forecast
 from pdcluster_operator.plan.planner import make_plan
 
 PLACEHOLDER_UID = "00000000-0000-0000-0000-000000000000"
@@ -23,31 +22,35 @@ DETAILS = """\
 FILE is a manifest in YAML; - is standard input.
 
 Without --against: the steps for a cluster of which nothing exists yet, without Kubernetes; with
--o yaml, the objects themselves.
+-o yaml, the objects themselves. It ends with the GPUs that the engines hold now, at the peak and
+after.
 
 With --against: what would follow if you applied FILE now. Nothing is written. It prints which
 engines are replaced, and which field of the spec makes that necessary; every step of the operator,
-in order, and what the operator waits for in between; the engines and GPUs at the peak; whether
-requests fail meanwhile; and what the API server says to the new pods, by a dry run.
+in order, and what the operator waits for in between; the engines and GPUs now, at the peak and
+after; whether requests fail meanwhile; and what the API server says to the new pods, by a dry run.
 
 The steps come from the operator's own planner. The forecast assumes that everything goes well: new
 pods find a node, all engines of a role become ready at once, and the operator has this command's
 version. What the engines' launchers say is taken from the status. You need the rights to read the
 PDCluster and its objects, and to change the PDCluster.
 
+If the manifest has errors, -o json prints a document of kind Lint.
+
 Exit codes with --against: 0 the change would be complete; 1 the manifest or the new pods are
 refused; 3 the change would stop before it is complete; 4 the API server refuses the questions.
 """
 
 
-@click.command(cls=Command, help=DETAILS)
+@click.command(cls=Command, help=DETAILS, document=Plan)
 @click.argument("file", metavar="FILE")
 @click.option(
     "-o",
     "--output",
-    type=click.Choice(("steps", "yaml")),
-    default="steps",
-    help="yaml: the objects, without the Secrets that the operator fills (not with --against)",
+    type=click.Choice(("text", "steps", "json", "yaml")),
+    default="text",
+    help="json: one document of kind Plan; yaml: the objects, without the Secrets that the "
+    "operator fills (not with --against); steps: the same as text, which is the default",
 )
 @click.option(
     "--against",
@@ -59,43 +62,46 @@ refused; 3 the change would stop before it is complete; 4 the API server refuses
 @namespace_option
 def plan(file: str, output: str, against: str | None, namespace: str | None) -> exits.Exit:
     """Print the steps for a new cluster, or for the one that runs."""
+    output = "text" if output == "steps" else output
     if against is None:
         return show_plan(file, output)
+    if output == "yaml":
+        raise click.UsageError("-o yaml prints the objects of a new cluster; use -o json instead")
     from pdcluster_operator.cli.against import show_plan_against
 
-    return show_plan_against(file, against or None, namespace)
+    return show_plan_against(file, against or None, namespace, output)
 
 
 def show_plan(file: str, output: str) -> exits.Exit:
     """Print the operator's steps for a cluster of which nothing exists yet."""
-    console = Console(highlight=False, soft_wrap=True)
-    document = read_accepted(console, file)
+    document = read_accepted(file, output)
     if document is None:
         return exits.Exit.MANIFEST
     metadata = {"namespace": "default", "generation": 1, **document["metadata"]}
     cluster = {**document, "metadata": {**metadata, "uid": PLACEHOLDER_UID}}
-    made = make_plan(types.Observed(cluster, (), (), {}, {}, shipped_connector()), time.time())
+    observed, now = types.Observed(cluster, (), (), {}, {}, shipped_connector()), time.time()
+    made = make_plan(observed, now)
     if output == "yaml":
         applied = [step for step in made.steps if isinstance(step, types.Apply | types.TryOut)]
-        manifests = [_shortened(step.manifest) for step in applied]
-        text = yaml.dump_all(manifests, Dumper=PlainDumper, sort_keys=False, width=100)
-        console.print(text, markup=False)
+        objects = [_shortened(step.manifest) for step in applied]
+        print(yaml.dump_all(objects, Dumper=PlainDumper, sort_keys=False, width=100))
         return exits.Exit.DONE
-    for number, step in enumerate(made.steps, 1):
-        show_step(console, number, step)
     accepted = find_condition(made.status, ConditionType.ACCEPTED)
-    text = f"{accepted.get('status')} {accepted.get('reason')} {accepted.get('message', '')}"
-    console.print(Text(f"Accepted: {text}".rstrip(), style="dim"))
+    said = f"{accepted.get('status')} {accepted.get('reason')} {accepted.get('message', '')}"
+    named = metadata["namespace"], metadata["name"]
+    found = plan_of(named, forecast(observed, now), said.rstrip())
+    outputs.show(output, found, lambda console: print_plan(console, found))
     return exits.Exit.DONE
 
 
-def read_accepted(console: Console, file: str) -> dict[str, Any] | None:
+def read_accepted(file: str, output: str) -> dict[str, Any] | None:
     """Return the PDCluster of a file. If it has errors, print all findings, and return None."""
-    document: dict[str, Any] = manifests.read_cluster(file)
-    _, findings = check_manifest(document)
+    body: dict[str, Any] = manifests.read_cluster(file)
+    document = manifests.Document(file, 1, body)
+    findings = lint.check(document)
     if findings.ok:
-        return document
-    lint.print_findings(console, file, findings)
+        return body
+    lint.show_report(output, [(document, findings)])
     return None
 
 
@@ -105,22 +111,6 @@ def shipped_connector() -> types.ConnectorBundle:
         return build_connector()
     except BundleError as error:
         raise exits.UserError(str(error), exits.Exit.MACHINE) from error
-
-
-def show_step(console: Console, number: int, step: types.Step) -> None:
-    """Print one line: the step's number, what it does to which object, and why."""
-    verb, kind, name = in_words(step)
-    line = Text(f"{number:3}. {verb} {kind} ")
-    console.print(line.append(name, "bold").append(f"  {step.why}", "dim"))
-
-
-def in_words(step: types.Step) -> tuple[str, str, str]:
-    """Return the verb, kind and name of a step."""
-    if isinstance(step, types.Delete):
-        return "delete", step.kind, step.name
-    trial = "try" if isinstance(step, types.TryOut) and step.uid else "try, then apply"
-    verb = {types.Apply: "apply", types.TryOut: trial}.get(type(step), "write")
-    return verb, str(step.manifest["kind"]), str(step.manifest["metadata"]["name"])
 
 
 def _shortened(manifest: Mapping[str, Any]) -> dict[str, Any]:

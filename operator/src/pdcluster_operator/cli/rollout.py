@@ -1,13 +1,15 @@
 """``pdcluster rollout``: follow, hold back, let go and undo a rollout; and restart engines."""
 
 import asyncio
+import functools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import click
+import msgspec
 
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.cluster_reader import change_spec, observe, read_cluster
@@ -19,6 +21,7 @@ from pdcluster_operator.api.conditions import (
     timestamp,
 )
 from pdcluster_operator.api.spec import parse, types
+from pdcluster_operator.cli import output as outputs
 from pdcluster_operator.cli.commands import Group, Target, duration, target
 from pdcluster_operator.cli.connection import with_cluster
 from pdcluster_operator.cli.exits import Exit, UserError
@@ -49,7 +52,8 @@ EXAMPLES = (
     ("pdcluster rollout restart llama", "new engines in the place of all that run"),
 )
 STATUS = """\
-Prints a line at each change, and waits for the end.
+Prints a line at each change, and waits for the end. With -o json, each line is a document; with
+--no-watch, there is one document.
 
 Exit codes: 0 the rollout is complete; 3 it is not, and waits for somebody: its deadline
 (rollout.progressDeadlineSeconds) has passed, or the API server refuses the new pods, or there
@@ -116,7 +120,20 @@ def rollout() -> None:
     """Hold the verbs."""
 
 
-@rollout.command(help=STATUS, short_help="wait until a rollout is complete")
+class Rollout(msgspec.Struct, frozen=True, rename="camel"):
+    """How far a rollout is.
+
+    ``state`` is Complete, Waiting (nothing goes on until somebody acts), Failing (it goes on, and
+    a step of the operator fails) or Progressing.
+    """
+
+    namespace: str
+    name: str
+    state: str
+    message: str
+
+
+@rollout.command(help=STATUS, short_help="wait until a rollout is complete", document=Rollout)
 @target
 @click.option(
     "--timeout",
@@ -125,9 +142,10 @@ def rollout() -> None:
     help="give up after this time, such as 90s, 30m or 1h (default: never)",
 )
 @click.option("--no-watch", is_flag=True, help="print one line, and do not wait for the end")
-def status(target: Target, timeout: float | None, no_watch: bool) -> Exit:
+def status(target: Target, timeout: float | None, no_watch: bool, output: str) -> Exit:
     """Follow a rollout."""
-    return with_cluster(target, follow, timeout or math.inf, watch=not no_watch)
+    say = functools.partial(_show, output, not no_watch)
+    return with_cluster(target, follow, timeout or math.inf, say, watch=not no_watch)
 
 
 @rollout.command(help="Sets spec.rollout.paused.", short_help="keep engines as they are")
@@ -161,22 +179,33 @@ def restart_command(target: Target) -> Exit:
     return with_cluster(target, restart)
 
 
-async def follow(client: KubeClient, key: Key, seconds: float, *, watch: bool) -> Exit:
-    """Print how far a rollout is until it ends; once if nobody watches."""
+async def follow(
+    client: KubeClient,
+    key: Key,
+    seconds: float,
+    say: Callable[[Key, Announcement], None],
+    *,
+    watch: bool,
+) -> Exit:
+    """Say how far a rollout is until it ends; once if nobody watches."""
     deadline = time.monotonic() + seconds
-    latest = await _announcement(client, key)
-    shown, well = _show(key.name, latest.line, ""), time.monotonic()
+    latest = shown = await _announcement(client, key)
+    say(key, shown)
+    well = time.monotonic()
     while latest.complete is None and watch:
         now = time.monotonic()
         well = well if latest.fails else now
         if now > deadline:
-            late = f"not complete after {seconds:.0f} s: {shown}"
+            late = f"not complete after {seconds:.0f} s: {shown.line}"
             raise UserError(late, Exit.NOT_READY)
         if now - well > progress.FAILING_SECONDS:
-            raise UserError(f"somebody has to act, a step still fails: {shown}", Exit.NOT_READY)
+            raise UserError(
+                f"somebody has to act, a step still fails: {shown.line}", Exit.NOT_READY
+            )
         await asyncio.sleep(POLL_SECONDS)
         latest = await _announcement(client, key, patient=True)
-        shown = _show(key.name, latest.line, shown)
+        if latest != shown:
+            say(key, shown := latest)
     return Exit.NOT_READY if latest.complete is False or latest.fails else Exit.DONE
 
 
@@ -244,10 +273,16 @@ async def _announcement(client: KubeClient, key: Key, *, patient: bool = False) 
         return Announcement(f"waits for the API server: {error}", None)
 
 
-def _show(name: str, line: str, shown: str) -> str:
-    if line != shown:
-        print(f'PDCluster "{name}": {line}', flush=True)
-    return line
+def _show(output: str, watch: bool, key: Key, found: Announcement) -> None:
+    """Print how far a rollout is."""
+    goes_on = "Failing" if found.fails else "Progressing"
+    state = {True: "Complete", False: "Waiting", None: goes_on}[found.complete]
+    outputs.show(
+        output,
+        Rollout(key.namespace, key.name, state, found.line),
+        lambda _: print(f'PDCluster "{key.name}": {found.line}', flush=True),
+        one_of_many=watch,
+    )
 
 
 async def _live(client: KubeClient, key: Key) -> dict[str, Any]:

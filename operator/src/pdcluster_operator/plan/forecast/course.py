@@ -6,6 +6,7 @@ do one thing. So the steps are those that the operator would take if everything 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pdcluster_operator.api import conditions, object_names
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason
@@ -48,14 +49,22 @@ class Replaced:
     fields: tuple[str, ...]
 
 
+class Held(NamedTuple):
+    """An amount before a change, at its peak and in the end."""
+
+    now: int
+    peak: int
+    after: int
+
+
 @dataclass(frozen=True, slots=True)
 class Course:
     """How a change goes, if everything goes well.
 
     Attributes:
         rounds: what the operator does, in order.
-        engines: how many engines hold GPUs before, and at the peak.
-        gpus: how many GPUs they hold before, and at the peak.
+        engines: how many engines hold GPUs.
+        gpus: how many GPUs they hold.
         served: whether the cluster serves before the change.
         interrupted: whether it serves nothing for a while, although it does before.
         complete: whether nothing is left to do in the end.
@@ -64,8 +73,8 @@ class Course:
 
     rounds: tuple[Round, ...]
     replaced: tuple[Replaced, ...]
-    engines: tuple[int, int]
-    gpus: tuple[int, int]
+    engines: Held
+    gpus: Held
     served: bool
     interrupted: bool
     complete: bool
@@ -110,8 +119,8 @@ def forecast(observed: Observed, now: float) -> Course:
     return Course(
         rounds=tuple(rounds),
         replaced=tuple(_replaced(observed)),
-        engines=(engines[0], max(engines)),
-        gpus=(gpus[0], max(gpus)),
+        engines=Held(engines[0], max(engines), engines[-1]),
+        gpus=Held(gpus[0], max(gpus), gpus[-1]),
         served=served,
         interrupted=served and not all(available),
         complete=progress.get("reason") == StatusReason.COMPLETE,
