@@ -28,6 +28,7 @@ from pdcluster_connector.protocol.launcher_documents import (
 )
 from pdcluster_operator.api import remedies
 from pdcluster_operator.api.remedies import Remedy, Severity, next_step, table
+from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.cli.main import pdcluster
 from pdcluster_operator.local.preflight import Lack
 from pdcluster_operator.plan.observed.pods import describe_end
@@ -43,6 +44,11 @@ OF_API_SERVERS = {
     "BadRequest", "Forbidden", "InternalError", "ServerTimeout", "ServiceUnavailable", "Timeout",
     "TooManyRequests", "Unauthorized",
 }  # fmt: skip
+# What safetensors 0.8 says of a file whose end is missing.
+TRUNCATED_WEIGHTS = (
+    "safetensors_rust.SafetensorError: Error while deserializing header: incomplete metadata, file "
+    "not fully covered"
+)
 KUBECTL = {"auth", "describe", "get", "logs", "scale"}
 
 
@@ -81,6 +87,20 @@ def test_the_next_command_exists(one: Remedy) -> None:
     else:
         assert (program, words[0] in KUBECTL) == ("kubectl", True)
         assert "delete" not in words
+
+
+def test_a_field_of_the_spec_that_an_entry_names_exists() -> None:
+    schema = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    parts = "|".join(schema["properties"])
+    named = re.compile(rf"(?<![\w./])(?:spec\.)?((?:{parts})(?:\.[a-zA-Z]+)+)")
+    found = 0
+    for one in ENTRIES:
+        for path in named.findall(f"{one.symptom} {one.cause} {one.remedy}"):
+            part, found = schema, found + 1
+            for name in path.split("."):
+                assert name in part.get("properties", {}), f"{one.name}: {path}"
+                part = part["properties"][name]
+    assert found > 30
 
 
 def test_more_leads_to_a_heading_of_a_page() -> None:
@@ -154,7 +174,7 @@ def test_a_symptom_is_found_in_what_our_programs_say(tmp_path: Path) -> None:
             "starting again; its last process ended: " + describe_end(killed),
         ),
         "PortInUse": (port_in_use(),),
-        "WeightsTruncated": (truncated(tmp_path),),
+        "WeightsTruncated": (truncated(tmp_path), str(last_words.choose([TRUNCATED_WEIGHTS]))),
         "ModelNotFound": ("; ".join(before_start.model_problems("/no/such/folder")),),
         "SharedMemoryTooSmall": ("; ".join(before_start.shm_problems(Path("/dev/shm"), 10**6)),),
         "UnknownArgument": (
