@@ -53,7 +53,7 @@ async def test_the_document_has_the_same_facts(capsys: pytest.CaptureFixture[str
     assert document["kvMoved"] is document["comparison"]["equal"] is True
     path = RECORDED["ours"]["kv_transfer_params"]["kv_path"]
     assert document["kvPath"]["bytes"] == path["bytes"]
-    assert document["phases"][0]["name"] == "whole request"
+    assert document["phases"][0]["name"] == "whole"
 
 
 async def test_an_answer_without_kv_is_another_exit_code(

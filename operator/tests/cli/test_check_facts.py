@@ -18,6 +18,7 @@ from hypothesis import given, strategies as st
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason
 from pdcluster_operator.cli import check, engine_metrics
 from pdcluster_operator.cli.check_facts import (
+    PHASES,
     QUESTION,
     Check,
     Generation,
@@ -94,44 +95,26 @@ def test_without_a_path_in_the_answer_the_metrics_tell() -> None:
 
 def test_the_phases_of_a_real_request_add_up() -> None:
     found = phases(RECORDED["whole"], PAGES["prefill"], PAGES["decode"], 16)
-    ms = {phase.name.strip(): phase.milliseconds for phase in found}
-    assert list(ms) == [
-        "whole request",
-        "prefill engine",
-        "waits for its turn",
-        "computes the prompt",
-        "decode engine",
-        "receives the KV",
-        "connects to a new peer",
-        "reads it",
-        "until all reads are posted",
-        "checks the lease",
-        "until the first token",
-        "15 further tokens",
-        "router and network",
-    ]
+    ms = {phase.name: phase.milliseconds for phase in found}
+    assert list(ms) == list(PHASES)
     assert all(phase.mean_of == 1 for phase in found)
-    parts = ms["prefill engine"] + ms["decode engine"] + ms["router and network"]
-    assert parts == pytest.approx(ms["whole request"], abs=0.1)
-    inner = ms["connects to a new peer"] + ms["reads it"] + ms["checks the lease"]
-    assert inner == pytest.approx(ms["receives the KV"], abs=0.1)
-    assert ms["until the first token"] + ms["15 further tokens"] == pytest.approx(
-        ms["decode engine"], rel=0.1
-    )
+    parts = ms["prefill"] + ms["decode"] + ms["routerAndNetwork"]
+    assert parts == pytest.approx(ms["whole"], abs=0.1)
+    inner = ms["kvConnect"] + ms["kvRead"] + ms["kvCheck"]
+    assert inner == pytest.approx(ms["kvReceive"], abs=0.1)
+    assert ms["firstToken"] + ms["furtherTokens"] == pytest.approx(ms["decode"], rel=0.1)
 
 
 def test_with_other_requests_meanwhile_the_phases_are_means() -> None:
     before, after = PAGES["decode"]
     twice = before, added([after, after, {key: -value for key, value in before.items()}])
     found = phases(1.0, PAGES["prefill"], twice, 16)
-    of = {phase.name.strip(): phase.mean_of for phase in found}
-    assert of["decode engine"] == of["receives the KV"] == 2
-    assert of["prefill engine"] == 1
-    assert "router and network" not in of, (
-        "a mean of others cannot be taken from this request's time"
-    )
+    of = {phase.name: phase.mean_of for phase in found}
+    assert of["decode"] == of["kvReceive"] == 2
+    assert of["prefill"] == 1
+    assert "routerAndNetwork" not in of, "a mean of others cannot be taken from this request's time"
     [whole] = phases(1.0, ({}, {}), ({}, {}), 16)
-    assert (whole.name, whole.milliseconds) == ("whole request", 1000.0)
+    assert (whole.name, whole.milliseconds) == ("whole", 1000.0)
 
 
 def test_tokens_of_prefill_and_decode_are_those_of_decode_alone() -> None:

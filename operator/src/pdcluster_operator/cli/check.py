@@ -279,10 +279,10 @@ def show(console: Console, found: facts.Check) -> None:
     )
     console.print(Text(f"KV path: {said}"))
     console.print(Text(f"tokens:  {facts.words_of(found.comparison)}\n"))
-    table = Columns("PHASE", "MILLISECONDS", "")
+    table = Columns("PHASE", "     MS")
     for phase in found.phases:
-        mean = "" if phase.mean_of == 1 else f"mean of {phase.mean_of} requests"
-        table.add(phase.name, f"{phase.milliseconds:12.2f}", mean)
+        mean = "" if phase.mean_of == 1 else f"  mean of {phase.mean_of} requests"
+        table.add(facts.PHASES[phase.name], f"{phase.milliseconds:7.1f}{mean}")
     console.print(table)
     if found.next:
         console.print(Text(f"\nnext: {found.next}", "bold"))

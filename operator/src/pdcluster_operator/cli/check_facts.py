@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from pdcluster_connector.compat.findings import counted
 from pdcluster_operator.api.object_names import short
 from pdcluster_operator.cli import engine_metrics as metrics
 from pdcluster_operator.cli.engine_metrics import Mean, Page
@@ -44,6 +43,24 @@ class KVPath(msgspec.Struct, rename="camel", kw_only=True):
     bytes: int
     seconds: float
     gigabytes_per_second: float | None
+
+
+PHASES = {
+    "whole": "whole request",
+    "prefill": "prefill engine",
+    "prefillWaits": "  waits for its turn",
+    "prefillComputes": "  computes the prompt",
+    "decode": "decode engine",
+    "kvReceive": "  receives the KV",
+    "kvConnect": "    connects to a new peer",
+    "kvRead": "    reads it",
+    "kvPost": "      posts all reads",
+    "kvCheck": "    checks the lease",
+    "firstToken": "  until the first token",
+    "furtherTokens": "  generates the others",
+    "routerAndNetwork": "router and network",
+}
+"""Phases, and how people read them. One that is indented is a part of the one above."""
 
 
 class Phase(msgspec.Struct, rename="camel", kw_only=True):
@@ -193,34 +210,33 @@ def phases(
         whole: seconds from the request to the answer, as this command saw it.
         prefill, decode: the pages of all engines of a role, before and after.
     """
-    found = [Phase(name="whole request", milliseconds=_ms(whole))]
+    found = [Phase(name="whole", milliseconds=_ms(whole))]
 
     def add(name: str, mean: Mean | None) -> Mean | None:
         if mean is not None:
             found.append(Phase(name=name, milliseconds=_ms(mean.seconds), mean_of=mean.count))
         return mean
 
-    ours = add("prefill engine", metrics.between(*prefill, metrics.REQUEST_SECONDS))
-    add("  waits for its turn", metrics.between(*prefill, metrics.QUEUE_SECONDS))
-    add("  computes the prompt", metrics.between(*prefill, metrics.PREFILL_SECONDS))
-    theirs = add("decode engine", metrics.between(*decode, metrics.REQUEST_SECONDS))
+    ours = add("prefill", metrics.between(*prefill, metrics.REQUEST_SECONDS))
+    add("prefillWaits", metrics.between(*prefill, metrics.QUEUE_SECONDS))
+    add("prefillComputes", metrics.between(*prefill, metrics.PREFILL_SECONDS))
+    theirs = add("decode", metrics.between(*decode, metrics.REQUEST_SECONDS))
     requests = theirs.count if theirs else 0
     for phase, name in (
-        ("total", "  receives the KV"),
-        ("handshake", "    connects to a new peer"),
-        ("transfer", "    reads it"),
-        ("post", "      until all reads are posted"),
-        ("fence", "    checks the lease"),
+        ("total", "kvReceive"),
+        ("handshake", "kvConnect"),
+        ("transfer", "kvRead"),
+        ("post", "kvPost"),
+        ("fence", "kvCheck"),
     ):
         if mean := metrics.between(*decode, metrics.RECEIVE_SECONDS, phase):
             add(name, Mean(mean.seconds, max(1, requests)))
-    add("  until the first token", metrics.between(*decode, metrics.FIRST_SECONDS))
+    add("firstToken", metrics.between(*decode, metrics.FIRST_SECONDS))
     if answer_tokens > 1:
-        rest = counted(answer_tokens - 1, "further token")
-        add(f"  {rest}", metrics.between(*decode, metrics.DECODE_SECONDS))
+        add("furtherTokens", metrics.between(*decode, metrics.DECODE_SECONDS))
     if ours and theirs and ours.count == theirs.count == 1:
         left = max(0.0, whole - ours.seconds - theirs.seconds)
-        found.append(Phase(name="router and network", milliseconds=_ms(left)))
+        found.append(Phase(name="routerAndNetwork", milliseconds=_ms(left)))
     return found
 
 

@@ -4,10 +4,14 @@ vLLM's histograms hold a sum and a count. If exactly one request ended between t
 differences are that request's own times. If others ended, too, they are means, and say of how many.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from pdcluster_connector.protocol.prompt_outcomes import PROMPTS_METRIC
 
 PREFILL_SECONDS = "vllm:request_prefill_time_seconds"
 QUEUE_SECONDS = "vllm:request_queue_time_seconds"
@@ -41,15 +45,28 @@ def read_page(text: str) -> dict[tuple[str, str], float]:
     """Return the values that are of use here; those of a page that cannot be read are none."""
     page: dict[tuple[str, str], float] = {}
     wanted = {RECEIVED_BYTES, *(f"{name}_{part}" for name in NAMES for part in ("sum", "count"))}
+    for sample in _samples(text, wanted):
+        key = sample.name, sample.labels.get("phase", "")
+        page[key] = page.get(key, 0.0) + sample.value
+    return page
+
+
+def read_outcomes(text: str) -> Counter[str]:
+    """Return how many prompts a decode engine has counted, by ``outcome`` or ``outcome/reason``."""
+    found: Counter[str] = Counter()
+    for sample in _samples(text, {PROMPTS_METRIC}):
+        name = "/".join(filter(None, (sample.labels.get("outcome"), sample.labels.get("reason"))))
+        found[name] += int(sample.value)
+    return found
+
+
+def _samples(text: str, wanted: set[str]) -> list[Sample]:
     lines = (line for line in text.splitlines() if line.partition("{")[0].split(" ")[0] in wanted)
     try:
-        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
-            for sample in family.samples:
-                key = sample.name, sample.labels.get("phase", "")
-                page[key] = page.get(key, 0.0) + sample.value
+        families = list(text_string_to_metric_families("\n".join(lines) + "\n"))
     except ValueError:
-        return {}
-    return page
+        return []
+    return [sample for family in families for sample in family.samples]
 
 
 def between(before: Page, after: Page, name: str, phase: str = "") -> Mean | None:

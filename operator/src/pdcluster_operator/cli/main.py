@@ -38,6 +38,10 @@ COMMANDS = {
         "pdcluster_operator.cli.explain:explain",
         "say what a reason or rule means and what to do, with an example of a manifest",
     ),
+    "bench": Entry(
+        "pdcluster_operator.cli.bench:bench",
+        "compare P/D with the same engines aggregated: TTFT, ITL, throughput, a picture",
+    ),
     "up": Entry(
         "pdcluster_operator.cli.up:up", "run a manifest on this machine, without Kubernetes"
     ),
