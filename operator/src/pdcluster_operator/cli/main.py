@@ -11,6 +11,10 @@ from pdcluster_operator.cli.commands import WIDEST, Entry, Group
 from pdcluster_operator.cli.exits import Exit, UserError
 
 COMMANDS = {
+    "doctor": Entry(
+        "pdcluster_operator.cli.doctor:doctor",
+        "check what a cluster or this machine has before the first GPU hour",
+    ),
     "init": Entry(
         "pdcluster_operator.cli.init:init", "write a first manifest for a model and some GPUs"
     ),

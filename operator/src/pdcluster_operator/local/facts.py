@@ -63,7 +63,7 @@ def gather(
             asked[role] += sum(map(_memory, template["spec"]["containers"])) * copies
             if path := _model_path(template):
                 models[role] = _folder(path)
-    python, host, silence = _ask(environment)
+    python, host, silence = ask_python(environment)
     return Facts(
         python=python,
         silence=silence,
@@ -199,7 +199,7 @@ def _folder(path: str) -> Folder:
     return Folder(path, "", names)
 
 
-def _ask(environment: Mapping[str, str]) -> tuple[str, Host, str]:
+def ask_python(environment: Mapping[str, str]) -> tuple[str, Host, str]:
     """Run the engines' Python; return (its path, its answer, why there is no answer)."""
     python = shutil.which("python3", path=environment["PATH"]) or "python3"
     source = str(Path(pdcluster_connector.__file__).parent.parent)
