@@ -11,6 +11,8 @@ FILES = {
     "charts/pdcluster/README.md": "dev.chart_page",
     # A chart cannot read files outside of itself.
     "charts/pdcluster/files/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.schema.crd",
+    "charts/pdcluster/files/dashboards/operator.json": "dev.dashboards operator",
+    "charts/pdcluster/files/dashboards/pdcluster.json": "dev.dashboards pdcluster",
     "crds/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.schema.crd",
     "charts/pdcluster/files/pdcluster.dev_prefillscalers.yaml": (
         "pdcluster_operator.api.schema.scaler_crd"

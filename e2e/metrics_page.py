@@ -18,7 +18,7 @@ from prometheus_client.metrics import MetricWrapperBase
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 HEAD = "| metric | type | unit | labels | meaning |\n|---|---|---|---|---|\n"
 UNITS = ("bytes", "seconds")
-NAME = re.compile(r"^\| `([a-zA-Z_:]+)` \|", re.MULTILINE)
+NAME = re.compile(r"^\| `([a-zA-Z0-9_:]+)` \|", re.MULTILINE)
 
 
 def documented(begins: str = "") -> set[str]:

@@ -51,6 +51,7 @@ from pdcluster_operator.adapters.webhook_process import (
     WebhookProcess,
     ask_review,
 )
+from pdcluster_operator.api.conditions import ConditionType
 from pdcluster_operator.api.object_names import connector_name
 from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.cli import operator as command
@@ -193,7 +194,7 @@ def test_metrics_tell_first_of_clusters_that_are_not_ready():
     metrics.loop = loop_with(statuses=statuses, reasons={("ns", "c999"): "LinkFailed"})
     lines = metrics.text().decode().splitlines()
     named = [line for line in lines if line.startswith('pdcluster_condition{cluster="c')]
-    assert len(named) == 3 * MOST_SHOWN
+    assert len(named) == len(ConditionType) * MOST_SHOWN
     assert any('cluster="c999"' in line for line in named)
     assert not any('cluster="c199"' in line for line in named)
 

@@ -20,7 +20,6 @@ _RESOURCE = re.compile(
     r"/apis?/(?:[^/]+/)?v[^/]+(?:/namespaces/[^/]+)?/([a-z]+)(?:/[^/]+(/status)?)?$"
 )
 _READY_OF_ALL = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
-SHOWN_CONDITIONS = (ConditionType.AVAILABLE, ConditionType.PROGRESSING, ConditionType.READY)
 MOST_SHOWN = 200
 """PDClusters that a metric names at most, so that no crowd fills the memory of Prometheus."""
 
@@ -73,8 +72,7 @@ class Metrics:
         shown = f"{MOST_SHOWN} PDClusters are shown at most, those first that are not Ready."
         self.condition = gauge(
             "pdcluster_condition",
-            "1 for the status and the reason that the conditions Available, Progressing and Ready "
-            f"of a PDCluster have. {shown}",
+            f"1 for the status and the reason that each condition of a PDCluster has. {shown}",
             *cluster,
             *("condition", "status", "reason"),
         )
@@ -143,7 +141,7 @@ class Metrics:
         self.engines.clear()
         for name in nsmallest(MOST_SHOWN, statuses, key=lambda name: (name not in not_ready, name)):
             status = statuses[name]
-            for kind in SHOWN_CONDITIONS:
+            for kind in ConditionType:
                 found = find_condition(status, kind)
                 reason = found.get("reason") or StatusReason.NOT_SEEN_YET
                 self.condition.labels(*name, kind, found.get("status") or "Unknown", reason).set(1)
