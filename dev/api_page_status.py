@@ -31,6 +31,10 @@ MEANINGS: Mapping[ConditionType, str] = {
         "The operator works towards Ready. False means that it is done, waits for somebody, or "
         "cannot go on."
     ),
+    ConditionType.SCALING_TARGETS_MET: (
+        "The engines that are there hold the targets of `spec.autoscaling`. It is there only with "
+        "that field, and Ready does not depend on it."
+    ),
     ConditionType.READY: "What the spec wants is there and verified. It summarizes the others.",
 }
 UNREACHABLE = (
@@ -54,6 +58,21 @@ EXAMPLE: Mapping[str, Any] = {
             "1 of 2 engines without TLS, made before spec.transfer.tls was Enabled: whoever "
             "reaches their ports can read where their KV lies. They are being replaced."
         ),
+    },
+    "scaling": {
+        "prefill": 2,
+        "decode": 3,
+        "limit": "Decode",
+        "measured": {
+            "prefillTokensPerSecond": 15000,
+            "linkMBps": 20000,
+            "decodeTokensPerSecond": 2400,
+            "prefillBusyPercent": 61,
+            "ttftMs": 840,
+            "itlMs": 47,
+            "waitingRequests": 3,
+        },
+        "measuredAt": "2026-11-22T11:59:00Z",
     },
     "conditions": [
         {

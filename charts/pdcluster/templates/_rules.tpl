@@ -6,6 +6,10 @@
 - apiGroups: [pdcluster.dev]
   resources: [pdclusters/status, prefillscalers/status]
   verbs: [get, update, patch]
+# For spec.autoscaling with the mode Apply.
+- apiGroups: [pdcluster.dev]
+  resources: [pdclusters/scale, prefillscalers/scale]
+  verbs: [patch]
 # Some API servers ask for this right when an owner reference blocks deletion.
 - apiGroups: [pdcluster.dev]
   resources: [pdclusters/finalizers]

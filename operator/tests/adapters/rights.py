@@ -12,6 +12,11 @@ WATCHED_RULES = [
         "resources": ["pdclusters/status", "prefillscalers/status"],
         "verbs": ["patch"],
     },
+    {
+        "apiGroups": ["pdcluster.dev"],
+        "resources": ["pdclusters/scale", "prefillscalers/scale"],
+        "verbs": ["patch"],
+    },
     {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters/finalizers"], "verbs": ["update"]},
     {
         "apiGroups": ["apps"],

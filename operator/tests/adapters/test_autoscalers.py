@@ -97,6 +97,40 @@ def test_autoscalers_scale_both_roles_and_read_what_exists(real, operator, names
 
 
 @pytest.mark.timeout(600)
+def test_the_operator_itself_sets_the_numbers_of_both_roles(real, operator, namespace):
+    """With spec.autoscaling. No engine runs here, so the bounds alone say what is needed."""
+    scalers = f"{GROUP}/namespaces/{namespace}/prefillscalers"
+    body = {
+        "apiVersion": "pdcluster.dev/v1alpha1",
+        "kind": "PrefillScaler",
+        "metadata": {"name": "tiny"},
+        "spec": {"replicas": 1},
+    }
+    assert real.call("POST", scalers, body)[0] == 201
+    bounds = {"prefill": {"min": 2, "max": 3}, "decode": {"min": 3, "max": 4}}
+    operator.start()
+    create(real, namespace, cluster(autoscaling={**bounds, "itlMs": 40, "mode": "Apply"}))
+
+    def numbers() -> tuple[int, int, int]:
+        wanted = get(real, namespace)["spec"]
+        prefill = real.call("GET", f"{scalers}/tiny")[1]["spec"]["replicas"]
+        engines = len(owned(real, namespace, "StatefulSet"))
+        return prefill, wanted["decode"]["replicas"], engines
+
+    until(lambda: numbers() == (2, 3, 5), 120, operator.said)
+    found = until(lambda: get(real, namespace)["status"].get("scaling"), 60, operator.said)
+    assert (found["prefill"], found["decode"], found["limit"]) == (2, 3, "Unknown")
+    until(
+        lambda: condition(real, namespace, "ScalingTargetsMet")["reason"] == "NotMeasured",
+        60,
+        operator.said,
+    )
+    # What somebody else has written meanwhile stays: the operator's write is for what it has seen.
+    managers = {one["manager"] for one in get(real, namespace)["metadata"]["managedFields"]}
+    assert "pdcluster-operator-scale" in managers
+
+
+@pytest.mark.timeout(600)
 def test_an_operator_works_where_the_kind_is_not_installed():
     """A chart that was upgraded without its CRDs."""
     with running_api() as api:

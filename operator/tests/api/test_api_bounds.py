@@ -39,6 +39,10 @@ NUMBERS = {
     "transfer.nixlThreads": (0, 64, NONE),
     "transfer.localTokensPerStep": (0, 1_048_576, NONE),
     "transfer.rdma.perGPU": (1, 16, 1),
+    "autoscaling.ttftMs": (1, 3_600_000, NONE),
+    "autoscaling.itlMs": (1, 3_600_000, NONE),
+    **{f"autoscaling.{role}.min": (1, 1000, 1) for role in ROLES},
+    **{f"autoscaling.{role}.max": (1, 1000, NONE) for role in ROLES},
     "verification.canary.intervalSeconds": (5, 86_400, 300),
     "verification.maxLocalShare": (0, 100, 5),
     **{f"{role}.replicas": (0, 1000, 1) for role in ROLES},
@@ -53,6 +57,7 @@ NUMBERS = {
 }
 # Path -> the values, the default.
 WORDS = {
+    "autoscaling.mode": (("Advise", "Apply"), "Advise"),
     "transfer.device": (("CUDA", "CPU"), "CUDA"),
     "transfer.loadFailurePolicy": (("Fail", "Recompute"), "Fail"),
     "transfer.tls": (("Enabled", "Mounted", "Disabled"), "Enabled"),
@@ -115,7 +120,8 @@ LISTS = {
 REQUIRED = {"huggingFace": {"repo": "a"}, "persistentVolumeClaim": {"claimName": "a"},
             "rdma": {"resource": "a/b"}, "tokenSecretRef": {"name": "a"},
             "apiKeySecretRef": {"name": "a"}, "ipBlock": {"cidr": "10.0.0.0/8"},
-            "env": {"name": "A"}}  # fmt: skip
+            "env": {"name": "A"},
+            "autoscaling": {"itlMs": 9, "prefill": {"max": 2}, "decode": {"max": 2}}}  # fmt: skip
 
 
 def schema(path):
@@ -187,7 +193,10 @@ def test_the_bounds_and_the_default_of_a_number(path):
     assert (part["minimum"], part["maximum"], part.get("default")) == (least, most, usual)
     assert refused(path, least - 1) == refused(path, most + 1) == {"OutOfRange"}
     assert refused(path, least) == refused(path, most) == set()
-    assert default(path) == usual
+    if path.endswith(".max"):
+        assert refused(path, NONE) == {"Required"}
+    else:
+        assert default(path) == usual
 
 
 @pytest.mark.parametrize("path", list(WORDS))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pdcluster_operator.adapters.metrics import Metrics
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.resources import parse_quantity
 from pdcluster_operator.api.spec.types import Role
@@ -81,20 +82,67 @@ def test_what_it_runs_is_pinned_and_bounded(path: Path) -> None:
             assert cluster.spec.transfer.rdma is not None
 
 
-def test_an_autoscaler_scales_a_cluster_of_its_file_that_leaves_the_number_to_it() -> None:
-    scalers = [
-        (path, document)
+def autoscalers() -> list[tuple[Path, dict[str, Any], str]]:
+    """Each autoscaler of a file, and the role whose number it sets."""
+    roles = {"PDCluster": "decode", "PrefillScaler": "prefill"}
+    return [
+        (path, document, roles[document["spec"]["scaleTargetRef"]["kind"]])
         for path in FILES
         for document in yaml.safe_load_all(path.read_text())
-        if document and document["kind"] == "HorizontalPodAutoscaler"
+        if document and document["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")
     ]
-    assert scalers
-    for path, scaler in scalers:
-        cluster = cluster_of(path)
-        target = {key: cluster[key] for key in ("apiVersion", "kind")}
-        name = cluster["metadata"]["name"]
-        assert scaler["spec"]["scaleTargetRef"] == target | {"name": name}
-        assert "replicas" not in cluster["spec"]["decode"]
+
+
+def test_an_autoscaler_scales_a_cluster_of_its_file_that_leaves_the_number_to_it() -> None:
+    assert len(autoscalers()) == 5
+    for path, scaler, role in autoscalers():
+        documents = list(yaml.safe_load_all(path.read_text()))
+        kind = "PrefillScaler" if role == "prefill" else "PDCluster"
+        [target] = [one for one in documents if one["kind"] == kind]
+        names = {key: target[key] for key in ("apiVersion", "kind")}
+        assert scaler["spec"]["scaleTargetRef"] == names | {"name": target["metadata"]["name"]}
+        assert "replicas" not in cluster_of(path)["spec"].get(role, {})
+
+
+def test_an_autoscaler_that_follows_the_advice_asks_for_what_the_operator_shows() -> None:
+    """As many engines as the metric says, and within the bounds of the advice."""
+    shown = {"cluster_namespace", "cluster", "role"}
+    followers = 0
+    for path, scaler, role in autoscalers():
+        spec, cluster = scaler["spec"], cluster_of(path)
+        if "autoscaling" not in cluster["spec"]:
+            continue
+        followers += 1
+        name, bounds = cluster["metadata"]["name"], cluster["spec"]["autoscaling"][role]
+        assert cluster["spec"]["autoscaling"]["mode"] == "Advise", "only one sets a number"
+        if scaler["kind"] == "ScaledObject":
+            [trigger] = spec["triggers"]
+            assert (trigger["type"], trigger["metricType"]) == ("prometheus", "AverageValue")
+            query = re.fullmatch(r"max\((\w+)\{(.+)\}\)", trigger["metadata"]["query"])
+            assert query is not None
+            metric, labels = query[1], dict(re.findall(r'(\w+)="([^"]*)"', query[2]))
+            assert trigger["metadata"]["threshold"] == "1"
+            least, most = spec["minReplicaCount"], spec["maxReplicaCount"]
+        else:
+            [external] = [one["external"] for one in spec["metrics"]]
+            metric, labels = (
+                external["metric"]["name"],
+                external["metric"]["selector"]["matchLabels"],
+            )
+            assert external["target"] == {"type": "AverageValue", "averageValue": "1"}
+            least, most = spec["minReplicas"], spec["maxReplicas"]
+        assert metric == "pdcluster_advised_engines"
+        assert labels == {"cluster": name, "role": role}
+        assert labels.keys() <= shown
+        assert {"min": least, "max": most} == bounds
+    assert followers == 4
+    statuses = {("ns", "auto"): {"scaling": {"prefill": 2, "decode": 5}}}
+    metrics = Metrics()
+    metrics._read_statuses(statuses, {})
+    text = metrics.text().decode()
+    for role, number in (("prefill", 2), ("decode", 5)):
+        labels = f'cluster="auto",cluster_namespace="ns",role="{role}"'
+        assert f"pdcluster_advised_engines{{{labels}}} {number}.0" in text
 
 
 def test_the_index_lists_every_file() -> None:

@@ -397,6 +397,7 @@ class World:
             all_heard=lambda _: True,
             engines=lambda _: self.engine_reports(),
             links=lambda _: self.link_reports(),
+            loads=lambda _: {},
         )
 
     async def reconcile(self) -> None:

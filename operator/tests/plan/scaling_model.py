@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from pdcluster_operator.plan.moments import Bounds, Goal, Moment, RoleLoad, TransferLoad
 from pdcluster_operator.plan.scaling import advice
-from pdcluster_operator.plan.scaling.moments import Bounds, Goal, Moment, RoleLoad, TransferLoad
 
 STEP = 60.0
 

@@ -28,6 +28,7 @@ from pdcluster_connector.protocol.launcher_documents import (
     LinkState,
     PromptsReport,
 )
+from pdcluster_connector.protocol.load_report import LoadReport
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
 from pdcluster_operator.api.conditions import Verdict, timestamp
 from pdcluster_operator.api.object_names import (
@@ -40,6 +41,7 @@ from pdcluster_operator.plan.builders import engine_objects
 from pdcluster_operator.plan.connectors import is_shared_connector
 from pdcluster_operator.plan.forecast.world import ready_engine, running
 from pdcluster_operator.plan.memo import Memo
+from pdcluster_operator.plan.moments import Moment
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.rollout import targets
 from pdcluster_operator.plan.status.progress import with_failure
@@ -144,6 +146,8 @@ class SimulatedCluster:
         self.ticket_key: str | None = None
         self.certificates = HeldCertificates("authority")
         self.scaler: dict[str, Any] | None = None
+        self.loads: dict[str, LoadReport] = {}
+        self.moments: tuple[Moment, ...] = ()
         self.memo = CheckedMemo()
         self.refused = ""
         self.refuses: Callable[[Step], bool] = lambda _: False
@@ -163,6 +167,8 @@ class SimulatedCluster:
             scaler=copied(self.scaler),
             connectors=tuple(copied(list(self.shared.values()))),
             unread=self.unread is not None,
+            loads=dict(self.loads),
+            moments=self.moments,
         )
 
     def _look(self, name: tuple[str, str], live: dict[str, Any]) -> dict[str, Any]:
@@ -197,6 +203,12 @@ class SimulatedCluster:
         for condition in plan.status["conditions"]:
             message = condition["message"]
             assert message == message.strip(" :;,"), f"a part is missing: {condition}"
+        self.moments = plan.moments
+        for scale in plan.scales:
+            if scale.kind == "PDCluster":
+                self.edit(decode={**self.cluster["spec"]["decode"], "replicas": scale.replicas})
+            elif self.scaler is not None:
+                self.scaler["spec"]["replicas"] = scale.replicas
         if plan.scaler is not None and self.scaler is not None:
             self.scaler["status"] = copied(dict(plan.scaler.status))
         self.now += 1
@@ -206,7 +218,7 @@ class SimulatedCluster:
         """Step until nothing is left to do."""
         for _ in range(20):
             plan = self.step()
-            if not plan.steps:
+            if not plan.steps and not plan.scales:
                 return plan
         raise AssertionError(f"still not settled: {plan.steps}")
 

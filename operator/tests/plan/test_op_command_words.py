@@ -38,6 +38,8 @@ def manifest(path):
         spec["model"]["cache"] = {"persistentVolumeClaim": {"claimName": "c"}}
     if path[:2] == ("router", "apiKeySecretRef"):
         spec["router"] = {"apiKeySecretRef": {"name": "k"}}
+    if path[0] == "autoscaling":
+        spec["autoscaling"] = {"itlMs": 40, "prefill": {"max": 2}, "decode": {"max": 2}}
     *parents, last = path
     target = spec
     for parent in parents:

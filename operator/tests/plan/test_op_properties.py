@@ -60,7 +60,8 @@ def fields_of(schema):
 @given(manifests())
 def test_planning_its_own_result_gives_no_step(cluster):
     world = SimulatedCluster(cluster)
-    world.step()
+    if world.step().scales:
+        world.step()  # a number that was outside of the bounds of spec.autoscaling
     assert world.step().steps == ()
     world.run_pods()
     world.step()  # the first pair has its nodes: the engines that waited for it are created

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, strategies as st
 from scaling_model import Fleet, follow, goal
 
+from pdcluster_operator.plan.moments import Goal, Moment, RoleLoad, TransferLoad
 from pdcluster_operator.plan.scaling.advice import (
     CALM_SECONDS,
     MANUAL_SECONDS,
@@ -22,7 +23,6 @@ from pdcluster_operator.plan.scaling.advice import (
     Outlook,
     advise,
 )
-from pdcluster_operator.plan.scaling.moments import Goal, Moment, RoleLoad, TransferLoad
 
 PER_MINUTE = 60.0
 

@@ -35,6 +35,14 @@ PEERS = st.lists(
     ),
     max_size=3,
 )
+BOUNDS = st.fixed_dictionaries({"max": st.integers(4, 60)}, optional={"min": st.integers(1, 4)})
+AUTOSCALING = st.fixed_dictionaries(
+    {"prefill": BOUNDS, "decode": BOUNDS, "ttftMs": st.integers(1, 3_600_000)},
+    optional={
+        "itlMs": st.integers(1, 3_600_000),
+        "mode": st.sampled_from(["Advise", "Apply"]),
+    },
+)
 FROM = {"valueFrom": {"configMapKeyRef": {"name": "settings", "key": "x"}}}
 ENV = st.lists(
     st.sampled_from(["A", "B", "OMP_NUM_THREADS"]).flatmap(
@@ -146,6 +154,7 @@ def manifests(draw: st.DrawFn) -> dict:
             )
         ),
         scheduling=scheduling,
+        **draw(optional(autoscaling=AUTOSCALING)),
         verification=draw(
             optional(
                 canary=st.fixed_dictionaries({"intervalSeconds": st.integers(5, 86_400)}),

@@ -82,6 +82,13 @@ class Metrics:
             *cluster,
             *("role", "state"),
         )
+        self.advised = gauge(
+            "pdcluster_advised_engines",
+            "Engines that a PDCluster with spec.autoscaling needs, by role. An autoscaler can set "
+            f"its replicas to this number. {shown}",
+            *cluster,
+            "role",
+        )
         self.unlisted = gauge(
             "pdcluster_unlisted_namespace",
             "1 for a watched namespace whose objects could not be listed so far. "
@@ -139,6 +146,7 @@ class Metrics:
     ) -> None:
         self.condition.clear()
         self.engines.clear()
+        self.advised.clear()
         for name in nsmallest(MOST_SHOWN, statuses, key=lambda name: (name not in not_ready, name)):
             status = statuses[name]
             for kind in ConditionType:
@@ -146,6 +154,9 @@ class Metrics:
                 reason = found.get("reason") or StatusReason.NOT_SEEN_YET
                 self.condition.labels(*name, kind, found.get("status") or "Unknown", reason).set(1)
             for role in Role:
+                needed = as_mapping(as_mapping(status).get("scaling")).get(role.value)
+                if isinstance(needed, int):
+                    self.advised.labels(*name, role.value).set(needed)
                 if counts := _READY_OF_ALL.fullmatch(str(as_mapping(status).get(role.value))):
                     ready, wanted = int(counts[1]), int(counts[2])
                     self.engines.labels(*name, role.value, "ready").set(ready)

@@ -19,7 +19,10 @@ _REASON = re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?")
 
 
 class ConditionType(StrEnum):
-    """Types of a PDCluster's conditions, in the order of ``status.conditions``."""
+    """Types of a PDCluster's conditions, in the order of ``status.conditions``.
+
+    ScalingTargetsMet is there only with ``spec.autoscaling``. Ready does not depend on it.
+    """
 
     ACCEPTED = "Accepted"
     PREFILL_READY = "PrefillReady"
@@ -27,6 +30,7 @@ class ConditionType(StrEnum):
     KV_LINKS_ESTABLISHED = "KVLinksEstablished"
     KV_PATH_VERIFIED = "KVPathVerified"
     TRANSPORT_HEALTHY = "TransportHealthy"
+    SCALING_TARGETS_MET = "ScalingTargetsMet"
     AVAILABLE = "Available"
     PROGRESSING = "Progressing"
     READY = "Ready"
@@ -78,6 +82,14 @@ class StatusReason(StrEnum):
     NO_THRESHOLD = "NoThreshold"
     PROBABLE_TCP_FALLBACK = "ProbableTCPFallback"
     LOCAL_PREFILL = "LocalPrefill"
+
+    # Number of engines
+    TARGETS_MET = "TargetsMet"
+    MORE_ENGINES_NEEDED = "MoreEnginesNeeded"
+    SCALING_BOUNDED = "ScalingBounded"
+    ENGINES_DID_NOT_COME = "EnginesDidNotCome"
+    TARGETS_UNREACHABLE = "TargetsUnreachable"
+    NOT_MEASURED = "NotMeasured"
 
     # Service and change
     SERVING = "Serving"

@@ -55,6 +55,8 @@ class Rule(StrEnum):
     IMAGES_DIFFER = "ImagesDiffer"
     PEER_UNUSABLE = "PeerUnusable"
     GANG_MIXED = "GangMixed"
+    MIN_ABOVE_MAX = "MinAboveMax"
+    NO_TARGET = "NoTarget"
     POD_GROUPS_NOT_SERVED = "PodGroupsNotServed"
 
 

@@ -147,6 +147,7 @@ SCALER_KIND = "PrefillScaler"
 SCALER_PLURAL = "prefillscalers"
 FIELD_MANAGER = "pdcluster-operator"
 STATUS_FIELD_MANAGER = "pdcluster-operator-status"
+SCALE_FIELD_MANAGER = "pdcluster-operator-scale"
 OPERATOR_LABELS = {
     "app.kubernetes.io/part-of": "pdcluster",
     "app.kubernetes.io/component": "operator",

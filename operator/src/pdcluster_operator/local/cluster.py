@@ -186,6 +186,12 @@ class _ApiPort:
     ) -> None:
         self._api.set_status(kind, key.namespace, key.name, dict(status), uid)
 
+    async def scale(self, key: interfaces.Key, step: types.Scale) -> None:
+        live = self._api.get(names.KIND, key.namespace, key.name)
+        if live is not None:
+            decode = {**(live["spec"].get("decode") or {}), "replicas": step.replicas}
+            self._api.apply({**live, "spec": {**live["spec"], "decode": decode}})
+
 
 class Events:
     """Keeps the last events in the in-memory API, where other commands find them."""

@@ -24,6 +24,7 @@ from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.objects.ownership import engine_sets, engines_of, is_being_deleted
 from pdcluster_operator.plan.observed import pods, routers
 from pdcluster_operator.plan.rollout.desired import Desired, desire, in_force
+from pdcluster_operator.plan.scaling.follow import follow
 from pdcluster_operator.plan.status import build, events
 from pdcluster_operator.plan.status.progress import ChangeView, with_failure
 from pdcluster_operator.plan.types import Apply, Delete, Manifest, Observed, Plan, Step
@@ -62,6 +63,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     memo = memo or Memo()
     seen = replace(observed, cluster=prefill_scaler.as_scaled(observed.cluster, observed.scaler))
     # If nothing has changed, this is the object of the plan before, so that comparing it is quick.
+    loaded = observed  # with the loads of now, which change nothing but the advice
     observed = known = memo.get("observed", (seen,), lambda one: one)
     before = observed.cluster.get("status") or {}
     if is_being_deleted(observed.cluster):
@@ -85,7 +87,11 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     inputs = observed, cluster, findings, desired, children, lost, period
     outcome = memo.get("outcome", inputs, _outcome)
     # Step 4: write the status, with the times of its changes, and say when to look again.
-    status = build.build_status(cluster, before, outcome.judged, now)
+    scaling = None
+    if findings.ok:
+        rolling = outcome.judged.change.desired.stale
+        scaling = follow(loaded, cluster, desired.names, now, rolling=rolling)
+    status = build.build_status(cluster, before, outcome.judged, now, scaling)
     if outcome.strange:
         refused = name_conflicts.why_strange(outcome.strange)
         status = with_failure(status, observed.cluster, refused.reason, refused.message, now)
@@ -94,6 +100,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     waits = (
         _next_look(observed, status, outcome.judged.change, now),
         period + renewals.PERIOD_SECONDS - now if outcome.certified else None,
+        scaling.wait if scaling else None,
     )
     return Plan(
         steps=outcome.steps,
@@ -103,6 +110,8 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         requeue_after=min((wait for wait in waits if wait is not None), default=None),
         events=events.transitions(before, status, secured=has_certificates(cluster)),
         scaler=prefill_scaler.scaler_status(observed),
+        scales=scaling.steps if scaling else (),
+        moments=scaling.window if scaling else (),
     )
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinksReport, PeersDocument
+from pdcluster_connector.protocol.load_report import LoadReport
 from pdcluster_operator.api.object_names import engine_of
+from pdcluster_operator.plan.moments import Moment
 
 Manifest = Mapping[str, Any]
 
@@ -100,6 +102,8 @@ class Observed:
         scaler: the PrefillScaler of the cluster's name; None if there is none.
         unread: whether the Secrets could not be read. Then ``ticket_key`` and ``certificates`` say
             nothing. The status says why, as of a step that failed.
+        loads: logical engine id -> what its launcher measured; missing = nothing.
+        moments: what was seen at the looks before, for ``spec.autoscaling``.
     """
 
     cluster: Manifest
@@ -116,6 +120,8 @@ class Observed:
     scaler: Manifest | None = None
     connectors: tuple[Manifest, ...] = ()
     unread: bool = False
+    loads: Mapping[str, LoadReport] = field(default_factory=dict, compare=False)
+    moments: tuple[Moment, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +235,20 @@ class ScalerStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class Scale:
+    """The number of engines to set by the subresource scale, as an autoscaler does.
+
+    Attributes:
+        kind: PDCluster for decode, PrefillScaler for prefill.
+        version: resourceVersion of the object as it was seen. One that changed since is left alone.
+    """
+
+    kind: str
+    version: str
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """A Kubernetes event about the cluster. There is at most one for each change of a condition."""
 
@@ -252,6 +272,8 @@ class Plan:
             event will come.
         events: to be published once the status is written.
         scaler: the status of the PrefillScaler; None if there is nothing to write.
+        scales: numbers of engines to set.
+        moments: see ``Observed``.
     """
 
     steps: tuple[Step, ...]
@@ -261,6 +283,8 @@ class Plan:
     requeue_after: float | None = None
     events: tuple[Event, ...] = ()
     scaler: ScalerStatus | None = None
+    scales: tuple[Scale, ...] = ()
+    moments: tuple[Moment, ...] = ()
 
 
 MAKE_PODS = ("StatefulSet", "Deployment")

@@ -135,6 +135,9 @@ class ApiServer(Protocol):
                 object need not be read.
         """
 
+    async def scale(self, key: Key, step: types.Scale) -> None:
+        """Set a number of engines by the subresource scale. Raises Conflict if it changed since."""
+
 
 class Launchers(Protocol):
     """The launchers' HTTP. A call ends within its adapter's short timeout if it does not wait.

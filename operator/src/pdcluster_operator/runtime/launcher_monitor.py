@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from pdcluster_connector.protocol import launcher_documents
+from pdcluster_connector.protocol.load_report import LoadReport
 from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan import peers_and_canaries
 from pdcluster_operator.plan.launchers import MISSES, Target
@@ -108,6 +109,11 @@ class LauncherMonitor:
         watches = self._watches.get(key, {}).items()
         return {name: one.links for name, one in watches if one.links is not None}
 
+    def loads(self, key: Key) -> Mapping[str, LoadReport]:
+        """Return what each reachable engine of a cluster did in a minute, where it is known."""
+        watches = self._watches.get(key, {}).items()
+        return {name: one.load for name, one in watches if one.load is not None}
+
     async def stop(self) -> None:
         """Stop watching all engines."""
         tasks = [watch.task for watches in self._watches.values() for watch in watches.values()]
@@ -129,6 +135,8 @@ class LauncherWatch:
 
     Attributes:
         report, links: the last reports; None while the launcher is unreachable.
+        load: what the engine did in the minute before its whole state was read; None as above, and
+            while the launcher does not tell. It changes all the time, so it wakes nobody.
         routed: whether routers may send requests to the engine; None until a plan says.
         heard: whether the launcher has answered, or has missed its polls.
     """
@@ -141,6 +149,7 @@ class LauncherWatch:
     def __post_init__(self) -> None:
         self.report: launcher_documents.EngineReport | None = None
         self.links: launcher_documents.LinksReport | None = None
+        self.load: LoadReport | None = None
         self.peers: launcher_documents.PeersDocument | None = None
         self.routed: bool | None = None
         self.heard = False
@@ -235,6 +244,7 @@ class LauncherWatch:
             raise LauncherError("did not answer with a list of links")
         self.report = report
         self.links = links if self.target.role is Role.DECODE else None
+        self.load = changes.load
         self._revision = changes.revision
         self._read_at = time.monotonic()
         _, sent = self._sent or ("", None)
@@ -256,7 +266,7 @@ class LauncherWatch:
         self._misses += 1
         if self._misses >= MISSES:
             self.heard = True
-            self.report = self.links = self._sent = None
+            self.report = self.links = self.load = self._sent = None
             if why not in ("", self._logged):
                 self._logged = why
                 log.info("%s does not answer: %s", self.target.engine, why)

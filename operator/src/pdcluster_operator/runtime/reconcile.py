@@ -16,6 +16,7 @@ from pdcluster_operator.api.object_names import KIND, SCALER_KIND
 from pdcluster_operator.plan import launchers, lifecycle, planner, types
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.memo import Memo
+from pdcluster_operator.plan.moments import Moment
 from pdcluster_operator.plan.objects.ownership import is_being_deleted
 from pdcluster_operator.plan.status import pace, progress
 from pdcluster_operator.plan.status.events import transitions
@@ -68,6 +69,7 @@ class Reconciler:
         self._wrote: dict[Key, float] = {}  # when each status was written, or first was missing
         self._failing: dict[Key, float] = {}  # since when steps fail
         self._waiting: set[Key] = set()  # clusters with a status that waits
+        self._moments: dict[Key, tuple[Moment, ...]] = {}  # of clusters with spec.autoscaling
 
     async def reconcile(self, key: Key) -> float | None:
         """Return seconds until the next call, or None if an event will cause it.
@@ -154,6 +156,8 @@ class Reconciler:
                 scaler=self.store.scaler(key),
                 connectors=self.store.connectors(key.namespace),
                 unread=failure is not None,
+                loads=self.monitor.loads(key),
+                moments=self._moments.get(key, ()),
             )
             plan = planner.make_plan(observed, now, self._memo(key))
         except Exception as error:
@@ -166,7 +170,7 @@ class Reconciler:
 
     def leave(self, key: Key) -> None:
         """Forget a cluster that is gone, or that another operator may change from now on."""
-        for held in (self._memos, self._began, self._wrote, self._failing):
+        for held in (self._memos, self._began, self._wrote, self._failing, self._moments):
             held.pop(key, None)
         self._waiting.discard(key)
         self._secrets.forget(key)
@@ -207,6 +211,8 @@ class Reconciler:
             found = transitions(cluster.get("status"), status, secured=True, refused=refused)
             flips = (*(one for one in flips if one.type == "Warning" and one not in found), *found)
         self.monitor.assign(key, plan.peers, plan.routed)
+        if self.may_write(key):
+            events += await self._scale(key, plan)
         wait = await self._write_status(key, cluster, status)
         if not wait:  # else the status of now is still the one before, and the next plan has them
             events = [*flips, *events]
@@ -219,6 +225,26 @@ class Reconciler:
         self._failing.pop(key, None)
         again = AGAIN_SECONDS if plan.steps else None
         return min((one for one in (wait, plan.requeue_after, again) if one), default=None)
+
+    async def _scale(self, key: Key, plan: Plan) -> list[types.Event]:
+        """Set numbers of engines; return warnings about those that the API server refuses.
+
+        The engines that are there serve on, so a refusal is no failure of the PDCluster. A number
+        that somebody else has just set is looked at again a minute later.
+        """
+        self._moments[key] = plan.moments
+        if not plan.moments:
+            del self._moments[key]
+        refused = []
+        for step in plan.scales:
+            try:
+                await self.api_server.scale(key, step)
+            except interfaces.Conflict:
+                continue
+            except ApiError as error:
+                text = f"{step.kind} {key.name} could not be scaled to {step.replicas}: {error}"
+                refused.append(types.Event("Warning", error.reason, text))
+        return refused
 
     async def _is_still_there(self, key: Key, cluster: Manifest, plan: Plan, *, new: bool) -> bool:
         """Whether the steps of a plan may be performed: the store may hold a deleted cluster.

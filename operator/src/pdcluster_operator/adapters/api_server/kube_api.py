@@ -170,6 +170,15 @@ class KubeApi:
             await self._apply_status(of, key, status, live["metadata"]["resourceVersion"])
         return None
 
+    async def scale(self, key: Key, step: types.Scale) -> None:
+        """Set the number of engines, if nobody changed the object since it was seen."""
+        path = kinds.BY_NAME[step.kind].path(key.namespace, key.name) + "/scale"
+        metadata = {"resourceVersion": step.version}
+        body = {"metadata": metadata, "spec": {"replicas": step.replicas}}
+        query = {"fieldManager": object_names.SCALE_FIELD_MANAGER}
+        with suppress(NotFound):
+            await self.client.call("PATCH", path, query=query, body=body, content=MERGE)
+
     async def _apply_status(
         self, kind: kinds.Kind, key: Key, status: Manifest, version: str
     ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Findings, Rule, under
 from pdcluster_operator.api.rules import (
+    autoscaling,
     certificates,
     engines,
     extra_args,
@@ -101,6 +102,7 @@ def _errors(cluster: Cluster) -> Iterator[FieldError]:
     yield from network.peer_errors("spec.monitoring.scrapeFrom", spec.monitoring.scrape_from)
     yield from network.peer_errors("spec.router.allowFrom", spec.router.allow_from or ())
     yield from resources.gang_errors(cluster)
+    yield from autoscaling.autoscaling_errors(cluster)
 
 
 def _warnings(cluster: Cluster) -> Iterator[FieldError]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, timestamp
+from pdcluster_operator.api.spec.autoscaling_types import Limit
 from pdcluster_operator.api.spec.types import Certificates
 
 MAX_ENGINES = 64
@@ -47,6 +48,7 @@ def status_schema() -> dict[str, Any]:
                 "rollout.progressDeadlineSeconds counts from then."
             ),
             "transfer": _transfer(),
+            "scaling": _scaling(),
             "conditions": _list(
                 "conditions say what is true of the cluster. Ready summarizes the others.",
                 32,
@@ -172,6 +174,41 @@ def _transfer() -> dict[str, Any]:
                 "of how many this is not known. It says why, and what helps. It is left out if "
                 "there are none.",
                 1024,
+            ),
+        },
+    }
+
+
+def _scaling() -> dict[str, Any]:
+    measured = {
+        "prefillTokensPerSecond": "prompt tokens a second of one prefill engine while it computes",
+        "linkMBps": "megabytes of KV a second of one link while it carries KV",
+        "decodeTokensPerSecond": "tokens a second of one decode engine while it generates",
+        "prefillBusyPercent": "the share of time in which prefill engines compute",
+        "ttftMs": "the mean time to the first token, in milliseconds",
+        "itlMs": "the mean time between two tokens, in milliseconds",
+        "waitingRequests": "requests that wait for room in engines of either role",
+    }
+    return {
+        "type": "object",
+        "description": "scaling says how many engines are needed, with spec.autoscaling.",
+        "properties": {
+            "prefill": _count("prefill is the number of prefill engines that are needed.", "int32"),
+            "decode": _count("decode is the number of decode engines that are needed.", "int32"),
+            "limit": _choice(
+                "limit is the stage of a request that limits the PDCluster.", map(str, Limit)
+            ),
+            "measured": {
+                "type": "object",
+                "description": "measured are rounded values of one minute. One that is 0 is left "
+                "out.",
+                "properties": {
+                    name: _count(f"{name} is {text}.", "int64") for name, text in measured.items()
+                },
+            },
+            "measuredAt": _time(
+                "measuredAt is when they were measured. They are written with other advice, or "
+                "after ten minutes if one of them has changed."
             ),
         },
     }

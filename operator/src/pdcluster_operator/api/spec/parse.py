@@ -25,6 +25,7 @@ from typing import Any
 from pdcluster_operator.api.findings import FieldError, Rule, did_you_mean, quoted, shown
 from pdcluster_operator.api.object_names import API_VERSION, KIND, name_errors
 from pdcluster_operator.api.spec import fields as spec_fields, pod_templates, resources
+from pdcluster_operator.api.spec.autoscaling_types import EngineBounds
 from pdcluster_operator.api.spec.engine_types import EngineOverride, Model, ModelSource, RoleSpec
 from pdcluster_operator.api.spec.fields import FieldInfo, describe
 from pdcluster_operator.api.spec.router_types import Router
@@ -276,6 +277,8 @@ def _placeholder(field: FieldInfo) -> Any:
         return ModelSource()
     if field.item is Model:
         return Model(source=ModelSource())
+    if field.item is EngineBounds:
+        return EngineBounds(max=1)
     if field.kind == "choice":
         return next(iter(field.item))
     return {"text": "", "whole": 1, "flag": False}[field.kind]

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Annotated
 
 from pdcluster_connector.protocol import messages, prompt_outcomes
-from pdcluster_operator.api.spec import engine_types, fields
+from pdcluster_operator.api.spec import autoscaling_types, engine_types, fields
 from pdcluster_operator.api.spec.router_types import PEERS, NetworkPeer, Router
 
 
@@ -302,8 +302,11 @@ class Spec:
     router: Annotated[Router, "sends requests to the engines."] = field(default_factory=Router)
     rollout: Annotated[Rollout, "is how a change of the spec reaches the engines."] = Rollout()
     scheduling: Annotated[Scheduling, "is how the pods of engines get their nodes."] = Scheduling()
+    autoscaling: Annotated[
+        autoscaling_types.Autoscaling | None,
+        "has the operator say how many engines of each role are needed, and set it if you wish.",
+    ] = None
     verification: Annotated[Verification, "is how the KV path is proved."] = Verification()
-
     monitoring: Annotated[Monitoring, "is who watches the cluster."] = Monitoring()
     request_timeout_seconds: Annotated[
         int,

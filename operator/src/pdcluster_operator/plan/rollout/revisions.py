@@ -224,7 +224,9 @@ def pairing_key(cluster: Cluster) -> str:
 
 
 # None of these is a part of an engine.
-ELSEWHERE = ("rollout", "monitoring", "verification", "operatorClass", "scheduling")
+ELSEWHERE = (
+    *("rollout", "monitoring", "verification", "operatorClass", "scheduling", "autoscaling"),
+)
 ONLY_FIELD_OF_THE_ROUTER = "apiKeySecretRef"
 PARTLY = (*(role.value for role in Role), "router")
 """Parts of the spec of which engines have some fields."""

@@ -20,7 +20,8 @@ from enum import StrEnum
 from itertools import pairwise
 from math import ceil
 
-from pdcluster_operator.plan.scaling.moments import Goal, Moment, RoleLoad
+from pdcluster_operator.api.spec.autoscaling_types import Limit
+from pdcluster_operator.plan.moments import Goal, Moment, RoleLoad
 
 CALM_SECONDS = 300.0
 """For so long fewer engines must have been enough. An engine takes minutes to start."""
@@ -47,16 +48,6 @@ BLOCKED = 0.5
 cache is full of what decode has not read yet."""
 MOST_GROWTH = 2
 """The largest factor by which a role grows at once."""
-
-
-class Limit(StrEnum):
-    """The stage that limits a PDCluster."""
-
-    NONE = "None"
-    PREFILL = "Prefill"
-    TRANSFER = "Transfer"
-    DECODE = "Decode"
-    UNKNOWN = "Unknown"
 
 
 class Outlook(StrEnum):

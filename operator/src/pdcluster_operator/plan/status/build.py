@@ -32,6 +32,7 @@ from pdcluster_operator.plan.observed.engines import EngineView, observe_engines
 from pdcluster_operator.plan.observed.links import PairView
 from pdcluster_operator.plan.observed.pods import is_lost, text_of
 from pdcluster_operator.plan.rollout.desired import Desired
+from pdcluster_operator.plan.scaling.follow import Scaling
 from pdcluster_operator.plan.status import conditions, link_states
 from pdcluster_operator.plan.status.progress import ChangeView, progressing, progressing_since
 from pdcluster_operator.plan.types import Observed, Step
@@ -124,18 +125,25 @@ def judge(
 
 
 def build_status(
-    cluster: Cluster, before: Mapping[str, Any], judged: Judgement, now: float
+    cluster: Cluster,
+    before: Mapping[str, Any],
+    judged: Judgement,
+    now: float,
+    scaling: Scaling | None = None,
 ) -> dict[str, Any]:
     """Return the whole status. It is equal to the last one if nothing has changed.
 
     Args:
         before: the last one.
+        scaling: what is said of the number of engines, with ``spec.autoscaling``.
     """
     since = progressing_since(before, cluster.generation, now)
     ready = judged.verdicts[ConditionType.READY]
     progress = progressing(ready, judged.change, since, now)
     verdicts = {**judged.verdicts, ConditionType.PROGRESSING: progress}
-    ordered = [(kind, verdicts[kind]) for kind in ConditionType]
+    if scaling is not None:
+        verdicts[ConditionType.SCALING_TARGETS_MET] = scaling.verdict
+    ordered = [(kind, verdicts[kind]) for kind in ConditionType if kind in verdicts]
     status: dict[str, Any] = {
         "observedGeneration": cluster.generation,
         "conditions": api_conditions.set_conditions(before, ordered, cluster.generation, now),
@@ -147,6 +155,8 @@ def build_status(
     }
     if judged.transfer:
         status["transfer"] = judged.transfer
+    if scaling is not None:
+        status["scaling"] = scaling.fields
     exceeded = progress.reason == StatusReason.PROGRESS_DEADLINE_EXCEEDED
     if progress.status is Status.TRUE or exceeded:
         status["progressingSince"] = api_conditions.timestamp(since)

@@ -1,0 +1,263 @@
+"""What becomes of the advice in a plan: the status, its writes, and the numbers that are set."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import pytest
+from simulated_cluster import SimulatedCluster, manifest
+from test_prefill_scaler import scaler
+
+from pdcluster_connector.protocol.load_report import LoadReport
+from pdcluster_operator.api.conditions import own_status
+from pdcluster_operator.api.schema.crd import crd
+from pdcluster_operator.plan.types import Plan
+
+SCHEMA = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+Loads = Callable[[str], LoadReport]  # by role
+TARGETS_MET = "ScalingTargetsMet"
+
+
+def idle(_: str) -> LoadReport:
+    return LoadReport(60)
+
+
+def busy(role: str, gap: float = 0.02, share: float = 0.3, **more: float) -> LoadReport:
+    """An engine that answers a request a second; decode has four requests in work."""
+    given = {
+        "busy_seconds": 60 * share, "requests": 60, "first_token_seconds": 60 * 0.3, "kv": 0.1,
+        "running": 4, "receives": 60, "receive_seconds": 1.2, "received_bytes": 60e8,
+    } | ({"tokens": 60_000} if role == "prefill" else {"tokens": 6000, "gaps": 6000})  # fmt: skip
+    if role == "decode":
+        given |= {"gap_seconds": 6000 * gap}
+    return LoadReport(60, **(given | more))
+
+
+def slow(role: str) -> LoadReport:
+    return busy(role, gap=0.09)
+
+
+def world(mode: str = "Apply", **spec: Any) -> SimulatedCluster:
+    bounds = {"prefill": {"max": 4}, "decode": {"max": 6}, "ttftMs": 2000, "itlMs": 40}
+    spec.setdefault("decode", {"replicas": 1})
+    made = SimulatedCluster(manifest(autoscaling={**bounds, "mode": mode}, **spec))
+    made.bring_up()
+    return made
+
+
+def minutes(
+    made: SimulatedCluster, number: int, loads: Loads | None, *, come: bool = True
+) -> list[Plan]:
+    """Let so many minutes pass, in which each engine that serves does this."""
+    plans = []
+    for _ in range(number):
+        made.now += 60
+        serving = {one: report.engine for one, report in made.engines.items() if report.ready}
+        made.loads = {one: loads(one.split(".")[2]) for one in serving} if loads else {}
+        plans.append(made.step())
+        if come:
+            made.others_act()
+            made.settle()
+            made.others_act()
+    return plans
+
+
+def is_(made: SimulatedCluster, kind: str, status: str, reason: str) -> None:
+    found = made.condition(kind)
+    assert (found["status"], found["reason"]) == (status, reason), found
+    assert found["observedGeneration"] == made.cluster["metadata"]["generation"]
+
+
+def counts(made: SimulatedCluster) -> tuple[int, int]:
+    return len(made.leaders("prefill")), len(made.leaders("decode"))
+
+
+def test_with_apply_the_operator_sets_the_numbers_as_an_autoscaler_does() -> None:
+    made = world()
+    is_(made, "ScalingTargetsMet", "Unknown", "NotMeasured")
+    minutes(made, 3, busy)
+    is_(made, "ScalingTargetsMet", "True", "TargetsMet")
+    assert made.cluster["status"]["scaling"]["limit"] == "None"
+    minutes(made, 1, slow)
+    assert made.cluster["spec"]["decode"]["replicas"] == 2, "at most twice as many at once"
+    minutes(made, 1, slow)
+    is_(made, "ScalingTargetsMet", "False", "MoreEnginesNeeded")
+    minutes(made, 1, busy)
+    assert counts(made) == (1, 4)
+    assert made.cluster["status"]["scaling"]["decode"] == 4
+    jsonschema.validate(json.loads(json.dumps(made.cluster)), SCHEMA)
+    assert made.cluster["spec"].get("prefill") in (None, {}), "only decode was the limit"
+    minutes(made, 40, idle)
+    assert counts(made) == (1, 1)
+
+
+def test_prefill_is_set_in_its_scaler() -> None:
+    made = world()
+
+    def loaded(role: str) -> LoadReport:
+        return busy(role, share=0.95, waiting=5) if role == "prefill" else busy(role)
+
+    minutes(made, 3, loaded)
+    assert counts(made) == (1, 1)
+    found = made.condition(TARGETS_MET)
+    assert "there is no PrefillScaler with the name of this PDCluster" in found["message"]
+    made.scaler = scaler(1)
+    minutes(made, 1, loaded)
+    assert made.scaler["spec"]["replicas"] == 2
+    made.scaler["spec"]["maxPercentOfDecode"] = 200
+    minutes(made, 5, loaded)
+    assert counts(made) == (2, 1), "its own bounds hold"
+
+
+def test_with_advise_it_only_says_so() -> None:
+    made = world("Advise")
+    plans = minutes(made, 4, slow)
+    assert all(not plan.scales for plan in plans)
+    assert counts(made) == (1, 1)
+    assert made.cluster["status"]["scaling"]["decode"] == 2
+    # An autoscaler that follows the advice is no stranger to it.
+    made.edit(decode={"replicas": 2})
+    minutes(made, 3, slow)
+    assert made.cluster["status"]["scaling"]["decode"] == 4
+
+
+def test_a_number_that_somebody_else_sets_stays_for_a_while() -> None:
+    made = world()
+    minutes(made, 8, busy)
+    made.edit(decode={"replicas": 5})
+    minutes(made, 13, busy)
+    assert counts(made) == (1, 5)
+    found = made.condition(TARGETS_MET)
+    assert "somebody else has set the number of decode engines" in found["message"]
+    minutes(made, 40, busy)
+    assert counts(made) == (1, 2)
+
+
+def test_engines_that_never_come_are_given_up_and_said() -> None:
+    made = world()
+    minutes(made, 30, slow, come=False)
+    is_(made, "ScalingTargetsMet", "False", "EnginesDidNotCome")
+    assert made.cluster["spec"]["decode"]["replicas"] == 1
+
+
+def test_the_bounds_and_what_no_number_of_engines_changes_are_said() -> None:
+    made = world(decode={"replicas": 6})
+    minutes(made, 3, slow)
+    is_(made, "ScalingTargetsMet", "False", "ScalingBounded")
+    assert made.cluster["spec"]["decode"]["replicas"] == 6
+    alone = world()
+    minutes(alone, 3, lambda role: busy(role, gap=0.09, running=0.5))
+    is_(alone, "ScalingTargetsMet", "False", "TargetsUnreachable")
+
+
+def test_a_number_outside_of_the_bounds_is_corrected_without_measurements() -> None:
+    made = world(decode={"replicas": 9})
+    minutes(made, 2, None)
+    assert made.cluster["spec"]["decode"]["replicas"] == 6
+
+
+def test_only_engines_that_are_wanted_and_ready_are_measured() -> None:
+    """llm-d-router #2529: the last metric of a pod that was gone kept its load for ever."""
+    made = world()
+    minutes(made, 2, busy)
+    made.now += 60
+    gone = "default.llama.decode.zzzzz.7"
+    made.loads[gone] = slow("decode")
+    plan = made.plan()
+    assert plan.moments[-1].decode.engines == 1
+    assert plan.status["scaling"]["limit"] == "None"
+    decode = next(one for one in made.engines if ".decode." in one)
+    del made.engines[decode]  # unreachable: the monitor may still hold its load
+    assert made.plan().moments[-1].decode.engines == 0
+
+
+def test_during_a_rollout_more_engines_may_come_and_none_goes() -> None:
+    made = world(decode={"replicas": 3})
+    minutes(made, 4, busy)
+    made.edit(engine={"env": [{"name": "A", "value": "1"}]})
+    plans = minutes(made, 10, busy, come=False)
+    assert plans[-1].moments[-1].rolling
+    assert not any(plan.scales for plan in plans)
+    minutes(made, 1, slow, come=False)
+    assert made.cluster["spec"]["decode"]["replicas"] == 6
+    minutes(made, 60, busy)
+    assert counts(made) == (1, 2), "and it ends, with fewer engines at last"
+
+
+def test_a_spec_that_is_not_accepted_is_not_scaled() -> None:
+    made = world()
+    minutes(made, 2, busy)
+    made.edit(autoscaling={"prefill": {"max": 2}, "decode": {"max": 2}})
+    assert made.condition("Accepted")["status"] == "True"
+    plans = minutes(made, 3, slow)
+    is_(made, "Accepted", "False", "NoTarget")
+    assert not any(plan.scales or plan.moments for plan in plans)
+
+
+def test_without_autoscaling_there_is_nothing_of_it() -> None:
+    made = SimulatedCluster(manifest())
+    made.bring_up()
+    plans = minutes(made, 2, slow)
+    assert not any(plan.moments or plan.scales for plan in plans)
+    assert "scaling" not in made.cluster["status"]
+    assert TARGETS_MET not in {one["type"] for one in made.cluster["status"]["conditions"]}
+    asked = world("Advise")
+    minutes(asked, 3, busy)
+    del asked.cluster["spec"]["autoscaling"]
+    minutes(asked, 1, busy)
+    assert "scaling" not in asked.cluster["status"]
+    assert TARGETS_MET not in {one["type"] for one in asked.cluster["status"]["conditions"]}
+
+
+def writes(made: SimulatedCluster, number: int, loads: Loads) -> int:
+    """How many statuses of so many minutes differ from the one before."""
+    changed = 0
+    for _ in range(number):
+        before = own_status(made.cluster["status"])
+        minutes(made, 1, loads, come=False)
+        changed += own_status(made.cluster["status"]) != before
+    return changed
+
+
+@pytest.mark.parametrize("loads", [idle, busy])
+def test_rest_is_silent(loads: Loads) -> None:
+    made = world()
+    minutes(made, 20, loads)
+    assert writes(made, 240, loads) == 0
+
+
+def test_a_load_that_trembles_causes_no_writes() -> None:
+    made, source = world(), random.Random(7)
+
+    def trembling(role: str) -> LoadReport:
+        around = source.uniform(0.93, 1.07)
+        return busy(role, gap=0.02 * around, share=0.3 * around)
+
+    minutes(made, 20, trembling)
+    assert writes(made, 240, trembling) == 0
+
+
+def test_a_load_that_goes_up_and_down_causes_few_writes() -> None:
+    """Ten minutes lie between two writes of measured values, if the advice is the same."""
+    made, source = world(), random.Random(7)
+
+    def wild(role: str) -> LoadReport:
+        return busy(role, gap=source.uniform(0.002, 0.035), share=source.uniform(0, 0.5))
+
+    minutes(made, 20, wild)
+    assert writes(made, 240, wild) <= 24
+
+
+def test_between_two_looks_nothing_is_judged() -> None:
+    made = world()
+    minutes(made, 3, busy)
+    made.loads = {one: slow(one.split(".")[2]) for one in made.engines}
+    plan = made.plan()
+    assert not plan.scales
+    assert len(plan.moments) == len(made.moments)
+    assert plan.requeue_after is not None
+    assert plan.requeue_after <= 60
