@@ -24,25 +24,25 @@ is the pod that the message names. The operator is in the namespace `pdcluster-s
 |---|---|
 """
 SIGNS = {
-    Severity.FAULT: ("✖", "something is broken"),
-    Severity.WAITS: ("✋", "it goes on when somebody has done something"),
-    Severity.ADVICE: ("⚠", "a warning; nothing stops"),
-    Severity.PROGRESS: ("…", "it passes by itself"),
-    Severity.GOOD: ("✔", "nothing is wrong"),
+    Severity.FAULT: "✖",
+    Severity.WAITS: "✋",
+    Severity.ADVICE: "⚠",
+    Severity.PROGRESS: "…",
+    Severity.GOOD: "✔",
 }
 HEAD = "| what you see | cause, and what to do | next command |\n|---|---|---|"
 
 
 def page() -> str:
     """Return the whole page as Markdown."""
-    parts = [INTRODUCTION + "\n".join(f"| {sign} | {said} |" for sign, said in SIGNS.values())]
+    parts = [INTRODUCTION + "\n".join(f"| {sign} | {one.meaning} |" for one, sign in SIGNS.items())]
     for section, entries in itertools.groupby(table().values(), lambda one: one.section):
         parts += ["", f"## {section}", "", HEAD, *map(_row, entries)]
     return "\n".join(parts) + "\n"
 
 
 def _row(one: Remedy) -> str:
-    reason = f'<a id="{one.name.lower()}"></a>{SIGNS[one.severity][0]} `{one.name}`'
+    reason = f'<a id="{one.name.lower()}"></a>{SIGNS[one.severity]} `{one.name}`'
     more = f"[More]({one.more})" if one.more else ""
     why = f"{one.cause}<br>**Do:** {one.remedy} {more}".rstrip() if one.remedy else one.cause
     return f"| {reason}<br>{one.symptom} | {why} | {f'`{one.next}`' if one.next else ''} |"

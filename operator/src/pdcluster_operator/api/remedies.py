@@ -23,21 +23,27 @@ _PLACEHOLDER = re.compile(r"\b(NAMESPACE|NAME|POD|FILE)\b")
 
 
 class Severity(StrEnum):
-    """Whether somebody has to do something.
-
-    Attributes:
-        GOOD: nothing is wrong.
-        PROGRESS: it passes by itself.
-        ADVICE: a warning; nothing stops.
-        WAITS: it goes on when somebody has done something.
-        FAULT: something is broken.
-    """
+    """Whether somebody has to do something; ``meaning`` says it in words."""
 
     GOOD = "Good"
     PROGRESS = "Progress"
     ADVICE = "Advice"
     WAITS = "Waits"
     FAULT = "Fault"
+
+    @property
+    def meaning(self) -> str:
+        """The end of a sentence that begins with a reason."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    Severity.GOOD: "nothing is wrong",
+    Severity.PROGRESS: "it passes by itself",
+    Severity.ADVICE: "a warning; nothing stops",
+    Severity.WAITS: "it goes on when somebody has done something",
+    Severity.FAULT: "something is broken",
+}
 
 
 class Remedy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -37,13 +37,6 @@ EXAMPLES = (
     ("pdcluster explain OOMKilled", "a word of a message"),
     ("pdcluster explain", "all names"),
 )
-MEANINGS = {
-    Severity.GOOD: "nothing is wrong",
-    Severity.PROGRESS: "it passes by itself",
-    Severity.ADVICE: "a warning; nothing stops",
-    Severity.WAITS: "it goes on when somebody has done something",
-    Severity.FAULT: "something is broken",
-}
 COLOURS = {
     Severity.GOOD: "green",
     Severity.PROGRESS: "cyan",
@@ -173,7 +166,7 @@ def _print(console: Console, items: tuple[Explanation, ...]) -> None:
         if place:
             console.print()
         head = Text(one.name, style="bold").append(": ", style="not bold")
-        console.print(head.append(MEANINGS[one.severity], style=COLOURS[one.severity]))
+        console.print(head.append(one.severity.meaning, style=COLOURS[one.severity]))
         for label, text in (
             ("you see", one.symptom),
             ("cause", one.cause),
