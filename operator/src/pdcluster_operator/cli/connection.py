@@ -2,9 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from pdcluster_operator.adapters.api_server.client import KubeClient
+from pdcluster_operator.adapters.api_server.cluster_reader import read_cluster
+from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER
 from pdcluster_operator.adapters.api_server.kubeconfig import (
     NotConnected,
     find_configuration,
@@ -14,6 +17,8 @@ from pdcluster_operator.cli.commands import Target
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.runs import find_run
 from pdcluster_operator.runtime.interfaces import ApiError, Key
+
+MOST_NAMES = 10
 
 
 def connected(
@@ -55,3 +60,22 @@ def with_cluster(
     return connected(
         target.context, lambda client: command(client, key, *words, **options), kubeconfig
     )
+
+
+async def read_named(client: KubeClient, key: Key) -> dict[str, Any]:
+    """Return the PDCluster that the command line names.
+
+    Raises:
+        UserError: there is none; it says which there are.
+        ApiError: the API server refuses.
+    """
+    if (live := await read_cluster(client, key)) is not None:
+        return live
+    said = f'there is no PDCluster "{key.name}" in namespace "{key.namespace}"'
+    with suppress(ApiError):  # whoever may read one may not always list them
+        query = {"limit": str(MOST_NAMES)}
+        listed = await client.call("GET", PDCLUSTER.path(key.namespace), query=query)
+        names = [str(one["metadata"]["name"]) for one in listed.get("items") or ()]
+        if names:
+            said += f"; there are: {', '.join(names[:MOST_NAMES])}"
+    raise UserError(said, Exit.REQUEST_FAILED)

@@ -26,6 +26,18 @@ COMMANDS = {
         "pdcluster_operator.cli.plan:plan",
         "print what the operator would do, for a new cluster or for one that runs",
     ),
+    "status": Entry(
+        "pdcluster_operator.cli.status:status",
+        "whether a PDCluster serves, what it waits for, and the next command",
+    ),
+    "links": Entry(
+        "pdcluster_operator.cli.links:links",
+        "every link between prefill and decode engines, as a picture",
+    ),
+    "logs": Entry(
+        "pdcluster_operator.cli.logs:logs",
+        "the logs of engines, launchers and routers together",
+    ),
     "ui": Entry(
         "pdcluster_operator.cli.ui.command:ui",
         "a read-only page of PDClusters for your browser, on this machine",
@@ -62,6 +74,7 @@ EXAMPLES = (
     ("pdcluster plan cluster.yaml --against", "what it would do to the cluster that runs"),
     ("pdcluster rollout status llama", "wait until a change has reached the engines"),
     ("pdcluster up cluster.yaml", "run it on this machine: no Kubernetes needed"),
+    ("pdcluster status llama", "does it serve, if not why, and the next command"),
     ("pdcluster check llama", "did KV move for one prompt, how fast, and are the tokens right"),
     (
         'pdcluster up cluster.yaml --once "Why is the sky blue?"',

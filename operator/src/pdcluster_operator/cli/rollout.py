@@ -6,13 +6,12 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import click
 import msgspec
 
 from pdcluster_operator.adapters.api_server.client import KubeClient
-from pdcluster_operator.adapters.api_server.cluster_reader import change_spec, observe, read_cluster
+from pdcluster_operator.adapters.api_server.cluster_reader import change_spec, observe
 from pdcluster_operator.api.conditions import (
     ConditionType,
     Status,
@@ -23,7 +22,7 @@ from pdcluster_operator.api.conditions import (
 from pdcluster_operator.api.spec import parse, types
 from pdcluster_operator.cli import output as outputs
 from pdcluster_operator.cli.commands import Group, Target, duration, target
-from pdcluster_operator.cli.connection import with_cluster
+from pdcluster_operator.cli.connection import read_named, with_cluster
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.plan.observed.engines import live_by_role
 from pdcluster_operator.plan.rollout import revisions
@@ -211,7 +210,7 @@ async def follow(
 
 async def hold(client: KubeClient, key: Key, *, paused: bool) -> Exit:
     """Set ``spec.rollout.paused``: true with ``pause``, false with ``resume``."""
-    live = await _live(client, key)
+    live = await read_named(client, key)
     if _is_paused(live) is paused:
         state = "paused already" if paused else "not paused"
         raise UserError(f"{OBJECT}/{key.name} is {state}", Exit.REQUEST_FAILED)
@@ -222,7 +221,7 @@ async def hold(client: KubeClient, key: Key, *, paused: bool) -> Exit:
 
 async def restart(client: KubeClient, key: Key) -> Exit:
     """Set ``spec.rollout.renew`` to the time of now, so that each engine is replaced once."""
-    live = await _live(client, key)
+    live = await read_named(client, key)
     await _change_rollout(client, live, {"renew": timestamp(time.time())})
     print(f"{OBJECT}/{key.name} restarted")
     return _done(live)
@@ -230,7 +229,7 @@ async def restart(client: KubeClient, key: Key) -> Exit:
 
 async def go_back(client: KubeClient, key: Key, *, dry_run: bool) -> Exit:
     """Write the spec that was there before the last change of the engines."""
-    live = await _live(client, key)
+    live = await read_named(client, key)
     # A spec that goes back to a stored revision needs no connector of ours.
     found = undo(await observe(client, key, live, ConnectorBundle("", b"")))
     if found is None:
@@ -266,7 +265,7 @@ def _done(live: Manifest) -> Exit:
 async def _announcement(client: KubeClient, key: Key, *, patient: bool = False) -> Announcement:
     """Ask how far the rollout is. A patient question may go without an answer."""
     try:
-        return announce(await _live(client, key))
+        return announce(await read_named(client, key))
     except ApiError as error:
         if not patient:
             raise
@@ -283,16 +282,6 @@ def _show(output: str, watch: bool, key: Key, found: Announcement) -> None:
         lambda _: print(f'PDCluster "{key.name}": {found.line}', flush=True),
         one_of_many=watch,
     )
-
-
-async def _live(client: KubeClient, key: Key) -> dict[str, Any]:
-    live = await read_cluster(client, key)
-    if live is None:
-        raise UserError(
-            f'there is no PDCluster "{key.name}" in namespace "{key.namespace}"',
-            Exit.REQUEST_FAILED,
-        )
-    return live
 
 
 def announce(cluster: Manifest) -> Announcement:
