@@ -71,9 +71,15 @@ class Cluster:
         )
         monkeypatch.setattr(rollout, "time", clock)
         monkeypatch.setattr(rollout, "undo", lambda found: found)
-        for one in (read_cluster, change_spec, observe, announce):
+        for one in (change_spec, observe, announce):
             monkeypatch.setattr(rollout, one.__name__, one)
+        monkeypatch.setattr(connection, "read_cluster", read_cluster)
         monkeypatch.setattr(connection, "connected", connected)
+
+    async def call(self, method: str, path: str, query: Any) -> dict[str, Any]:
+        """List the PDClusters of the namespace."""
+        assert (method, path.rpartition("/")[2]) == ("GET", "pdclusters")
+        return {"items": [{"metadata": {"name": name}} for name in ("big", "small")]}
 
 
 @pytest.fixture
@@ -176,7 +182,8 @@ def test_a_step_that_fails_and_fails_ends_the_wait(cluster: Cluster) -> None:
 def test_a_cluster_that_is_not_there_is_named(cluster: Cluster) -> None:
     cluster.live = None
     for verb in ("status", "pause", "resume", "undo", "restart"):
-        with pytest.raises(UserError, match='no PDCluster "tiny" in namespace "ns"') as missing:
+        said = 'no PDCluster "tiny" in namespace "ns"; there are: big, small'
+        with pytest.raises(UserError, match=said) as missing:
             run(verb)
         assert missing.value.exit == Exit.REQUEST_FAILED
     assert cluster.written == []

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 from pdcluster_connector.protocol.api_key import VARIABLE as ENGINES_VARIABLE, problem
 from pdcluster_operator.adapters.api_server.client import KubeClient
-from pdcluster_operator.adapters.api_server.cluster_reader import read_cluster
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME
 from pdcluster_operator.adapters.api_server.port_forward import PortForward
 from pdcluster_operator.api.object_names import (
@@ -24,6 +23,7 @@ from pdcluster_operator.api.object_names import (
 )
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.cli.connection import read_named
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.plan.observed.pods import is_pod_ready
 from pdcluster_operator.runtime.interfaces import Key
@@ -79,12 +79,7 @@ async def find_serving(client: KubeClient, key: Key) -> Serving:
         UserError: there is no such PDCluster, its spec cannot be read, or the API key is missing.
         ApiError: the API server refuses.
     """
-    live = await read_cluster(client, key)
-    if live is None:
-        raise UserError(
-            f'there is no PDCluster "{key.name}" in namespace "{key.namespace}"',
-            Exit.REQUEST_FAILED,
-        )
+    live = await read_named(client, key)
     parsed = parse_cluster(live)
     if parsed.errors:
         raise UserError(f"the spec cannot be read: {parsed.errors[0]}", Exit.MANIFEST)
