@@ -66,9 +66,16 @@ def test_a_compatibility_rule_is_found_by_its_reason_and_by_its_id(capsys: Captu
 
 @pytest.mark.parametrize(
     ("word", "name"),
-    [("OOMKilled", "OutOfMemory"), ("pods is forbidden: exceeded quota: team-a", "QuotaExceeded")],
+    [
+        ("OOMKilled", "OutOfMemory"),
+        ("pods is forbidden: exceeded quota: team-a", "QuotaExceeded"),
+        ("ImagePullBackOff", "ImageUnavailable"),
+        ("crashloopbackoff", "EngineFailed"),
+    ],
 )
-def test_a_message_finds_its_symptom(word: str, name: str, capsys: Captured) -> None:
+def test_a_word_of_a_pod_or_a_message_finds_what_it_means(
+    word: str, name: str, capsys: Captured
+) -> None:
     assert [one["name"] for one in document(capsys, word)] == [name]
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from pdcluster_connector.compat.check import RULES
 from pdcluster_operator.api import rule_examples
+from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.findings import quoted
 from pdcluster_operator.api.remedies import Remedy, Severity, find, table
 from pdcluster_operator.api.schema.crd import to_yaml
@@ -20,6 +21,7 @@ from pdcluster_operator.cli import output as printed
 from pdcluster_operator.cli.columns import Columns
 from pdcluster_operator.cli.commands import Command
 from pdcluster_operator.cli.exits import Exit, UserError
+from pdcluster_operator.plan.observed.pods import WAITING_REASONS
 
 DETAILS = """\
 Says what a reason of the status, a rule of lint, or a symptom means: what you see, why, what to do,
@@ -37,6 +39,13 @@ EXAMPLES = (
     ("pdcluster explain OOMKilled", "a word of a message"),
     ("pdcluster explain", "all names"),
 )
+OF_PODS = {
+    **WAITING_REASONS,
+    "CrashLoopBackOff": StatusReason.ENGINE_FAILED,
+    "Died": StatusReason.ENGINE_FAILED,
+    "Terminating": StatusReason.DRAINING,
+}
+"""What kubectl and pdcluster up call the state of a pod, and our reason for it."""
 COLOURS = {
     Severity.GOOD: "green",
     Severity.PROGRESS: "cyan",
@@ -111,15 +120,15 @@ def explain(words: tuple[str, ...], output: str) -> Exit:
 
 def _known(word: str) -> tuple[Remedy, str]:
     """Return the entry of a word, and the compatibility rule if the word is its id."""
-    names = {name.lower(): name for name in table()}
-    names |= {rule.id.lower(): rule.id for rule in RULES}
+    names = {state.lower(): str(reason) for state, reason in OF_PODS.items()}
+    names |= {name.lower(): name for name in (*(rule.id for rule in RULES), *table())}
     if name := names.get(word.lower()):
         return table()[name.partition("/")[0]], name if "/" in name else ""
     if symptom := find("", word):
         return symptom, ""
     near = difflib.get_close_matches(word.lower(), names, MOST_NEAR)
-    near += [name for name in names if word and word.lower() in name and name not in near]
-    or_these = " or ".join(names[name] for name in near[:MOST_NEAR])
+    near += [name for name in names if word and word.lower() in name]
+    or_these = " or ".join(list(dict.fromkeys(names[name] for name in near))[:MOST_NEAR])
     question = f"did you mean {or_these}? " if near else ""
     raise UserError(
         f"no reason, rule or symptom is called {quoted(word)}; {question}"
@@ -182,6 +191,8 @@ def _print(console: Console, items: tuple[Explanation, ...]) -> None:
             _print_line(console, "source", rule.source)
         for example in one.examples:
             _print_example(console, example)
+        if one.rules and not one.examples:
+            console.print("\nNo manifest shows it. The engines check it when they connect.")
 
 
 def _print_example(console: Console, one: RuleExample) -> None:
