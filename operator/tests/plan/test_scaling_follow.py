@@ -15,6 +15,7 @@ from test_prefill_scaler import scaler
 from pdcluster_connector.protocol.load_report import LoadReport
 from pdcluster_operator.api.conditions import own_status
 from pdcluster_operator.api.schema.crd import crd
+from pdcluster_operator.plan.scaling.follow import role_load
 from pdcluster_operator.plan.types import Plan
 
 SCHEMA = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
@@ -111,6 +112,36 @@ def test_prefill_is_set_in_its_scaler() -> None:
     made.scaler["spec"]["maxPercentOfDecode"] = 200
     minutes(made, 5, loaded)
     assert counts(made) == (2, 1), "its own bounds hold"
+
+
+def test_a_scaler_that_is_being_deleted_is_not_written() -> None:
+    made = world()
+    made.scaler = scaler(1)
+    made.scaler["metadata"]["deletionTimestamp"] = "2027-01-15T08:00:00Z"
+    plans = minutes(made, 3, lambda role: busy(role, share=0.95, waiting=5))
+    assert not any(scale.kind == "PrefillScaler" for plan in plans for scale in plan.scales)
+
+
+def test_the_least_share_of_a_scaler_is_not_fought() -> None:
+    made = world()
+    bounds = made.cluster["spec"]["autoscaling"]
+    made.edit(autoscaling={**bounds, "decode": {"min": 3, "max": 6}})
+    made.scaler = scaler(1)
+    made.scaler["spec"]["minPercentOfDecode"] = 100
+    minutes(made, 4, idle)
+    plans = minutes(made, 12, idle)
+    assert made.cluster["status"]["scaling"]["prefill"] == 3
+    assert counts(made) == (3, 3)
+    assert not any(plan.scales for plan in plans)
+
+
+def test_the_time_to_the_first_token_counts_in_both_engines() -> None:
+    """Each engine takes 0.3 s for its part."""
+    for target, outcome in ((1500, "True"), (550, "False")):
+        made = world()
+        made.edit(autoscaling={**made.cluster["spec"]["autoscaling"], "ttftMs": target})
+        minutes(made, 3, busy)
+        assert made.condition(TARGETS_MET)["status"] == outcome
 
 
 def test_with_advise_it_only_says_so() -> None:
@@ -250,6 +281,26 @@ def test_a_load_that_goes_up_and_down_causes_few_writes() -> None:
 
     minutes(made, 20, wild)
     assert writes(made, 240, wild) <= 24
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    made = world()
+    for _ in range(120):
+        made.now += 60
+        made.step()
+    assert len(made.moments) <= 46
+
+
+def test_an_engine_does_not_work_for_longer_than_the_time_is() -> None:
+    assert role_load([LoadReport(60, busy_seconds=61), LoadReport(60, busy_seconds=30)]).busy == 1.5
+
+
+def test_other_bounds_are_judged_at_once() -> None:
+    made = world()
+    minutes(made, 3, busy)
+    made.edit(autoscaling={**made.cluster["spec"]["autoscaling"], "decode": {"min": 3, "max": 6}})
+    made.step()
+    assert made.cluster["spec"]["decode"]["replicas"] == 3
 
 
 def test_between_two_looks_nothing_is_judged() -> None:

@@ -86,7 +86,9 @@ def follow(
     status = as_mapping(observed.cluster.get("status"))
     before = as_mapping(status.get("scaling"))
     window = tuple(one for one in observed.moments if now - MEMORY_SECONDS < one.at <= now)
-    if window and (past := now - window[-1].at) < LOOK_SECONDS and before:
+    goal, applies = _goal(wanted, observed.scaler), wanted.mode is ScalingMode.APPLY
+    past = now - window[-1].at if window else LOOK_SECONDS
+    if past < LOOK_SECONDS and before and _is_allowed(before, goal):
         old = find_condition(status, ConditionType.SCALING_TARGETS_MET)
         verdict = Verdict(
             Status(old.get("status", "Unknown")),
@@ -94,7 +96,6 @@ def follow(
             old.get("message", ""),
         )
         return Scaling(window, before, verdict, (), LOOK_SECONDS - past)
-    goal, applies = _goal(wanted, observed.scaler), wanted.mode is ScalingMode.APPLY
     last = advise(window, goal) if window else None
     asked = (last.prefill, last.decode) if last is not None and applies else None
     moment = _look(observed, cluster, names, now, asked, rolling=rolling)
@@ -127,6 +128,12 @@ def _goal(wanted: Autoscaling, scaler: Manifest | None) -> Goal:
             most if isinstance(most, int) else None,
         ),
     )
+
+
+def _is_allowed(before: Mapping[str, Any], goal: Goal) -> bool:
+    """Whether the last advice is within bounds that may be new. A role at zero stays there."""
+    numbers = (goal.prefill, before.get("prefill")), (goal.decode, before.get("decode"))
+    return all(not one or bounds.clamp(int(one)) == one for bounds, one in numbers)
 
 
 def _look(
