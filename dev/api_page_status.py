@@ -100,6 +100,16 @@ EXAMPLE: Mapping[str, Any] = {
             "state": "Failed",
             "reason": "SideChannelUnreachable",
         },
+        {
+            "prefill": "llama-prefill-5d8bf-1",
+            "decode": "llama-decode-7f9c4-0",
+            "state": "Established",
+            "canary": "Passed",
+            "megabytesPerSecond": 21400,
+            "descriptors": 64,
+            "verifiedTime": "2026-11-22T12:00:00Z",
+            "lastProofTime": "2026-11-22T12:55:00Z",
+        },
     ],
     "failedLinks": [
         {

@@ -1,5 +1,7 @@
 """The document of ``pdcluster status``, which ``-o json`` prints."""
 
+from typing import Any
+
 import msgspec
 
 
@@ -83,6 +85,8 @@ class Status(msgspec.Struct, kw_only=True):
         serves: whether clients reach a verified pair of engines; None if nobody knows.
         diagnosis: what the links together show that no single one does.
         not_shown: how many engines are left out.
+        scaling: ``status.scaling``, with ``spec.autoscaling``: how many engines are needed, the
+            stage at its limit, and what was measured.
     """
 
     name: str
@@ -102,3 +106,4 @@ class Status(msgspec.Struct, kw_only=True):
     diagnosis: list[str]
     failures: list[Failure]
     next: list[Step]
+    scaling: dict[str, Any] = {}

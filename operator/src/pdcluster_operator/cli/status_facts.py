@@ -102,6 +102,7 @@ def status_of(found: Objects) -> Status:
         ready=bool(ready and ready.status == Truth.TRUE),
         operator=operator,
         rollout=announce(cluster).line,
+        scaling=dict(as_mapping(status.get("scaling"))),
         endpoint=_endpoint(found, text_of(status.get("endpoint"))),
         links=text_of(status.get("links")),
         gpus=_gpus(found.pods),

@@ -1,6 +1,7 @@
 """How ``pdcluster status`` looks: a sentence, the facts, tables, and the next command."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
@@ -8,6 +9,7 @@ from rich.text import Text
 from pdcluster_connector.compat.findings import counted
 from pdcluster_operator.api.conditions import seconds
 from pdcluster_operator.api.remedies import Severity
+from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.cli.columns import Columns
 from pdcluster_operator.cli.status_document import Status
 from pdcluster_operator.cli.status_facts import duration
@@ -86,8 +88,30 @@ def _facts(facts: Status) -> Iterator[tuple[str, str]]:
     if facts.gpus.held or facts.gpus.waited_for:
         waits = f", and pods wait for {facts.gpus.waited_for}" if facts.gpus.waited_for else ""
         yield "GPUs", f"{facts.gpus.held} held by engines{waits}"
+    if facts.scaling:
+        yield "needed", _needed(facts.scaling)
     if facts.endpoint:
         yield "endpoint", facts.endpoint
+
+
+MEASURED = {
+    "ttftMs": "first token after {} ms",
+    "itlMs": "{} ms between tokens",
+    "prefillBusyPercent": "prefill busy for {} %",
+    "prefillTokensPerSecond": "{} prompt tokens/s",
+    "linkMBps": "{} MB/s a link",
+    "decodeTokensPerSecond": "{} tokens/s",
+    "waitingRequests": "{} waiting",
+}
+
+
+def _needed(scaling: Mapping[str, Any]) -> str:
+    prefill, decode = (scaling.get(role, 0) for role in ("prefill", "decode"))
+    limit, measured = scaling.get("limit"), as_mapping(scaling.get("measured"))
+    at_limit = "" if limit in ("None", "Unknown", None) else f", because of {str(limit).lower()}"
+    values = (words.format(measured[name]) for name, words in MEASURED.items() if name in measured)
+    said = f"{prefill} prefill and {counted(decode, 'decode engine')}{at_limit}"
+    return "; ".join((said, *filter(None, [", ".join(values)])))
 
 
 def _engines(facts: Status) -> Columns:
