@@ -1,30 +1,30 @@
 """Serves the objects of `pdcluster up` to other commands, as Kubernetes' API server would.
 
-It only reads, on a loopback address, over TLS, for whoever has the token of the run's kubeconfig.
-Secrets and ConfigMaps are not served. A list has no pages: a machine runs few objects.
+It answers get, list and the logs of pods, on a loopback address and over TLS, for whoever has
+the token of the run's kubeconfig. Secrets and ConfigMaps are not served. A list has no pages: a
+machine runs few objects.
 """
 
 import asyncio
 import base64
 import hmac
-import json
 import os
 import re
 import secrets
 import ssl
 import tempfile
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import yaml
 from aiohttp import web
 
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, Kind
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
+from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.local.api_server import LocalApi, Manifest
 from pdcluster_operator.local.pod_logs import Part, PodLogs
 
@@ -39,9 +39,6 @@ SERVED = {
     if kind.name not in HIDDEN
 }
 TOKEN_BYTES = 32
-MOST_NEWS = 512
-"""So many changes are kept. A watch that begins before them has to list again (410)."""
-BOOKMARK_SECONDS = 60.0
 STOP_SECONDS = 0.1
 """How long an answer may go on when the run ends. 0 would mean for ever."""
 DAY, YEAR = 86_400.0, 365 * 86_400.0
@@ -49,49 +46,9 @@ PATH = re.compile(
     r"/(?:api|apis/(?P<group>[^/]+))/(?P<version>[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?"
     r"/(?P<plural>[^/]+)(?:/(?P<name>[^/]+)(?P<log>/log)?)?"
 )
+LABEL = re.compile(r"([\w./-]+)(?:==?([\w.-]*))?")
+FIELD = re.compile(r"([\w.]+)==?(.*)")
 TRUE = ("true", "1")
-
-
-class _News(NamedTuple):
-    version: int
-    type: str
-    object: Manifest
-
-
-class Changes:
-    """The last changes of the in-memory API, for watches."""
-
-    def __init__(self, api: LocalApi) -> None:
-        self._news: deque[_News] = deque(maxlen=MOST_NEWS)
-        self._forgotten = 0
-        self._next = asyncio.Event()
-        api.watch(self._add)
-
-    def _add(self, event: str, manifest: Manifest) -> None:
-        if manifest["kind"] in HIDDEN:
-            return
-        if len(self._news) == MOST_NEWS:
-            self._forgotten = self._news[0].version
-        version = int(manifest["metadata"]["resourceVersion"])
-        self._news.append(_News(version, event, manifest))
-        self._next.set()
-        self._next = asyncio.Event()
-
-    def knows(self, version: int) -> bool:
-        """Whether all changes after a version are kept."""
-        return version >= self._forgotten
-
-    async def after(self, version: int) -> AsyncIterator[_News | None]:
-        """Yield each change after a version, for ever; None after a minute without one."""
-        while True:
-            woken = self._next
-            for one in [one for one in self._news if one.version > version]:
-                version = one.version
-                yield one
-            try:
-                await asyncio.wait_for(woken.wait(), BOOKMARK_SECONDS)
-            except TimeoutError:
-                yield None
 
 
 class Door:
@@ -108,7 +65,6 @@ class Door:
     ) -> None:
         self._api, self._namespace = api, namespace
         self._logs = PodLogs(logs)
-        self._changes = Changes(api)
         self._token = secrets.token_urlsafe(TOKEN_BYTES)
         self.kubeconfig = folder / KUBECONFIG
 
@@ -186,44 +142,10 @@ class Door:
     ) -> web.StreamResponse:
         query = request.query
         selects = selector(query.get("labelSelector", ""), query.get("fieldSelector", ""))
-        if query.get("watch") in TRUE:
-            return await self._watch(request, kind, namespace, selects)
         items = [one for one in self._api.list(kind.name, namespace) if selects(one)]
         metadata = {"resourceVersion": str(self._api.version)}
         listed = {"apiVersion": kind.api_version, "kind": f"{kind.name}List"}
         return web.json_response({**listed, "metadata": metadata, "items": items})
-
-    async def _watch(
-        self,
-        request: web.Request,
-        kind: Kind,
-        namespace: str | None,
-        selects: Callable[[Manifest], bool],
-    ) -> web.StreamResponse:
-        since = int(request.query.get("resourceVersion") or 0)
-        if since and not self._changes.knows(since):
-            return refusal(410, "Expired", f"changes since {since} are forgotten; list again")
-        response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        await response.prepare(request)
-        if not since:
-            since = self._api.version
-            for one in self._api.list(kind.name, namespace):
-                if selects(one):
-                    await response.write(_line("ADDED", one))
-        with suppress(TimeoutError, ConnectionError):
-            limit = float(request.query.get("timeoutSeconds") or YEAR)
-            async with asyncio.timeout(limit):
-                async for news in self._changes.after(since):
-                    if news is None:
-                        metadata = {"resourceVersion": str(self._api.version)}
-                        await response.write(_line("BOOKMARK", {"metadata": metadata}))
-                    elif (
-                        news.object["kind"] == kind.name
-                        and namespace in (None, news.object["metadata"].get("namespace"))
-                        and selects(news.object)
-                    ):
-                        await response.write(_line(news.type, news.object))
-        return response
 
     async def _log(
         self, request: web.Request, kind: Kind, namespace: str | None, name: str
@@ -268,43 +190,25 @@ def selector(labels: str, fields: str) -> Callable[[Manifest], bool]:
     Raises:
         ValueError: a selector has a form that is not known here.
     """
-    tests = [_label_test(part) for part in filter(None, labels.split(","))]
-    tests += [_field_test(part) for part in filter(None, fields.split(","))]
-    return lambda manifest: all(test(manifest) for test in tests)
+    asked = [(part, LABEL.fullmatch(part)) for part in filter(None, labels.split(","))]
+    asked += [(part, FIELD.fullmatch(part)) for part in filter(None, fields.split(","))]
+    for part, found in asked:
+        if found is None:
+            raise ValueError(f"selector {part!r} is none of LABEL, LABEL=VALUE and FIELD=VALUE")
+    wanted = [found for _, found in asked if found is not None]
+    return lambda manifest: all(_has(manifest, found) for found in wanted)
 
 
-def _label_test(text: str) -> Callable[[Manifest], bool]:
-    found = re.fullmatch(r"(!?)([\w./-]+)(?:(!=|==?)([\w.-]*))?", text.strip())
-    if found is None or (found[1] and found[3]):
-        raise ValueError(f"labelSelector {text!r} is none of KEY, !KEY, KEY=VALUE and KEY!=VALUE")
-    absent, key, compares, value = found.groups()
-
-    def test(manifest: Manifest) -> bool:
-        labels = manifest["metadata"].get("labels") or {}
-        if not compares:
-            return (key in labels) is not bool(absent)
-        return (labels.get(key) == value) is not (compares == "!=")
-
-    return test
-
-
-def _field_test(text: str) -> Callable[[Manifest], bool]:
-    found = re.fullmatch(r"([\w.]+)(!=|==?)(.*)", text.strip())
-    if found is None:
-        raise ValueError(f"fieldSelector {text!r} is neither FIELD=VALUE nor FIELD!=VALUE")
-    path, compares, value = found.groups()
-
-    def test(manifest: Manifest) -> bool:
-        field: Any = manifest
-        for part in path.split("."):
-            field = field.get(part) if isinstance(field, Mapping) else None
-        return (str(field or "") == value) is not (compares == "!=")
-
-    return test
-
-
-def _line(event: str, manifest: Mapping[str, Any]) -> bytes:
-    return json.dumps({"type": event, "object": manifest}).encode() + b"\n"
+def _has(manifest: Manifest, asked: re.Match[str]) -> bool:
+    key, value = asked.groups()
+    found: Any
+    if asked.re is LABEL:
+        found = (manifest["metadata"].get("labels") or {}).get(key)
+    else:
+        found = manifest
+        for part in key.split("."):
+            found = as_mapping(found).get(part)
+    return found is not None if value is None else found == value
 
 
 def _server_context(authority: EngineAuthority) -> ssl.SSLContext:
