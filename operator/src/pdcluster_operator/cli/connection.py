@@ -1,11 +1,11 @@
 """Connects a command to the API server of a kubeconfig's context."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 
-from pdcluster_operator.adapters.api_server.client import KubeClient
+from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.cluster_reader import read_cluster
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER
 from pdcluster_operator.adapters.api_server.kubeconfig import (
@@ -13,12 +13,17 @@ from pdcluster_operator.adapters.api_server.kubeconfig import (
     find_configuration,
     namespace_of_context,
 )
+from pdcluster_operator.api.remedies import find, next_step
 from pdcluster_operator.cli.commands import Target
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.runs import find_run
 from pdcluster_operator.runtime.interfaces import ApiError, Key
 
 MOST_NAMES = 10
+NO_CRD = "install the operator with its chart, as docs/install.md says, or use another context"
+
+# The client's own warnings, as of a kubeconfig that is not there, say what our errors say.
+logging.getLogger("kubernetes").addHandler(logging.NullHandler())
 
 
 def connected(
@@ -44,7 +49,10 @@ def connected(
             try:
                 return await command(client)
             except ApiError as error:
-                raise UserError(f"the API server: {error}", Exit.REQUEST_FAILED) from error
+                namespace = namespace_of_context(context, kubeconfig)
+                next_command = next_step(error.reason, "NAME", namespace)
+                hint = f"; next: {next_command}" if find(error.reason) else ""
+                raise UserError(f"the API server: {error}{hint}", Exit.REQUEST_FAILED) from error
 
     return asyncio.run(run())
 
@@ -72,10 +80,30 @@ async def read_named(client: KubeClient, key: Key) -> dict[str, Any]:
     if (live := await read_cluster(client, key)) is not None:
         return live
     said = f'there is no PDCluster "{key.name}" in namespace "{key.namespace}"'
-    with suppress(ApiError):  # whoever may read one may not always list them
-        query = {"limit": str(MOST_NAMES)}
-        listed = await client.call("GET", PDCLUSTER.path(key.namespace), query=query)
-        names = [str(one["metadata"]["name"]) for one in listed.get("items") or ()]
-        if names:
-            said += f"; there are: {', '.join(names[:MOST_NAMES])}"
+    try:
+        if names := await names_of_clusters(client, key.namespace):
+            said += f"; there are: {', '.join(names)}"
+        elif names := await names_of_clusters(client):
+            said += f"; other namespaces have {', '.join(names)}: name one with -n"
+        else:
+            said += ", nor in another one; apply its manifest first"
+    except NotFound:
+        said = f"the API server does not know {PDCLUSTER.name}s: {NO_CRD}"
+    except ApiError:  # whoever may read one may not always list them
+        pass
     raise UserError(said, Exit.REQUEST_FAILED)
+
+
+async def names_of_clusters(client: KubeClient, namespace: str | None = None) -> list[str]:
+    """Return the names of some PDClusters; with their namespace, if none is named.
+
+    Raises:
+        NotFound: the API server does not know PDClusters.
+        ApiError: it refuses.
+    """
+    query = {"limit": str(MOST_NAMES)}
+    listed = await client.call("GET", PDCLUSTER.path(namespace), query=query)
+    found = [one["metadata"] for one in (listed.get("items") or ())[:MOST_NAMES]]
+    if namespace is not None:
+        return [str(one["name"]) for one in found]
+    return [f"{one['namespace']}/{one['name']}" for one in found]

@@ -242,6 +242,8 @@ class KubeClient:
             return status, await answer.read(), answer.headers.get("Retry-After", "")
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             said = str(error) or type(error).__name__
+            if isinstance(error, TimeoutError):
+                said = f"no answer in {CALL.total:g} s"
             raise interfaces.ApiError("ApiServerUnreachable", f"{method} {path}: {said}") from error
         finally:
             self._seen(method, path, status, time.monotonic() - started)

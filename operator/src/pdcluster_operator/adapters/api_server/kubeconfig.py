@@ -26,7 +26,7 @@ async def find_configuration(
     Raises:
         NotConnected: neither is there, or what is there cannot be read.
     """
-    files = kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
+    files = _files(kubeconfig)
     in_pod = kubeconfig is None and context is None and (ACCOUNT / "token").exists()
     configuration = client.Configuration()
     # A cluster's CA often lacks the extensions that Python's strict mode asks for.
@@ -55,13 +55,17 @@ def namespace_of_context(context: str | None, kubeconfig: str | None = None) -> 
     """Return the namespace that a context of the kubeconfig names, as kubectl takes it."""
     try:
         known, current = config.list_kube_config_contexts(  # type: ignore[no-untyped-call]
-            kubeconfig
+            _files(kubeconfig)
         )
-    except (config.ConfigException, OSError):
+        named = [one for one in known if one["name"] == context]
+        chosen = (named[0] if named else current)["context"]
+        return str(chosen.get("namespace") or DEFAULT_NAMESPACE)
+    except Exception:  # noqa: BLE001 - a file may be anything; who connects says what is wrong
         return own_namespace() or DEFAULT_NAMESPACE
-    named = [one for one in known if one["name"] == context]
-    chosen = (named[0] if named else current)["context"]
-    return str(chosen.get("namespace") or DEFAULT_NAMESPACE)
+
+
+def _files(kubeconfig: str | None) -> str:
+    return kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
 
 
 def own_namespace() -> str | None:

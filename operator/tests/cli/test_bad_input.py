@@ -1,0 +1,301 @@
+"""Every command that asks an API server, on each bad day: one sentence and the exit code.
+
+The commands are those of the table, so a new one is tried, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import click
+import pytest
+from played_server import Answer, kubeconfig, serving, status
+
+from pdcluster_operator.adapters.api_server import client, kubeconfig as connecting
+from pdcluster_operator.cli.commands import Command
+from pdcluster_operator.cli.main import COMMANDS, main, pdcluster
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+EXAMPLE = str(EXAMPLES / "tiny-cpu.yaml")
+VALUES = {"NAME": "tiny", "FILE": EXAMPLE}
+
+
+def every() -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """The words and the command of each line of the table, and of what is below."""
+    root = click.Context(pdcluster)
+    for name in COMMANDS:
+        command = pdcluster.get_command(root, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            for verb in command.list_commands(root):
+                if (below := command.get_command(root, verb)) is not None:
+                    yield (name, verb), below
+        else:
+            yield (name,), command
+
+
+def on_a_cluster() -> list[tuple[str, ...]]:
+    """A command line for each command that asks an API server."""
+    found = []
+    for words, command in every():
+        names = {one.name for one in command.params}
+        arguments = [one for one in command.params if isinstance(one, click.Argument)]
+        if not names & {"against", "context"}:
+            continue
+        given = tuple(VALUES[str(one.metavar)] for one in arguments if one.required)
+        if "against" in names:
+            found.append((*words, *given, "--against"))
+        else:
+            found.append((*words, *given))
+    return found
+
+
+REPORTS = {"doctor"}
+"""Commands whose report names what does not answer, among other things."""
+LINES = [words for words in on_a_cluster() if words[0] not in REPORTS]
+OF_ONE = [words for words in LINES if "tiny" in words]
+every_line = pytest.mark.parametrize("words", LINES, ids=" ".join)
+every_name = pytest.mark.parametrize("words", OF_ONE, ids=" ".join)
+
+
+every_report = pytest.mark.parametrize("command", sorted(REPORTS))
+
+
+def test_the_table_has_commands_that_ask_an_api_server() -> None:
+    assert {words[0] for words in LINES} >= {"plan", "rollout", "check"}
+    assert ("rollout", "status", "tiny") in OF_ONE
+
+
+@pytest.fixture(autouse=True)
+def _outside_of_a_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(connecting, "ACCOUNT", tmp_path / "none")
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Run a command that fails; returns its exit code and its one sentence.
+
+    With ``-o json``, too, nothing but documents may be on standard output.
+    """
+
+    def run(words: tuple[str, ...], url: str | None = None) -> tuple[int, str]:
+        if url is not None:
+            monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, url)))
+        code = main(words)
+        printed = capsys.readouterr()
+        [said] = printed.err.splitlines()
+        assert said.startswith("error: ")
+        assert "Traceback" not in printed.out
+        command = pdcluster.get_command(click.Context(pdcluster), words[0])
+        if isinstance(command, Command) and command.document is not None:
+            assert main([*words, "-o", "json"]) == code
+            for line in filter(None, [capsys.readouterr().out.strip()]):
+                json.loads(line)
+        return code, said
+
+    return run
+
+
+@every_line
+@pytest.mark.parametrize("kind", ["missing", "folder", "garbage", "no context"])
+def test_a_kubeconfig_that_cannot_be_used(
+    words: tuple[str, ...],
+    kind: str,
+    ended: Callable[..., tuple[int, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "config"
+    monkeypatch.setenv("KUBECONFIG", str(file))
+    if kind == "folder":
+        file.mkdir()
+    elif kind != "missing":
+        file.write_text({"garbage": "a: [b", "no context": "kind: Config"}[kind])
+    code, said = ended(words)
+    assert code == 6
+    assert said.startswith(f"error: cannot reach the API server: {file}: ")
+    assert "set KUBECONFIG" in said
+
+
+def forbidden(method: str, path: str) -> Answer:
+    del method, path
+    return status(403, "Forbidden", 'pdclusters is forbidden: User "x" cannot get it')
+
+
+def expired(method: str, path: str) -> Answer:
+    del method, path
+    return status(401, "Unauthorized", "Unauthorized")
+
+
+def broken(method: str, path: str) -> Answer:
+    del method, path
+    return 502, "<html>a proxy's page</html>"
+
+
+@every_line
+@pytest.mark.parametrize(
+    ("answer", "words_of_server", "remedy"),
+    [
+        (forbidden, 'User "x" cannot get it', "kubectl auth can-i --list -n team"),
+        (expired, "Unauthorized", "kubectl auth whoami"),
+        (broken, "a proxy's page", ""),
+    ],
+)
+def test_a_server_that_refuses(
+    words: tuple[str, ...],
+    answer: Callable[[str, str], Answer],
+    words_of_server: str,
+    remedy: str,
+    ended: Callable[..., tuple[int, str]],
+) -> None:
+    with serving(answer) as server:
+        code, said = ended(words, server.url)
+    assert code == 4
+    assert words_of_server in said
+    assert remedy in said
+
+
+@every_line
+def test_a_server_that_is_down(
+    words: tuple[str, ...], ended: Callable[..., tuple[int, str]]
+) -> None:
+    with socket.socket() as reserved:  # bound, but nobody listens
+        reserved.bind(("127.0.0.1", 0))
+        code, said = ended(words, f"http://127.0.0.1:{reserved.getsockname()[1]}")
+    assert code == 4
+    assert "Cannot connect to host 127.0.0.1" in said
+    assert "next: kubectl get --raw /readyz" in said
+
+
+@every_line
+def test_a_server_that_is_silent(
+    words: tuple[str, ...],
+    ended: Callable[..., tuple[int, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "CALL", aiohttp.ClientTimeout(total=0.1))
+    with serving(lambda *_: None) as server:
+        code, said = ended(words, server.url)
+    assert code == 4
+    assert "no answer in 0.1 s" in said
+
+
+def clusters_of(*names: str) -> Callable[[str, str], Answer]:
+    """A server with PDClusters of these names in the namespace other."""
+
+    def answer(method: str, path: str) -> Answer:
+        path, _, query = path.partition("?")
+        if method == "GET" and path.endswith("/pdclusters"):
+            most = int(dict(one.split("=") for one in query.split("&"))["limit"])
+            found = [name for name in names if "/namespaces/team/" not in path]
+            listed: list[Any] = [{"metadata": {"name": n, "namespace": "other"}} for n in found]
+            return 200, {"kind": "PDClusterList", "metadata": {}, "items": listed[:most]}
+        return status(404, "NotFound", "there is no such object")
+
+    return answer
+
+
+@every_name
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ((), "nor in another one; apply its manifest first"),
+        (("a", "b"), "other namespaces have other/a, other/b: name one with -n"),
+        (tuple(f"c{n}" for n in range(30)), "other/c8, other/c9: name one with -n"),
+    ],
+)
+def test_a_name_that_is_wrong(
+    words: tuple[str, ...],
+    names: tuple[str, ...],
+    says: str,
+    ended: Callable[..., tuple[int, str]],
+) -> None:
+    with serving(clusters_of(*names)) as server:
+        code, said = ended(words, server.url)
+        assert code == 4
+        assert said.startswith('error: there is no PDCluster "tiny" in namespace "team"')
+        assert said.endswith(says)
+        assert ended((*words, "-n", "other"), server.url)[0] == 4
+        known = ended((*words, "-n", "other"), server.url)[1]
+    assert not names or f"; there are: {', '.join(names[:10])}" in known
+
+
+@every_name
+def test_a_cluster_without_the_crd(
+    words: tuple[str, ...], ended: Callable[..., tuple[int, str]]
+) -> None:
+    with serving(lambda *_: (404, "404 page not found\n")) as server:
+        code, said = ended(words, server.url)
+    assert code == 4
+    assert "does not know PDClusters: install the operator with its chart" in said
+
+
+@every_line
+def test_ctrl_c_while_it_waits(
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt(*_: str) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with serving(interrupt) as server:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, server.url)))
+        assert main(words) == 130
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "")
+
+
+@every_report
+@pytest.mark.parametrize("answer", [forbidden, expired, broken, lambda *_: (404, "none")])
+def test_a_report_of_a_bad_day(
+    command: str,
+    answer: Callable[[str, str], Answer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with serving(answer) as server:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, server.url)))
+        code = main([command])
+        text = capsys.readouterr().out
+        assert main([command, "-o", "json"]) == code
+    assert "Traceback" not in text
+    json.loads(capsys.readouterr().out)
+
+
+OFFLINE = [
+    ("lint", EXAMPLE), ("lint", EXAMPLE, "-o", "json"), ("lint", str(EXAMPLES), "-o", "yaml"),
+    ("plan", EXAMPLE), ("plan", EXAMPLE, "-o", "json"), ("plan", EXAMPLE, "-o", "yaml"),
+    ("explain",), ("--help",), ("rollout", "--help"), ("--version",),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", OFFLINE, ids=lambda words: " ".join(words).replace(EXAMPLE, "x"))
+def test_a_pipe_that_nobody_reads_ends_with_0(words: tuple[str, ...]) -> None:
+    """A reader that has seen enough, as ``head`` has, makes no good manifest a refused one."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pdcluster_operator", *words],
+            stdout=write, stderr=subprocess.PIPE, text=True, timeout=240, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
