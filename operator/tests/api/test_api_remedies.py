@@ -78,13 +78,15 @@ def parsed(words: list[str]) -> click.Context:
 
 
 @pytest.mark.parametrize("one", [one for one in ENTRIES if one.next], ids=lambda one: one.name)
-def test_the_next_command_exists(one: Remedy) -> None:
-    command = next_step(one.name, "llama", "team-a", file="llama.yaml")
+@pytest.mark.parametrize("local", [False, True], ids=["cluster", "local"])
+def test_the_next_command_exists(one: Remedy, *, local: bool) -> None:
+    command = next_step(one.name, "llama", "team-a", file="llama.yaml", local=local)
     assert not re.search(r"\b[A-Z]{4,}\b", command), "a placeholder is left"
     program, *words = shlex.split(command)
     if program == "pdcluster":
         parsed(words)
     else:
+        assert not local, "there is no Kubernetes"
         assert (program, words[0] in KUBECTL) == ("kubectl", True)
         assert "delete" not in words
 
@@ -120,6 +122,13 @@ def test_names_are_put_where_they_belong() -> None:
     assert pod == "kubectl describe pods llama-prefill-7f9c4-0-0 -n team-a"
     assert next_step("NodeLocalModel", "x", "y", file="a b.yaml") == "pdcluster lint 'a b.yaml'"
     assert next_step("Ready", "llama", "team-a") == ""
+    assert next_step("Ready", "llama", "team-a", local=True) == ""
+    links = next_step("ModelMismatch", "llama", "team-a", local=True)
+    assert links == "pdcluster links llama --local"
+    pods = next_step("ImageUnavailable", "llama", "team-a", local=True)
+    assert pods == "pdcluster logs llama --local --since 10m"
+    gpus = next_step("GpuMissing", "llama", "team-a", local=True)
+    assert gpus == "pdcluster doctor --machine"
     unknown = next_step("OfANewerVersion", "llama", "team-a")
     assert unknown == "kubectl describe pdcluster llama -n team-a"
 

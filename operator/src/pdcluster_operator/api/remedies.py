@@ -19,6 +19,9 @@ PAGE = "troubleshooting.md"
 LOOK = "kubectl describe pdcluster NAME -n NAMESPACE"
 """The next command for a reason that the table does not have."""
 PODS_OF_CLUSTER = "-l pdcluster.dev/cluster="
+LOCAL_LOGS = "pdcluster logs NAME --local --since 10m"
+"""The next command of a run of pdcluster up in the place of one that needs Kubernetes."""
+_WITH_LOCAL = re.compile(r"(pdcluster (?:check|links|logs|status) NAME) -n NAMESPACE")
 _PLACEHOLDER = re.compile(r"\b(NAMESPACE|NAME|POD|FILE)\b")
 
 
@@ -107,7 +110,14 @@ def find(reason: str, message: str = "") -> Remedy | None:
 
 
 def next_step(
-    reason: str, cluster: str, namespace: str, *, message: str = "", pod: str = "", file: str = ""
+    reason: str,
+    cluster: str,
+    namespace: str,
+    *,
+    message: str = "",
+    pod: str = "",
+    file: str = "",
+    local: bool = False,
 ) -> str:
     """Return the command to run next, ready for a shell; empty if nothing is wrong.
 
@@ -116,12 +126,23 @@ def next_step(
         cluster, namespace: of the PDCluster.
         pod: the pod that the message is about; empty for all pods of the PDCluster.
         file: the manifest, if it is known.
+        local: whether it runs on this machine, by ``pdcluster up``.
     """
     found = find(reason, message)
+    command = found.next if found else LOOK
+    if local and command:
+        command = _locally(command)
     known = {"NAME": cluster, "NAMESPACE": namespace, "FILE": file or "FILE"}
     words = {word: shlex.quote(text) for word, text in known.items()}
     words["POD"] = shlex.quote(pod) if pod else f"{PODS_OF_CLUSTER}{words['NAME']}"
-    return _PLACEHOLDER.sub(lambda word: words[word[0]], found.next if found else LOOK)
+    return _PLACEHOLDER.sub(lambda word: words[word[0]], command)
+
+
+def _locally(command: str) -> str:
+    if "FILE" in command or "doctor" in command:
+        return command.replace("doctor -n NAMESPACE", "doctor --machine").replace(" --against", "")
+    found = _WITH_LOCAL.match(command)
+    return f"{found[1]} --local{command[found.end() :]}" if found else LOCAL_LOGS
 
 
 @cache

@@ -50,8 +50,6 @@ CONSEQUENCES = (
     "CanaryPending",
 )
 """Reasons that go by themselves when another reason goes."""
-LOCAL_LOGS = "pdcluster logs {} --local --since 10m"
-"""The next command on a machine without Kubernetes."""
 OPERATOR_DOWN = "OperatorDown"
 
 
@@ -362,9 +360,7 @@ def _steps(
             remedy.severity.value,
             remedy.cause,
             remedy.remedy,
-            LOCAL_LOGS.format(name)
-            if local
-            else remedies.next_step(reason, name, namespace, message=message, pod=pod),
+            remedies.next_step(reason, name, namespace, message=message, pod=pod, local=local),
             remedy.link,
         )
     ready = all(engine.state in ("Ready", "Unknown") for engine in engines)
