@@ -338,4 +338,4 @@ def test_the_command_looks_at_this_machine(capsys: pytest.CaptureFixture[str]) -
     assert code == 6
     assert re.search(r"^spec\.\S+ +missing", told, re.MULTILINE), told
     assert main(["doctor", "--machine", "-n", "x"]) == 2
-    assert "leave -n and --context out" in capsys.readouterr().err
+    assert "leave -n, --context and --probe out" in capsys.readouterr().err

@@ -93,6 +93,12 @@ class ClusterFacts:
     review: str = ""
     version: str = ""
 
+    @property
+    def usable_nodes(self) -> tuple[Node, ...]:
+        """The nodes that take pods; none if nobody told."""
+        nodes = () if isinstance(self.nodes, str) else self.nodes
+        return tuple(node for node in nodes if node.usable)
+
 
 def check_cluster(facts: ClusterFacts, cluster: Cluster | None) -> list[Row]:
     """Return all rows; ``cluster`` is what a manifest wants, if there is one."""
@@ -187,9 +193,9 @@ def _devices(facts: ClusterFacts, cluster: Cluster | None) -> Iterator[Row]:
                   "Ask somebody who may list nodes to run this.")  # fmt: skip
         return
     offers: dict[str, list[int]] = defaultdict(list)
-    for node in facts.nodes:
+    for node in facts.usable_nodes:
         for name, count in node.allocatable.items():
-            if count and "/" in name and node.usable:
+            if count and "/" in name:
                 offers[name].append(count)
     wanted = device_needs(cluster) if cluster else {}
     kinds = (

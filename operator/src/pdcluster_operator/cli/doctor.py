@@ -11,13 +11,24 @@ from pdcluster_connector.compat.findings import counted
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kubeconfig import namespace_of_context
 from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.spec.resources import GPU_RESOURCE
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.cli import cluster_checks, cluster_facts, lint, manifests, output
+from pdcluster_operator.cli import (
+    cluster_checks,
+    cluster_facts,
+    fabric_probe,
+    lint,
+    manifests,
+    output,
+)
 from pdcluster_operator.cli.cluster_checks import Row, Verdict
 from pdcluster_operator.cli.columns import Columns
-from pdcluster_operator.cli.commands import Command, context_option, namespace_option
+from pdcluster_operator.cli.commands import Command, context_option, duration, namespace_option
 from pdcluster_operator.cli.connection import connected
 from pdcluster_operator.cli.exits import Exit, UserError
+from pdcluster_operator.cli.fabric_probe import Probe
+from pdcluster_operator.cli.plan import shipped_connector
+from pdcluster_operator.plan.types import ConnectorBundle
 
 STYLES = {
     Verdict.OK: "green",
@@ -30,6 +41,11 @@ Says what a cluster has for PDClusters, and what it lacks: versions, the operato
 GPUs and RDMA devices, network policies, Pod Security, rights. With -f, also what a manifest needs.
 It changes nothing.
 
+With --probe, two Jobs in the namespace move bytes over NIXL, on two nodes if there are two. It says
+how fast and over which transport, and removes them. With -f, their pods get the manifest's RDMA
+devices and variables. They need the rights to create Jobs and ConfigMaps, and one GPU each if the
+nodes have GPUs.
+
 With --machine, the same of this machine, for `pdcluster up`.
 
 Exit codes: 0 nothing that is needed is missing; 1 the manifest of -f is wrong; 4 the API server
@@ -38,6 +54,7 @@ refuses to answer; 6 something is missing, or there is no kubeconfig.
 EXAMPLES = (
     ("pdcluster doctor", "the cluster of the current context"),
     ("pdcluster doctor -f cluster.yaml", "what this manifest needs of it"),
+    ("pdcluster doctor -f cluster.yaml --probe", "also move bytes between two pods, as engines do"),
     ("pdcluster doctor --machine", "this machine, for pdcluster up"),
 )
 
@@ -48,22 +65,33 @@ class Doctor(msgspec.Struct, frozen=True, rename="camel"):
     Attributes:
         about: ``Cluster`` or ``Machine``.
         missing: how many rows are missing.
+        probe: what ``--probe`` measured.
     """
 
     about: str
     missing: int
     rows: tuple[Row, ...]
+    probe: Probe | None = None
 
 
 @click.command(cls=Command, help=DETAILS, document=Doctor, examples=EXAMPLES)
 @click.option("-f", "--file", metavar="FILE", help="a manifest, whose needs are checked too")
 @click.option("--machine", is_flag=True, help="look at this machine instead of a cluster")
+@click.option("--probe", is_flag=True, help="also run two pods that move bytes over NIXL")
+@click.option("--image", metavar="IMAGE", help="of these pods; default: that of the engines")
+@click.option(
+    "--timeout",
+    type=duration,
+    default="5m",
+    metavar="DURATION",
+    help="for these pods, with the pull of their image; default: 5m",
+)
 @namespace_option
 @context_option
-def doctor(machine: bool, output: str, file: str | None, **where: Any) -> Exit:
+def doctor(machine: bool, output: str, file: str | None, probe: bool, **where: Any) -> Exit:
     """Print what is there and what is missing."""
-    if machine and (where["namespace"] or where["context"]):
-        raise click.UsageError("--machine looks at this machine; leave -n and --context out")
+    if machine and (where["namespace"] or where["context"] or probe):
+        raise click.UsageError("--machine has no cluster; leave -n, --context and --probe out")
     document = manifests.read_cluster(file) if file else None
     cluster = _accepted(file, document) if file else None
     if machine:
@@ -71,12 +99,24 @@ def doctor(machine: bool, output: str, file: str | None, **where: Any) -> Exit:
 
         return _show(output, "Machine", machine_checks.check_machine(document, cluster))
 
+    connector = shipped_connector() if probe else ConnectorBundle("", b"")
+
     async def look(client: KubeClient) -> Exit:
         named = where["namespace"] or (document or {}).get("metadata", {}).get("namespace")
         namespace = named or namespace_of_context(where["context"])
         wanted = cluster.spec.operator_class if cluster else None
         facts = await cluster_facts.gather(client, namespace, cluster, wanted)
-        return _show(output, "Cluster", cluster_checks.check_cluster(facts, cluster))
+        rows, measured = cluster_checks.check_cluster(facts, cluster), None
+        if probe:
+            gpus = any(node.allocatable.get(GPU_RESOURCE) for node in facts.usable_nodes)
+            image, seconds = where["image"], where["timeout"]
+            order = fabric_probe.order(namespace, cluster, image, gpus, seconds)
+            try:
+                measured = await fabric_probe.run(client, order, connector, _say)
+                rows.append(fabric_probe.row_of(measured, cluster))
+            except fabric_probe.ProbeError as error:
+                rows.append(fabric_probe.failed_row(error))
+        return _show(output, "Cluster", rows, measured)
 
     return connected(where["context"], look)
 
@@ -89,9 +129,13 @@ def _accepted(file: str, document: Any) -> Cluster:
     return cluster
 
 
-def _show(form: str, about: str, rows: list[Row]) -> Exit:
+def _say(line: str) -> None:
+    click.echo(f"probe: {line}", err=True)
+
+
+def _show(form: str, about: str, rows: list[Row], probe: Probe | None = None) -> Exit:
     missing = sum(row.verdict is Verdict.MISSING for row in rows)
-    found = Doctor(about, missing, tuple(rows))
+    found = Doctor(about, missing, tuple(rows), probe)
     output.show(form, found, lambda console: _print(console, found))
     return Exit.MACHINE if missing else Exit.DONE
 
