@@ -96,7 +96,12 @@ class Pair:
         for channel in (0, 1):
             await socket.send_bytes(bytes((channel,)) + port.to_bytes(2, "little"))
         address = self.pods[name]["status"]["podIP"]
-        reader, writer = await asyncio.open_connection(address, port)
+        try:
+            reader, writer = await asyncio.open_connection(address, port)
+        except OSError as error:
+            await socket.send_bytes(b"\1" + str(error).encode())
+            await socket.close()
+            return socket
 
         async def back() -> None:
             while data := await reader.read(100_000):

@@ -117,6 +117,17 @@ async def test_an_account_that_may_not_forward_ports_learns_so() -> None:
     assert code is Exit.REQUEST_FAILED
 
 
+async def test_a_pod_is_named_in_the_place_of_a_forwarded_port() -> None:
+    async with serving() as pair:
+        pair.answers["router"] = 503, {"error": {"message": "busy"}}
+        text, _ = await refusal(pair, local=False)
+        assert text.startswith("port 8000 of pod tiny-router-0, /v1/completions answers 503: ")
+        pair.pods["tiny-router-0"]["status"]["podIP"] = "127.77.255.1"  # nothing listens there
+        text, code = await refusal(pair, local=False)
+        assert text.startswith("port 8000 of pod default/tiny-router-0: ")
+        assert code is Exit.REQUEST_FAILED
+
+
 async def test_the_api_key_comes_from_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(reach.KEY_VARIABLE, raising=False)
     monkeypatch.delenv(reach.ENGINES_VARIABLE, raising=False)

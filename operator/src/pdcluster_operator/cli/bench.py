@@ -147,7 +147,7 @@ async def run(
         before = await _outcomes(serving, reach)
         told, problem = await carry_out(plan, serving.key, load.seconds)
         after = await _outcomes(serving, reach)
-        problem = problem or reach.problem()
+        unreached = reach.problem()
     arms = [
         figures.arm(name, engines, [one for one in told if one["arm"] == name and one["round"]])
         for name in figures.ARMS
@@ -155,7 +155,7 @@ async def run(
     errors = [one["error"] for one in told if one["error"]]
     measured = [one for one in arms if one is not None]
     if len(measured) < len(arms):
-        why = problem or next(iter(errors), "no round was complete")
+        why = problem or unreached or next(iter(errors), "no round was complete")
         raise UserError(f"nothing was measured: {why}", Exit.REQUEST_FAILED)
     found = figures.Bench(
         name=key.name,
@@ -170,7 +170,7 @@ async def run(
         output_tokens=load.output_tokens,
         arms=measured,
         prompts=dict(after - before),
-        problem=problem or next(iter(errors), ""),
+        problem=problem or (errors and unreached) or next(iter(errors), ""),
     )
     for file in files:
         _draw(file, found)

@@ -113,7 +113,7 @@ async def run(
         try:
             found = await Prompt(serving, reach, prompt, max_tokens).send()
         except UserError as error:
-            raise UserError(reach.problem() or str(error), error.exit) from error
+            raise UserError(reach.explain(str(error)), error.exit) from error
     result = judge(key, found)
     output.show(form, result, lambda console: show(console, result))
     return exit_of(result)

@@ -30,6 +30,8 @@ from pdcluster_operator.runtime.interfaces import Key
 
 KEY_VARIABLE = "PDCLUSTER_API_KEY"
 LEADER = "0"
+ANSWERS = " answers "
+"""In the text of a request that was answered, whatever the answer is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +173,12 @@ class Reach:
     def problem(self) -> str:
         """Return why a pod was not reached, in one sentence; empty if all were."""
         return next((one.problem for one in self._open.values() if one.problem), "")
+
+    def explain(self, text: str) -> str:
+        """Return what a failed request says, with its pod in the place of a forwarded port."""
+        for (pod, port), forward in self._open.items():
+            if text.startswith(f"{forward.url}/"):
+                if forward.problem and ANSWERS not in text:
+                    return forward.problem
+                return text.replace(forward.url, f"port {port} of pod {pod}, ", 1)
+        return text
