@@ -36,13 +36,13 @@ def new_namespace(real: RealApi) -> str:
     return name
 
 
-def allow(real: RealApi, namespace: str, rules: list[dict]) -> None:
+def allow(real: RealApi, namespace: str, rules: list[dict], name: str = "operator") -> None:
     """Bind a Role with these rules to the user `operator`; returns when they are in force."""
     path = f"{RBAC}/namespaces/{namespace}"
-    kind = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": {"name": "operator"}}
+    kind = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": {"name": name}}
     status, answer = real.call("POST", f"{path}/roles", {**kind, "kind": "Role", "rules": rules})
     assert status == 201, answer
-    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "operator"}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
     binding = {**kind, "kind": "RoleBinding", "roleRef": role, "subjects": SUBJECT}
     assert real.call("POST", f"{path}/rolebindings", binding)[0] == 201
     may(real, rules[0], namespace)
@@ -50,6 +50,7 @@ def allow(real: RealApi, namespace: str, rules: list[dict]) -> None:
 
 def may(real: RealApi, rule: dict, namespace: str = "") -> None:
     """Wait until the user `operator` may do this: the API server reads new roles a moment later."""
+    resource, _, subresource = rule["resources"][0].partition("/")
     review = {
         "apiVersion": "authorization.k8s.io/v1",
         "kind": "SubjectAccessReview",
@@ -59,7 +60,8 @@ def may(real: RealApi, rule: dict, namespace: str = "") -> None:
                 "namespace": namespace,
                 "verb": rule["verbs"][0],
                 "group": rule["apiGroups"][0],
-                "resource": rule["resources"][0],
+                "resource": resource,
+                "subresource": subresource,
             },
         },
     }

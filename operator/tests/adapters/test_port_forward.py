@@ -32,36 +32,46 @@ async def serving(*routes: web.RouteDef) -> AsyncIterator[int]:
 
 
 def kubelet(port: int) -> web.RouteDef:
-    """What a kubelet does with one forwarded port: `streaming/portforward/websocket.go`."""
+    """What an API server and a kubelet do with one forwarded port."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         assert request.headers["Authorization"] == "Bearer of-the-user"
         assert request.query["ports"] == "8000"
-        socket = web.WebSocketResponse(protocols=(PROTOCOL,), max_msg_size=0)
-        await socket.prepare(request)
-        for channel in (0, 1):
-            await socket.send_bytes(bytes((channel,)) + (8000).to_bytes(2, "little"))
-        try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        except OSError:
-            await socket.send_bytes(b"\x01connection refused")
-            await socket.close()
-            return socket
-
-        async def back() -> None:
-            while data := await reader.read(100_000):
-                await socket.send_bytes(b"\0" + data)
-            await socket.close()
-
-        task = asyncio.create_task(back())
-        async for message in socket:
-            assert message.data[0] == 0
-            writer.write(message.data[1:])
-        writer.close()
-        await asyncio.gather(task, return_exceptions=True)
-        return socket
+        return await forward(request, 8000, port)
 
     return web.get("/api/v1/namespaces/ns/pods/one/portforward", answer)
+
+
+async def forward(request: web.Request, named: int, port: int) -> web.StreamResponse:
+    """What a kubelet does: `cri-streaming/pkg/streaming/portforward/websocket.go`.
+
+    Args:
+        named: the port that the client asks for.
+        port: the one that is connected to.
+    """
+    socket = web.WebSocketResponse(protocols=(PROTOCOL,), max_msg_size=0)
+    await socket.prepare(request)
+    for channel in (0, 1):
+        await socket.send_bytes(bytes((channel,)) + named.to_bytes(2, "little"))
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        await socket.send_bytes(b"\x01connection refused")
+        await socket.close()
+        return socket
+
+    async def back() -> None:
+        while data := await reader.read(100_000):
+            await socket.send_bytes(b"\0" + data)
+        await socket.close()
+
+    task = asyncio.create_task(back())
+    async for message in socket:
+        assert message.data[0] == 0
+        writer.write(message.data[1:])
+    writer.close()
+    await asyncio.gather(task, return_exceptions=True)
+    return socket
 
 
 def to(port: int) -> KubeClient:
