@@ -221,6 +221,12 @@ def _no_python310() -> str:
     return "" if python310() else "there is no Python 3.10"
 
 
+def _no_browser() -> str:
+    import browser
+
+    return browser.problem()
+
+
 def _ask_vllm() -> str:
     raise LookupError("only tests in connector/tests/vllm may need fp8: their fork host asks vLLM")
 
@@ -236,6 +242,7 @@ SHOWS = {
     "shm": "NIXL beside a /dev/shm with little room",
     "files": "a side channel with thousands of connections",
     "rings": "engines of several processes",
+    "browser": "the page of `pdcluster ui` in a browser",
     "python310": "a router's gate with the oldest Python of a router's image",
 }
 PROBES: dict[str, Callable[[], str]] = {
@@ -247,5 +254,6 @@ PROBES: dict[str, Callable[[], str]] = {
     "shm": _no_small_shm,
     "files": _few_files,
     "rings": _no_rings,
+    "browser": _no_browser,
     "python310": _no_python310,
 }

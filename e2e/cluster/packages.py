@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.report import ClusterError, say
@@ -21,30 +22,30 @@ PACKAGES = {
 SYSTEM_FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-def ensure_packages() -> None:
+def ensure_packages(packages: Mapping[str, str] = PACKAGES) -> None:
     """Install what is missing.
 
     Raises:
         ClusterError: something is missing and cannot be installed from here.
     """
-    missing = _missing()
+    missing = _missing(packages)
     if not missing:
         return
     wanted = " ".join(missing)
     if os.geteuid() or not shutil.which("apt-get"):
-        raise ClusterError(f"the cluster needs the packages {wanted}: apt-get install {wanted}")
+        raise ClusterError(f"these packages are missing: apt-get install {wanted}")
     say(f"  installing the Debian packages {wanted}")
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     install = ["apt-get", "install", "--yes", "--quiet=2", "--no-install-recommends", *missing]
     for command in (install, ["apt-get", "update", "--quiet=2"], install):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if not _missing():
+        if not _missing(packages):
             return
     raise ClusterError(f"apt-get could not install {wanted}: {done.stderr.strip()[-500:]}")
 
 
-def _missing() -> list[str]:
-    return [package for package, witness in PACKAGES.items() if not _present(witness)]
+def _missing(packages: Mapping[str, str]) -> list[str]:
+    return [package for package, witness in packages.items() if not _present(witness)]
 
 
 def _present(witness: str) -> bool:

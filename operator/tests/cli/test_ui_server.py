@@ -1,7 +1,4 @@
-"""Who may see the page of `pdcluster ui`, and how it is kept up to date: over real HTTP.
-
-The objects come from the door of `pdcluster up`, through the client that reads any API server.
-"""
+"""Who may see the page of `pdcluster ui`, and how it is kept up to date: over real HTTP."""
 
 from __future__ import annotations
 
@@ -14,7 +11,8 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from ui_objects import BLOCKED, cluster, condition, engines, pod, pods
+from shown_page import ShownPage, opened
+from ui_objects import BLOCKED, engines, pod
 
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
@@ -29,58 +27,13 @@ from pdcluster_operator.runtime.interfaces import ApiError, Key
 LLAMA = "/c/llm/llama"
 
 
-def filled(api: LocalApi) -> LocalApi:
-    told = cluster()
-    live = api.apply({key: value for key, value in told.items() if key != "status"})
-    api.set_status("PDCluster", "llm", "llama", told["status"], live["metadata"]["uid"])
-    for one in pods():
-        live = api.apply({key: value for key, value in one.items() if key != "status"})
-        where = "llm", one["metadata"]["name"]
-        api.set_status("Pod", *where, one["status"], live["metadata"]["uid"])
-    return api
-
-
-class Page:
-    """A running page, a client that is no browser, and the objects that it shows."""
-
-    def __init__(self, ui: UiServer, http: aiohttp.ClientSession, api: LocalApi) -> None:
-        self.ui, self.http, self.api = ui, http, api
-        self.base, _, self.token = ui.url.partition("/?token=")
-
-    async def get(self, path: str, **options: object) -> tuple[int, str]:
-        async with self.http.get(f"{self.base}{path}", **options) as answer:  # type: ignore[arg-type]
-            return answer.status, await answer.text()
-
-    def say(self, kind: str, status: str, reason: str, message: str = "") -> None:
-        live = self.api.get("PDCluster", "llm", "llama")
-        assert live is not None
-        told = cluster(conditions=[condition(kind, status, reason, message)])["status"]
-        self.api.set_status("PDCluster", "llm", "llama", told, live["metadata"]["uid"])
-
-
-@contextlib.asynccontextmanager
-async def opened(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, first: Key | None = None
-) -> AsyncIterator[Page]:
-    api = filled(LocalApi())
-    jar = aiohttp.CookieJar(unsafe=True)  # cookies of an IP address
-    async with Door(api, dict, folder, "llm") as door:
-        configuration = await find_configuration(str(door.kubeconfig))
-        async with KubeClient(configuration) as client:
-            reader = KubeReader(client, None, "llm", on_this_machine=True)
-            reader.period = 0.05
-            monkeypatch.setattr("pdcluster_operator.cli.ui.board.FRESH_SECONDS", 0.0)
-            async with UiServer(reader, first) as ui, aiohttp.ClientSession(cookie_jar=jar) as http:
-                yield Page(ui, http, api)
-
-
 @pytest.fixture
-async def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Page]:
+async def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ShownPage]:
     async with opened(tmp_path, monkeypatch, Key("llm", "llama")) as page:
         yield page
 
 
-async def test_without_the_token_there_is_nothing(page: Page) -> None:
+async def test_without_the_token_there_is_nothing(page: ShownPage) -> None:
     for path in ("/", LLAMA, f"{LLAMA}/events", "/clusters", "/static/ui.css", "/other"):
         status, text = await page.get(path)
         assert (status, "llama" in text) == (403, False), path
@@ -91,7 +44,7 @@ async def test_without_the_token_there_is_nothing(page: Page) -> None:
     assert (await page.get(LLAMA, cookies=cookie))[0] == 403
 
 
-async def test_the_token_becomes_a_cookie_and_leaves_the_address(page: Page) -> None:
+async def test_the_token_becomes_a_cookie_and_leaves_the_address(page: ShownPage) -> None:
     async with page.http.get(page.ui.url, allow_redirects=False) as answer:
         assert (answer.status, answer.headers["Location"]) == (303, "/")
         cookie = answer.headers["Set-Cookie"]
@@ -103,7 +56,7 @@ async def test_the_token_becomes_a_cookie_and_leaves_the_address(page: Page) -> 
         assert page.token not in await answer.text()
 
 
-async def test_another_name_of_this_machine_is_refused(page: Page) -> None:
+async def test_another_name_of_this_machine_is_refused(page: ShownPage) -> None:
     """DNS rebinding: a page of evil.example asks its own name, which now means 127.0.0.1."""
     for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil", ""):
         status, text = await page.get(f"/?token={page.token}", headers={"Host": host})
@@ -113,7 +66,7 @@ async def test_another_name_of_this_machine_is_refused(page: Page) -> None:
         assert status == 200, host
 
 
-async def test_every_answer_has_the_headers_and_nothing_can_be_written(page: Page) -> None:
+async def test_every_answer_has_the_headers_and_nothing_can_be_written(page: ShownPage) -> None:
     await page.get(f"/?token={page.token}")
     for path in ("/", LLAMA, "/clusters", "/static/ui.js", "/c/llm/none", f"{LLAMA}/events"):
         async with page.http.get(f"{page.base}{path}") as answer:
@@ -124,7 +77,7 @@ async def test_every_answer_has_the_headers_and_nothing_can_be_written(page: Pag
     assert "unsafe" not in HEADERS["Content-Security-Policy"]
 
 
-async def test_pages_load_only_files_of_ours_and_no_inline_script(page: Page) -> None:
+async def test_pages_load_only_files_of_ours_and_no_inline_script(page: ShownPage) -> None:
     _, html = await page.get(f"/?token={page.token}")
     files = re.findall(r'(?:src|href)="(/static/[^"]+)"', html)
     assert sorted(files) == sorted(f"/static/{name}" for name in STATIC)
@@ -136,7 +89,7 @@ async def test_pages_load_only_files_of_ours_and_no_inline_script(page: Page) ->
         assert (await page.get(wrong))[0] == 404, wrong
 
 
-async def test_names_that_are_none(page: Page) -> None:
+async def test_names_that_are_none(page: ShownPage) -> None:
     await page.get(f"/?token={page.token}")
     assert (await page.get("/c/llm/none")) == (
         404, "404: there is no PDCluster of this name in this namespace\n",
@@ -170,7 +123,7 @@ async def read_event(answer: aiohttp.ClientResponse) -> tuple[str, str]:
     raise AssertionError("the stream ended")
 
 
-async def test_a_change_reaches_the_browser_and_only_what_changed(page: Page) -> None:
+async def test_a_change_reaches_the_browser_and_only_what_changed(page: ShownPage) -> None:
     await page.get(f"/?token={page.token}")
     async with page.http.get(f"{page.base}{LLAMA}/events") as answer:
         assert answer.content_type == "text/event-stream"
@@ -184,7 +137,7 @@ async def test_a_change_reaches_the_browser_and_only_what_changed(page: Page) ->
 
 
 async def test_many_browsers_share_what_is_read_and_the_last_one_ends_it(
-    page: Page, monkeypatch: pytest.MonkeyPatch
+    page: ShownPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MOST_VIEWERS", 8)
     await page.get(f"/?token={page.token}")
@@ -205,7 +158,7 @@ async def test_many_browsers_share_what_is_read_and_the_last_one_ends_it(
         assert boards[Key("llm", "llama")]._task is None
 
 
-async def test_what_cannot_be_read_any_more_is_said_above_what_was_read(page: Page) -> None:
+async def test_what_cannot_be_read_any_more_is_said_above_what_was_read(page: ShownPage) -> None:
     await page.get(f"/?token={page.token}")
     page.api.delete("PDCluster", "llm", "llama", uid=None, resource_version=None)
     _, html = await page.get(LLAMA)
@@ -214,7 +167,7 @@ async def test_what_cannot_be_read_any_more_is_said_above_what_was_read(page: Pa
 
 
 async def test_an_api_server_that_is_down_ends_nothing(
-    page: Page, monkeypatch: pytest.MonkeyPatch
+    page: ShownPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await page.get(f"/?token={page.token}")
 
@@ -231,7 +184,7 @@ async def test_an_api_server_that_is_down_ends_nothing(
 
 
 async def test_what_this_account_may_not_read_is_a_note(
-    page: Page, monkeypatch: pytest.MonkeyPatch
+    page: ShownPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await page.get(f"/?token={page.token}")
     call = KubeClient.call
@@ -264,7 +217,7 @@ async def find_configuration_of_nothing(folder: Path):  # type: ignore[no-untype
 
 
 async def test_boards_that_nobody_watches_are_forgotten(
-    page: Page, monkeypatch: pytest.MonkeyPatch
+    page: ShownPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MOST_BOARDS", 4)
     await page.get(f"/?token={page.token}")
