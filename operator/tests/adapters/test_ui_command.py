@@ -76,7 +76,7 @@ def test_the_page_of_a_cluster_that_comes_up(
         page = Browser(process)
         path = f"/c/{namespace}/tiny"
         with PlayedNodes(real, namespace):
-            until(lambda: "KV was seen to move" in page.get(path), 240, lambda: page.get(path))
+            until(lambda: "tiny serves: " in page.get(path), 240, lambda: page.get(path))
         html = page.get(path)
         for words in ("prefill/0", "decode/0", "LinksEstablished", "became True: Ready"):
             assert words in html

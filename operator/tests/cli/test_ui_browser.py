@@ -132,7 +132,13 @@ async def test_on_a_phone_and_without_scripts(shown: ShownPage, chromium: Browse
     page = await plain.new_page()
     await page.goto(shown.ui.url)
     text = await page.inner_text("main")
-    for words in ("Serves, not Ready", UNREACHABLE, "kubectl get pods", "decode/11", "Timeline"):
+    for words in (
+        "Serves, not Ready",
+        UNREACHABLE,
+        "pdcluster logs llama --local",
+        "decode/11",
+        "Timeline",
+    ):
         assert words in text
     assert '<meta http-equiv="refresh" content="5">' in await page.content()
     assert await page.inner_text("#live") == "as of the last load"

@@ -129,7 +129,7 @@ async def test_a_change_reaches_the_browser_and_only_what_changed(page: ShownPag
         assert answer.content_type == "text/event-stream"
         first = dict([await read_event(answer) for _ in server.SECTIONS["cluster"]])
         assert set(first) == set(server.SECTIONS["cluster"])
-        assert "KV was seen to move" in first["head"]
+        assert "llama serves: " in first["head"]
         page.say("Ready", "False", "SideChannelUnreachable", BLOCKED)
         changed = dict([await read_event(answer) for _ in range(2)])
         assert set(changed) == {"head", "timeline"}
@@ -163,7 +163,7 @@ async def test_what_cannot_be_read_any_more_is_said_above_what_was_read(page: Sh
     page.api.delete("PDCluster", "llm", "llama", uid=None, resource_version=None)
     _, html = await page.get(LLAMA)
     assert "It is gone: somebody deleted it." in html
-    assert "KV was seen to move" in html, "the last that was known"
+    assert "llama serves: " in html, "the last that was known"
 
 
 async def test_an_api_server_that_is_down_ends_nothing(
@@ -197,7 +197,7 @@ async def test_what_this_account_may_not_read_is_a_note(
     monkeypatch.setattr(KubeClient, "call", without_pods)
     _, html = await page.get(LLAMA)
     assert "The pods cannot be read: User &#34;me&#34; cannot list" in html
-    assert "KV was seen to move" in html
+    assert "llama serves: " in html
 
 
 async def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path) -> None:

@@ -367,9 +367,9 @@ def test_the_page_of_a_run_shows_it_and_goes_away_with_it(start: Callable[..., U
         assert answer.url.endswith("/c/default/tiny")
         html = answer.read().decode()
     for words in (
-        "KV was seen to move",
+        "tiny serves: ",
         "prefill/0",
-        "Established",
+        "Verified",
         "CanaryPassed",
         "metrics cannot be read",
     ):

@@ -97,17 +97,20 @@ class Board:
 
     async def _list(self) -> dict[str, Any]:
         clusters, more = await self._reader.clusters()
-        rows = sorted(map(page.row_of, clusters), key=lambda row: (row.namespace, row.name))
+        rows = sorted(
+            (page.row_of(one, time.time()) for one in clusters),
+            key=lambda row: (row.namespace, row.name),
+        )
         return {"rows": rows, "more": MOST_CLUSTERS if more else 0}
 
     async def _cluster(self, key: Key) -> dict[str, Any]:
-        facts = await self._reader.facts(key)
-        if facts is None:
+        found, notes = await self._reader.objects(key)
+        if found is None:
             return {}
-        readings, problem = await self._reader.readings(facts.pods)
+        readings, problem = await self._reader.readings(found.pods)
         self._history.add(time.monotonic(), readings)
         return {
-            "page": page.page_of(facts),
+            "page": page.page_of(found, notes),
             "traffic_now": self._history.traffic(),
             "silent": problem,
         }

@@ -12,8 +12,8 @@ from pdcluster_operator.adapters.api_server.kubeconfig import (
     namespace_of_context,
 )
 from pdcluster_operator.cli.commands import Command, context_option, namespace_option
-from pdcluster_operator.cli.connection import connected
-from pdcluster_operator.cli.exits import Exit, UserError
+from pdcluster_operator.cli.connection import connected, read_named
+from pdcluster_operator.cli.exits import Exit
 from pdcluster_operator.cli.runs import find_run
 from pdcluster_operator.cli.ui.readers import KubeReader
 from pdcluster_operator.cli.ui.server import UiServer
@@ -74,7 +74,7 @@ def ui(
     async def command(client: KubeClient) -> Exit:
         reader = KubeReader(client, namespace, own, on_this_machine=local)
         key = Key(own, named) if named is not None else None
-        await _check(reader, key)
+        await _check(client, reader, key)
         async with UiServer(reader, key, port or 0) as server:
             print(f"{server.url}\nCtrl-C ends it.", flush=True)
             await asyncio.Event().wait()
@@ -83,7 +83,7 @@ def ui(
     return connected(context, command, kubeconfig)
 
 
-async def _check(reader: KubeReader, key: Key | None) -> None:
+async def _check(client: KubeClient, reader: KubeReader, key: Key | None) -> None:
     """Find out whether there is something to show.
 
     Raises:
@@ -92,12 +92,8 @@ async def _check(reader: KubeReader, key: Key | None) -> None:
     """
     if key is None:
         await reader.clusters()
-    elif await reader.facts(key) is None:
-        raise UserError(
-            f'there is no PDCluster "{key.name}" in namespace "{key.namespace}"; `pdcluster ui` '
-            "without a name lists all",
-            Exit.REQUEST_FAILED,
-        )
+    else:
+        await read_named(client, key)
 
 
 @asynccontextmanager

@@ -1,29 +1,8 @@
-"""What the page shows of PDClusters, as plain data, and what it is made from."""
+"""What the page shows of PDClusters, as plain data."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-
-@dataclass(frozen=True)
-class Facts:
-    """What was read of one PDCluster.
-
-    Attributes:
-        pods: of its engines and routers.
-        events: of ``events.k8s.io/v1``, about it and its pods.
-        notes: what could not be read, and why.
-    """
-
-    cluster: Mapping[str, Any]
-    pods: Sequence[Mapping[str, Any]] = ()
-    events: Sequence[Mapping[str, Any]] = ()
-    notes: tuple[str, ...] = ()
-
-
-def entries(value: object) -> list[Mapping[str, Any]]:
-    """Return the mappings in a list; nothing for anything else."""
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
+from pdcluster_operator.cli.status_document import Step
 
 
 @dataclass(frozen=True)
@@ -54,7 +33,6 @@ class Engine:
 
     name: str
     short: str
-    role: str
     revision: str
     state: Mark
     step: int
@@ -62,7 +40,6 @@ class Engine:
     restarts: int
     gpus: int
     since: float | None
-    pods: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -72,7 +49,7 @@ class Link:
     Attributes:
         gigabytes: per second; 0 if this was not measured.
         descriptors: of NIXL, for the KV of 1,000 tokens; 0 if this is not known.
-        proven: since when KV is known to move over it, or when it was last seen to if ``late``.
+        proof: how many seconds ago KV was last seen to move, at most; None if it was not.
     """
 
     prefill: str
@@ -81,10 +58,8 @@ class Link:
     reason: str = ""
     message: str = ""
     gigabytes: float = 0.0
-    canary: str = ""
     descriptors: int = 0
-    proven: float | None = None
-    late: bool = False
+    proof: int | None = None
 
 
 @dataclass(frozen=True)
@@ -92,16 +67,17 @@ class Matrix:
     """The links, prefill engines in rows and decode engines in columns.
 
     Attributes:
+        summary: one sentence.
         rows: a prefill engine, and for each decode engine the link; None where none is kept.
         links: those with a fault first.
         hidden: what is not shown, in words.
         wide: whether a cell has room for a number.
     """
 
+    summary: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[Link | None, ...]], ...]
     links: tuple[Link, ...]
-    total: int
     hidden: str
     wide: bool
 
@@ -133,8 +109,10 @@ class Page:
     """What the page of one PDCluster shows, without what metrics say.
 
     Attributes:
+        since: when Ready last changed, in seconds since the epoch.
+        diagnosis: what the links together show that no single one does.
+        steps: what to do, the worst first.
         figures: labels and values.
-        ready: the condition that summarizes the others; None before the first status.
         notes: what could not be read, and why.
     """
 
@@ -142,10 +120,12 @@ class Page:
     name: str
     state: Mark
     headline: str
+    since: float | None
+    diagnosis: tuple[str, ...]
+    steps: tuple[Step, ...]
     figures: tuple[tuple[str, str], ...]
     engines: tuple[Engine, ...]
     matrix: Matrix
-    ready: Condition | None
     conditions: tuple[Condition, ...]
     timeline: tuple[Moment, ...]
     notes: tuple[str, ...]

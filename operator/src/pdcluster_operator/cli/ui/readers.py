@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from pdcluster_operator.adapters.api_server.client import OK, KubeClient, NotFound
-from pdcluster_operator.adapters.api_server.kinds import EVENT, PDCLUSTER, POD
+from pdcluster_operator.adapters.api_server.kinds import EVENT, LEASE, PDCLUSTER, POD
 from pdcluster_operator.adapters.api_server.port_forward import PortForward
 from pdcluster_operator.api.object_names import (
     CLUSTER_LABEL,
@@ -17,8 +17,9 @@ from pdcluster_operator.api.object_names import (
     engine_of,
     url_host,
 )
+from pdcluster_operator.cli.status_facts import Objects
 from pdcluster_operator.cli.ui import series
-from pdcluster_operator.cli.ui.model import Facts
+from pdcluster_operator.plan.namespace_lease import lease_name
 from pdcluster_operator.plan.observed.pods import is_pod_ready, metadata_of, status_of, text_of
 from pdcluster_operator.runtime.interfaces import ApiError, Key
 
@@ -52,8 +53,11 @@ class Reader(Protocol):
     async def clusters(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the PDClusters, and whether there are more of them."""
 
-    async def facts(self, key: Key) -> Facts | None:
-        """Return what is known of one PDCluster; None if there is none of this name."""
+    async def objects(self, key: Key) -> tuple[Objects | None, list[str]]:
+        """Return the objects of one PDCluster, and what could not be read.
+
+        There are none if there is no PDCluster of this name.
+        """
 
     async def readings(self, pods: Sequence[Mapping[str, Any]]) -> tuple[Readings, str]:
         """Return the metrics of engines, and why some are missing."""
@@ -73,6 +77,7 @@ class KubeReader:
         self, client: KubeClient, namespace: str | None, own: str, *, on_this_machine: bool = False
     ) -> None:
         self._client, self._namespace, self._own = client, namespace, own
+        self._local = on_this_machine
         self._page: Page = page_of_process if on_this_machine else self._page_by_forward
         self.period = 2.0 if on_this_machine else 5.0
 
@@ -87,12 +92,12 @@ class KubeReader:
             page = await self._client.call("GET", PDCLUSTER.path(self._own), query=query)
         return list(page.get("items") or ()), bool(metadata_of(page).get("continue"))
 
-    async def facts(self, key: Key) -> Facts | None:
+    async def objects(self, key: Key) -> tuple[Objects | None, list[str]]:
         """See :class:`Reader`."""
         cluster = await self._client.read(PDCLUSTER.path(key.namespace, key.name))
-        if cluster is None:
-            return None
         notes: list[str] = []
+        if cluster is None:
+            return None, notes
         ours = {"labelSelector": f"{CLUSTER_LABEL}={key.name}", "limit": str(MOST_PODS)}
         about = f"regarding.kind=PDCluster,regarding.name={key.name}"
         pods, events, warnings = await asyncio.gather(
@@ -102,11 +107,24 @@ class KubeReader:
         )
         names = {text_of(metadata_of(pod).get("name")) for pod in pods}
         events += [one for one in warnings if (one.get("regarding") or {}).get("name") in names]
-        return Facts(cluster, pods, events, notes=tuple(dict.fromkeys(notes)))
+        lease, known = await self._lease(key.namespace, cluster)
+        now = self._client.now()
+        found = Objects(cluster, pods, lease, known, events, now, local=self._local)
+        return found, list(dict.fromkeys(notes))
 
     async def readings(self, pods: Sequence[Mapping[str, Any]]) -> tuple[Readings, str]:
         """See :class:`Reader`."""
         return await gathered(pods, self._page)
+
+    async def _lease(
+        self, namespace: str, cluster: Mapping[str, Any]
+    ) -> tuple[dict[str, Any] | None, bool]:
+        """Return the operator's Lease of a namespace, and whether this account may read it."""
+        name = lease_name(text_of((cluster.get("spec") or {}).get("operatorClass")))
+        try:
+            return await self._client.read(LEASE.path(namespace, name)), True
+        except ApiError:
+            return None, False
 
     async def _some(
         self, path: str, query: Mapping[str, str], what: str, notes: list[str]
