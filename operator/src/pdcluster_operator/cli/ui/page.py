@@ -102,10 +102,11 @@ def _figures(found: Objects, status: document.Status) -> Iterator[tuple[str, str
         yield "GPUs", f"{status.gpus.held}{waits}"
     yield "Model", text_of(told.get("model")) or "–"
     yield "Endpoint", status.endpoint or "–"
-    yield "Rollout", status.rollout.partition(":")[0]
+    yield "Rollout", text_of(find_condition(told, ConditionType.PROGRESSING).get("reason")) or "–"
     if certificates := text_of(as_mapping(told.get("transfer")).get("certificates")):
         yield "Certificates", certificates
-    yield "Operator", status.operator.message
+    if status.operator.works is not True:
+        yield "Operator", status.operator.message
 
 
 def _tone(reason: str, message: str) -> str:
