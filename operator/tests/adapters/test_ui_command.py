@@ -17,8 +17,6 @@ from operator_runs import Operator, cluster, create, until
 from played_nodes import PlayedNodes
 from real_api import TOKEN, RealApi
 
-from conftest import allow
-
 pytestmark = pytest.mark.cluster
 
 
@@ -90,23 +88,3 @@ def test_the_page_of_a_cluster_that_comes_up(
         assert process.stdout.read() == "Ctrl-C ends it.\n"
         with pytest.raises(urllib.error.URLError):
             page.get(path)
-
-    # An account that may read PDClusters of one namespace, and nothing else there.
-    other = f"{namespace}-other"
-    body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": other}}
-    assert real.call("POST", "/api/v1/namespaces", body)[0] == 201
-    allow(
-        real,
-        other,
-        [{"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters"], "verbs": ["get", "list"]}],
-    )
-    create(real, other, cluster())
-    with command(real, "operator", "tiny", "-n", other) as process:
-        html = Browser(process).first
-    for what in ("pods", "events"):
-        assert f"The {what} cannot be read: {what}" in html, html
-    with command(real, "operator", "-n", f"{namespace}-none") as process:
-        assert process.wait(60) == 4
-        assert process.stdout is not None
-        said = process.stdout.read()
-    assert said.startswith("error: the API server: pdclusters.pdcluster.dev is forbidden"), said

@@ -208,7 +208,7 @@ async def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path) -> None:
                 async with UiServer(KubeReader(client, None, "llm"), None, port):
                     raise AssertionError("it listens")
     assert error.value.exit is Exit.MACHINE
-    assert str(error.value).startswith(f"--port {port}: this machine does not give it (")
+    assert str(error.value).startswith(f"--port {port}: Address already in use; choose another")
 
 
 async def find_configuration_of_nothing(folder: Path):  # type: ignore[no-untyped-def]

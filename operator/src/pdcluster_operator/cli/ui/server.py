@@ -9,6 +9,7 @@ and runs no inline script.
 """
 
 import hmac
+import os
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
@@ -126,7 +127,7 @@ class UiServer:
         except OSError as error:
             await self._runner.cleanup()
             raise UserError(
-                f"--port {self._port}: this machine does not give it ({error.strerror}); choose "
+                f"--port {self._port}: {os.strerror(error.errno or 0)}; choose "
                 "another one, or leave out --port to have a free one chosen",
                 Exit.MACHINE,
             ) from error
