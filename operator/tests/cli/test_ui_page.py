@@ -69,6 +69,8 @@ def test_the_fragments_are_as_they_were_looked_at() -> None:
     text = "".join(f"<!-- {name} -->\n{found[name].strip()}\n" for name in SECTIONS["cluster"])
     golden = GOLDEN / "ui_cluster.html"
     text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+    # The words of the remedies are not the page's own.
+    text = re.sub(r'(class="next">|<li class="free small"><strong>\w+</strong>)[^<]+', r"\1…", text)
     if os.environ.get("PDCLUSTER_REGENERATE"):
         golden.write_text(text)
     assert golden.read_text() == text
