@@ -36,8 +36,9 @@ def ensure_packages(packages: Mapping[str, str] = PACKAGES) -> None:
         raise ClusterError(f"these packages are missing: apt-get install {wanted}")
     say(f"  installing the Debian packages {wanted}")
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    install = ["apt-get", "install", "--yes", "--quiet=2", "--no-install-recommends", *missing]
-    for command in (install, ["apt-get", "update", "--quiet=2"], install):
+    apt = ["apt-get", "--option=DPkg::Lock::Timeout=300", "--quiet=2"]  # others may install, too
+    install = [*apt, "install", "--yes", "--no-install-recommends", *missing]
+    for command in (install, [*apt, "update"], install):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if not _missing(packages):
             return

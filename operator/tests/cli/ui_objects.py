@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import calendar
 import time
 from typing import Any
 
@@ -9,7 +10,7 @@ from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.object_names import API_VERSION, KIND, EngineName, engine_labels
 from pdcluster_operator.api.spec.types import Role
 
-NOW = time.mktime(time.strptime("2026-11-22 12:00:00", "%Y-%m-%d %H:%M:%S")) - time.timezone
+NOW = float(calendar.timegm(time.strptime("2026-11-22 12:00:00", "%Y-%m-%d %H:%M:%S")))
 UNREACHABLE = "the side channel at 10.244.1.7:5600: no answer in time. Check that the engine runs"
 BLOCKED = "no answer: a NetworkPolicy does not let it in"
 HOSTILE = "<img src=x onerror=alert(1)>\"'`\r\nevent: head\ndata: owned</td>&amp;\u202e"
