@@ -96,6 +96,7 @@ class Fleet:
                 rate=through * 1e9, seconds=each_receive, in_flight=through * each_receive
             ),
             wanted=(self.wanted[0], self.wanted[1]),
+            came=(prefills + len(self.coming[0]), decodes + len(self.coming[1])),
             ready=(prefills, decodes),
         )
 

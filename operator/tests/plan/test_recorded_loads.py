@@ -33,6 +33,7 @@ def moments(wanted: tuple[int, int] = (1, 1)) -> list[tuple[str, Moment]]:
             decode=role_load([decode]),
             transfer=transfer_load([decode]),
             wanted=wanted,
+            came=(1, 1),
             ready=(1, 1),
         )
         found.append((row["phase"], moment))

@@ -153,11 +153,18 @@ def test_engines_that_did_not_come_are_asked_for_again_later() -> None:
 
 def test_engines_that_came_after_all_count() -> None:
     moment = Fleet(wanted=[1, 1]).step(1.0)
-    missing = [replace(moment, at=n * 60.0, wanted=(1, 4), ready=(1, 1)) for n in range(17)]
+    missing = [replace(moment, at=n * 60.0, wanted=(1, 4), came=(1, 1)) for n in range(17)]
     assert advise(missing, goal()).outlook is Outlook.NO_ENGINES
     busy = replace(moment.decode, gap=0.028)
-    came = replace(moment, at=17 * 60.0, wanted=(1, 4), ready=(1, 4), decode=busy)
+    came = replace(moment, at=17 * 60.0, wanted=(1, 4), came=(1, 4), ready=(1, 4), decode=busy)
     assert advise([*missing, came], goal()).decode == 4
+
+
+def test_engines_that_load_their_weights_for_hours_are_waited_for() -> None:
+    moment = replace(Fleet(wanted=[2, 4]).step(0.1), prefill=RoleLoad(), decode=RoleLoad())
+    loading = [replace(moment, at=n * 60.0, came=(2, 4), ready=(0, 0)) for n in range(200)]
+    found = [advise(loading[max(0, n - 44) : n + 1], goal()) for n in range(200)]
+    assert {(one.prefill, one.decode, one.outlook) for one in found} == {(2, 4, Outlook.UNKNOWN)}
 
 
 def test_engines_that_have_not_served_for_long_say_nothing() -> None:
@@ -173,6 +180,7 @@ def test_engines_that_have_not_served_for_long_say_nothing() -> None:
         cold,
         prefill=replace(cold.prefill, engines=2, busy=1.2, requests=3.6),
         wanted=(8, 1),
+        came=(8, 1),
         ready=(8, 1),
     )
     window = [replace(two, at=minute * 60.0) for minute in range(20)]
@@ -311,6 +319,7 @@ def windows(draw: st.DrawFn) -> list[Moment]:
                     st.builds(TransferLoad, rate=amounts, seconds=seconds, in_flight=amounts)
                 ),
                 wanted=wanted,
+                came=draw(st.sampled_from([wanted, *counts])),
                 ready=draw(st.sampled_from([wanted, *counts])),
                 asked=draw(st.sampled_from([None, *counts])),
                 rolling=draw(st.booleans()),

@@ -9,9 +9,11 @@ from typing import Any
 
 import jsonschema
 import pytest
+from msgspec.structs import replace
 from simulated_cluster import SimulatedCluster, manifest
 from test_prefill_scaler import scaler
 
+from pdcluster_connector.protocol.launcher_documents import EngineState
 from pdcluster_connector.protocol.load_report import LoadReport
 from pdcluster_operator.api.conditions import own_status
 from pdcluster_operator.api.schema.crd import crd
@@ -173,6 +175,15 @@ def test_engines_that_never_come_are_given_up_and_said() -> None:
     minutes(made, 30, slow, come=False)
     is_(made, "ScalingTargetsMet", "False", "EnginesDidNotCome")
     assert made.cluster["spec"]["decode"]["replicas"] == 1
+
+
+def test_engines_that_load_large_weights_are_waited_for() -> None:
+    made = world(decode={"replicas": 4})
+    for name, report in made.engines.items():
+        made.engines[name] = replace(report, ready=False, state=EngineState.LOADING_WEIGHTS)
+    minutes(made, 60, busy, come=False)
+    assert made.cluster["spec"]["decode"]["replicas"] == 4
+    is_(made, TARGETS_MET, "Unknown", "NotMeasured")
 
 
 def test_the_bounds_and_what_no_number_of_engines_changes_are_said() -> None:

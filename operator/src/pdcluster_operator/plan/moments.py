@@ -101,6 +101,7 @@ class Moment:
     Attributes:
         at: when, in seconds of a clock that does not go back.
         wanted: (prefill, decode) engines that its objects ask for.
+        came: (prefill, decode) engines of those that run, also if they still load their weights.
         ready: (prefill, decode) engines of those that serve.
         asked: (prefill, decode) engines that the advice before this moment asked for, where the
             operator carries it out; None where somebody else does.
@@ -112,6 +113,7 @@ class Moment:
     decode: RoleLoad
     transfer: TransferLoad = TransferLoad()
     wanted: tuple[int, int]
+    came: tuple[int, int]
     ready: tuple[int, int]
     asked: tuple[int, int] | None = None
     rolling: bool = False

@@ -28,7 +28,8 @@ CALM_SECONDS = 300.0
 MANUAL_SECONDS = 900.0
 """For so long a number that somebody else set stays as it is."""
 PATIENCE_SECONDS = 900.0
-"""For so long missing engines are waited for. vLLM takes minutes to start, and nodes too."""
+"""For so long engines are waited for that do not run. Nodes take minutes to start. An engine that
+loads its weights has come, however long that takes."""
 MEMORY_SECONDS = PATIENCE_SECONDS + 1800.0
 """How far a window reaches. So for half an hour after the patience has ended, no more engines are
 asked for than came."""
@@ -288,19 +289,19 @@ def _was_set_by_others(window: Sequence[Moment], role: int) -> bool:
 def _ceiling(window: Sequence[Moment], role: int) -> int | None:
     """Return how many engines may be asked for, because others did not come; None for no bound.
 
-    They may be asked for again when the window has forgotten it, or when more serve than then.
+    They may be asked for again when the window has forgotten it, or when more run than then.
     """
     now = window[-1]
     for end in range(len(window) - 1, -1, -1):
         last = window[end]
         for one in reversed(window[: end + 1]):
             same = one.wanted[role] == last.wanted[role]
-            if not same or one.ready[role] != last.ready[role] or one.rolling:
+            if not same or one.came[role] != last.came[role] or one.rolling:
                 break
-            if one.ready[role] >= one.wanted[role]:
+            if one.came[role] >= one.wanted[role]:
                 break
             if last.at - one.at >= PATIENCE_SECONDS:
-                return None if now.ready[role] > last.ready[role] else last.ready[role]
+                return None if now.came[role] > last.came[role] else last.came[role]
     return None
 
 

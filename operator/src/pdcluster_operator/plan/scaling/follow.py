@@ -147,11 +147,11 @@ def _look(
 ) -> Moment:
     """Return this moment. Only engines that are wanted and ready are measured."""
     loads: dict[Role, list[LoadReport]] = {}
-    ready: dict[Role, int] = {}
+    came, ready = dict.fromkeys(Role, 0), dict.fromkeys(Role, 0)
     for role in Role:
-        ids = [name.logical for name in names[role]]
-        serving = [one for one in ids if (of := observed.engines.get(one)) and of.ready]
-        ready[role] = len(serving)
+        ids = [one for name in names[role] if (one := name.logical) in observed.engines]
+        serving = [one for one in ids if observed.engines[one].ready]
+        came[role], ready[role] = len(ids), len(serving)
         loads[role] = [observed.loads[one] for one in serving if one in observed.loads]
     return Moment(
         at=now,
@@ -159,6 +159,7 @@ def _look(
         decode=role_load(loads[Role.DECODE]),
         transfer=transfer_load(loads[Role.DECODE]),
         wanted=(cluster.spec.prefill.replicas, cluster.spec.decode.replicas),
+        came=(came[Role.PREFILL], came[Role.DECODE]),
         ready=(ready[Role.PREFILL], ready[Role.DECODE]),
         asked=asked,
         rolling=rolling,
