@@ -299,3 +299,21 @@ def test_a_pipe_that_nobody_reads_ends_with_0(words: tuple[str, ...]) -> None:
     finally:
         os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("form", "encoding"),
+    [("text", "ascii"), ("text", "utf-8"), ("json", "ascii"), ("yaml", "ascii")],
+)
+def test_what_no_terminal_can_show_is_escaped(form: str, encoding: str) -> None:
+    manifest = (
+        'apiVersion: pdcluster.dev/v1alpha1\nkind: PDCluster\nmetadata: {name: "\\ud800\\u00e4"}\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pdcluster_operator", "lint", "-", "/none/\udcff", "-o", form],
+        env={**os.environ, "PYTHONIOENCODING": f"{encoding}:strict", "PYTHONUTF8": "0"},
+        input=manifest.encode(), capture_output=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, b"")
+    for words in (b"/none/\\udcff", b"\\ud800"):
+        assert words in done.stdout.replace(b"\\uD800", b"\\ud800").replace(b"\\uDCFF", b"\\udcff")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import click
 import msgspec
+from click.shell_completion import CompletionItem
 
 NARROW = 60
 """In a narrower terminal, an explanation stands below what it explains."""
@@ -22,6 +23,8 @@ BROAD = 90
 LEAST_WIDTH = 30
 WIDEST = 100
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+COMPLETE = "_PDCLUSTER_COMPLETE"
+"""The variable by which a shell asks what could follow."""
 FORMATS = ("text", "json", "yaml")
 
 Examples = Sequence[tuple[str, str]]
@@ -123,12 +126,23 @@ class Group(click.Group):
         command: click.Command = getattr(importlib.import_module(module), name)
         return command
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete a command's name. It imports none of them."""
+        found = [
+            CompletionItem(name, help=summary)
+            for name, summary in self._summaries().items()
+            if name.startswith(incomplete)
+        ]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
+
+    def _summaries(self) -> dict[str, str]:
+        own = {name: str(one.short_help or "") for name, one in self.commands.items()}
+        return {name: entry.summary for name, entry in self.table.items()} | own
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a line a command. It imports none of them."""
-        own = {name: str(one.short_help or "") for name, one in self.commands.items()}
-        rows = {name: entry.summary for name, entry in self.table.items()} | own
         with formatter.section("Commands"):
-            formatter.write_dl(list(rows.items()))
+            formatter.write_dl(list(self._summaries().items()))
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples."""
@@ -163,13 +177,23 @@ context_option = click.option(
 )
 
 
+def _complete_name(
+    context: click.Context, _: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    from pdcluster_operator.cli.completion import names_of
+
+    where = context.params
+    names = names_of(where.get("namespace"), where.get("context"), local=bool(where.get("local")))
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
 def target(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the argument NAME and the options that say where the PDCluster is.
 
     They arrive as one argument, ``target``.
     """
 
-    @click.argument("name", metavar="NAME")
+    @click.argument("name", metavar="NAME", shell_complete=_complete_name)
     @namespace_option
     @context_option
     @functools.wraps(command)

@@ -84,7 +84,7 @@ class Lint(msgspec.Struct, frozen=True, rename="camel"):
 
 
 @click.command(cls=Command, help=DETAILS, examples=EXAMPLES, document=Lint)
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", nargs=-1, required=True, type=click.Path(), metavar="FILE...")
 def lint(files: tuple[str, ...], output: str) -> Exit:
     """Check every PDCluster of every file; DONE when none has an error."""
     documents, problems = _read(files)

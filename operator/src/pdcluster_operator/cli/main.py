@@ -1,13 +1,15 @@
 """The ``pdcluster`` command: its table of commands, and how each of them ends."""
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
 
 import click
 
-from pdcluster_operator.cli.commands import WIDEST, Entry, Group
+from pdcluster_operator.cli.commands import COMPLETE, WIDEST, Entry, Group
 from pdcluster_operator.cli.exits import Exit, UserError
 
 COMMANDS = {
@@ -60,6 +62,10 @@ COMMANDS = {
     ),
     "up": Entry(
         "pdcluster_operator.cli.up:up", "run a manifest on this machine, without Kubernetes"
+    ),
+    "completion": Entry(
+        "pdcluster_operator.cli.completion:completion",
+        "print the script with which your shell completes commands, options and names",
     ),
 }
 DESCRIPTION = """\
@@ -130,11 +136,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Before a command runs, Ctrl-C may end the process at once. Python would raise an exception
     # instead, which an import can swallow.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # A manifest or the name of a file may have what the terminal's encoding does not.
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
-    plugin = Path(sys.argv[0]).name.startswith("kubectl-")
     try:
-        with pdcluster.make_context("kubectl pdcluster" if plugin else "pdcluster", words) as root:
-            return int(pdcluster.invoke(root))
+        return _run(words)
     except click.exceptions.Exit as end:
         return end.exit_code
     except (click.UsageError, UserError, ModuleNotFoundError) as error:
@@ -150,6 +157,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words[:1] == ["up"] or not isinstance(end.__context__, BrokenPipeError):
             raise
         return int(Exit.DONE)
+
+
+def _run(words: list[str]) -> int:
+    if instruction := os.environ.get(COMPLETE):
+        from pdcluster_operator.cli.completion import complete
+
+        return complete(pdcluster, instruction)
+    plugin = Path(sys.argv[0]).name.startswith("kubectl-")
+    with pdcluster.make_context("kubectl pdcluster" if plugin else "pdcluster", words) as root:
+        return int(pdcluster.invoke(root))
 
 
 def _say(error: Exception) -> int:

@@ -43,7 +43,7 @@ refused; 3 the change would stop before it is complete; 4 the API server refuses
 
 
 @click.command(cls=Command, help=DETAILS, document=Plan)
-@click.argument("file", metavar="FILE")
+@click.argument("file", type=click.Path(), metavar="FILE")
 @click.option(
     "-o",
     "--output",

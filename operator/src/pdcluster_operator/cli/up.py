@@ -78,7 +78,7 @@ class Options:
 
 
 @click.command(cls=Command, help=DETAILS)
-@click.argument("file", metavar="FILE")
+@click.argument("file", type=click.Path(), metavar="FILE")
 @click.option(
     "--once",
     metavar="PROMPT",
