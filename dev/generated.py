@@ -19,6 +19,8 @@ FILES = {
     ),
     "crds/pdcluster.dev_prefillscalers.yaml": "pdcluster_operator.api.schema.scaler_crd",
     "docs/api.md": "dev.api_page",
+    "docs/cli-reference.md": "dev.cli_page",
+    "docs/cli-v1.schema.json": "dev.cli_schema",
     "docs/layouts.md": "dev.layouts_page",
     "docs/map.md": "dev.map_page",
     **{
