@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings, strategies as st
 
 from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.spec.types import RolloutType
 from pdcluster_operator.cli import model_shape, sizing
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.init import Choice, compose, init
@@ -125,6 +126,13 @@ def test_engines_grow_when_the_targets_need_it_and_no_further() -> None:
     never = sizing.size(shape, wish(prompt_tokens=16_000, ttft=0.001))
     assert (never.tensor, never.met) == (1, False)
     assert any("NOT met" in note for note in never.notes)
+
+
+def test_a_tensor_size_splits_the_heads_and_fills_whole_nodes() -> None:
+    few, many = (shape_of_family(FAMILIES[name]) for name in ("qwen2.5-0.5b", "deepseek-r1"))
+    assert sizing._tensors(few, wish()) == [1, 2]  # 14 heads
+    assert sizing._tensors(many, wish(gpus=24, nodes=2)) == [1, 2, 4, 8]
+    assert sizing._tensors(many, wish(gpus=32, nodes=4)) == [1, 2, 4, 8, 16, 32]
 
 
 def test_it_does_not_guess_for_a_gpu_without_a_data_sheet() -> None:
@@ -274,6 +282,15 @@ def test_whatever_the_flags_are_the_result_lints_or_one_sentence_says_why(
     spec = cluster.spec
     used = sum(role.replicas * role.parallelism.workers for role in (spec.prefill, spec.decode))
     assert used <= gpus
+    shape, tensor = shape_of_family(FAMILIES[model]), spec.prefill.parallelism.tensor
+    assert shape.heads % tensor == 0
+    room = sizing.gpu_bytes(gpu_type) * sizing.USED - shape.weights / tensor - sizing.RESERVED
+    assert room >= sizing.LEAST_REQUESTS * asked.tokens * shape.kv_bytes_of_rank(tensor)
+    spare = gpus - used
+    if spec.rollout.type is RolloutType.SURGE:
+        assert spare >= 2 * tensor
+    elif spec.rollout.type is RolloutType.REPLACE:
+        assert min(spec.prefill.replicas, spec.decode.replicas) > 1
     if spec.prefill.parallelism.nodes == 1:
         assert spec.prefill.parallelism.workers <= gpus // nodes
 
