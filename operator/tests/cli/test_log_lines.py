@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
 import random
 
 import pytest
 from rich.console import Console
 
+import virtual_time
 from pdcluster_operator.cli import logs
 from pdcluster_operator.cli.logs import Line, Part, Printer, Source, merged, sortable, sources_of
 from pdcluster_operator.runtime.interfaces import ApiError, Key
@@ -93,12 +96,11 @@ class Answer:
 
 
 async def read(answer: Answer, request: str = "") -> tuple[list[Line], list[str]]:
-    import asyncio
-
     said: list[str] = []
     part, key = Part(None, None, False, request), Key("ns", "tiny")
     limit = asyncio.Semaphore(1)
-    return await logs._read(answer, key, ONE, part, limit, said), said  # type: ignore[arg-type]
+    read = logs._read(answer, key, ONE, part, limit, said.append)  # type: ignore[arg-type]
+    return await read, said
 
 
 async def test_lines_of_one_request_and_lines_without_a_time() -> None:
@@ -131,3 +133,52 @@ async def test_a_log_that_cannot_be_read_hides_no_other() -> None:
     lines, said = await read(Answer(b"first\n", error=ApiError("Forbidden", "no right")))
     assert [line.text for line in lines] == ["first"]
     assert said == ["one-0: no right"]
+
+
+class Quiet(Answer):
+    """A server whose connection is quiet, and counts as broken, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[dict[str, str]] = []
+
+    async def call(self, method: str, path: str, query: dict[str, str]) -> dict:
+        engine = {"name": "engine", "state": {"running": {}}}
+        labels = {"app.kubernetes.io/component": "prefill"}
+        return {"items": [{**pod(engine), "metadata": {"name": "one-0", "labels": labels}}]}
+
+    async def lines(self, path: str, query: dict[str, str]) -> object:
+        self.asked.append(query)
+        yield b"2026-11-27T02:00:00Z first\n"
+        if len(self.asked) == 1:
+            yield b"2026-11-27T02:00:01Z second\n"
+            raise ApiError("ApiServerUnreachable", "silent")
+        yield b"2026-11-27T02:00:01Z second\n"
+        yield b"2026-11-27T02:00:02Z third\n"
+        await asyncio.Event().wait()
+
+
+def test_a_log_that_is_quiet_for_minutes_is_followed_on_without_a_line_twice() -> None:
+    client, said = Quiet(), []
+    console = Console(file=io.StringIO(), width=80)
+
+    async def follow() -> None:
+        part = Part(None, 5, True, "")
+        one = logs.Follower(client, Key("ns", "tiny"), logs.ROLES, part, said.append)  # type: ignore[arg-type]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(20):
+                await one.run(Printer(console, [ONE.label]))
+
+    virtual_time.run(follow())
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().split() == [
+        "one-0",
+        "first",
+        "one-0",
+        "second",
+        "one-0",
+        "third",
+    ]
+    assert [query.get("tailLines") for query in client.asked] == ["5", None]
+    assert "sinceSeconds" in client.asked[1]
+    assert said == []

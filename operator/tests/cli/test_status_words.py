@@ -159,6 +159,26 @@ def test_how_an_engine_ended_and_the_next_command_are_there() -> None:
     assert [(one.about, one.reason) for one in own] == [(f"{prefill.name}-0", "BackOff")]
 
 
+def test_what_others_wrote_cannot_change_the_terminal() -> None:
+    found = out_of_memory()
+    status = copy.deepcopy(found.cluster["status"])
+    for one in (*status["conditions"], *status["engines"], *status["failedLinks"]):
+        one["message"] = "\x1b]0;title\x07[bold]\x1b[31m"
+    hostile = changed(found, cluster={**found.cluster, "status": status})
+    facts = status_of(hostile)
+    text = printed(80, lambda console: status_view.print_status(console, facts, found.now))
+    text += printed(80, lambda console: links.print_links(console, links.links_of(hostile)))
+    assert "]0;title?[bold]" in text
+    assert not {"\x1b", "\x07"} & set(text)
+
+
+def test_links_of_a_spec_that_this_version_cannot_read() -> None:
+    found = objects(brought_up())
+    spec = {**found.cluster["spec"], "verification": {"canary": {"intervalSeconds": "often"}}}
+    facts = links.links_of(changed(found, cluster={**found.cluster, "spec": spec}))
+    assert [link.state for link in facts.links] == ["Verified"]
+
+
 def test_a_local_run_is_told_local_commands() -> None:
     facts = status_of(changed(out_of_memory(), local=True))
     assert {step.command for step in facts.next} == {"pdcluster logs llama --local --since 10m"}

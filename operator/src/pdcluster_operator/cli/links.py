@@ -13,7 +13,7 @@ from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.api.conditions import seconds
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.pod_templates import as_mapping
-from pdcluster_operator.api.spec.types import Role
+from pdcluster_operator.api.spec.types import Role, Verification
 from pdcluster_operator.cli import output as outputs, status as status_command, status_facts
 from pdcluster_operator.cli.columns import Columns
 from pdcluster_operator.cli.commands import Command, Target, target_or_run
@@ -115,7 +115,9 @@ async def show(client: KubeClient, key: Key, output: str, *, local: bool) -> Exi
 def links_of(found: status_facts.Objects) -> Links:
     """Return what the status says of the links."""
     whole, status = status_facts.status_of(found), as_mapping(found.cluster.get("status"))
-    interval = parse_cluster(found.cluster).cluster.spec.verification.canary.interval_seconds
+    parsed = parse_cluster(found.cluster)  # an operator may be stricter than the CRD
+    checks = Verification() if parsed.errors else parsed.cluster.spec.verification
+    interval = checks.canary.interval_seconds
     failed = {
         (one.get("prefill"), one.get("decode")): one
         for one in map(as_mapping, status.get("failedLinks") or ())
@@ -249,4 +251,4 @@ def _cells(link: Link) -> Iterator[str | Text]:
     age = link.proof_seconds
     yield "" if age is None else f"< {status_facts.duration(max(1, age))}"
     yield f"{link.descriptors:,}" if link.descriptors else ""
-    yield ": ".join(filter(None, (link.reason, link.message)))
+    yield outputs.plain(": ".join(filter(None, (link.reason, link.message))))

@@ -3,7 +3,8 @@
 import asyncio
 import heapq
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -47,8 +48,10 @@ TAIL = 1000
 """Lines of each log without --since and --tail."""
 LONGEST = 8192
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta")
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 STAMP = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?)Z ")
+
+
+Complain = Callable[[str], None]
 
 
 class Source(NamedTuple):
@@ -148,15 +151,18 @@ async def show(client: KubeClient, key: Key, part: Part, roles: Sequence[str]) -
     warn = outputs.console(stderr=True)
     printer = Printer(outputs.console(), [source.label for source in sources])
     complaints: list[str] = []
+
+    def complain(text: str) -> None:
+        complaints.append(text)
+        warn.print(Text(text, "yellow"))
+
     if part.follow:
-        await Follower(client, key, roles, part).run(printer, complaints)
+        await Follower(client, key, roles, part, complain).run(printer)
     else:
         limit = asyncio.Semaphore(AT_ONCE)
-        read = (_read(client, key, source, part, limit, complaints) for source in sources)
+        read = (_read(client, key, source, part, limit, complain) for source in sources)
         for line in merged(await asyncio.gather(*read)):
             printer.print(line)
-    for complaint in complaints:
-        warn.print(Text(complaint, "yellow"))
     if complaints and not printer.printed:
         return Exit.REQUEST_FAILED
     if not printer.printed and part.request:
@@ -219,7 +225,7 @@ async def _read(
     source: Source,
     part: Part,
     limit: asyncio.Semaphore,
-    complaints: list[str],
+    complain: Complain,
 ) -> list[Line]:
     """Read one log as a whole. Its end counts if it is longer than is kept."""
     kept: list[Line] = []
@@ -230,9 +236,9 @@ async def _read(
                 if len(kept) >= 2 * MOST_LINES:
                     del kept[:MOST_LINES]
         except ApiError as error:
-            _complain(source, error, complaints)
+            _refused(source, error, complain)
     if len(kept) > MOST_LINES:
-        complaints.append(f"{source.label}: only its last {MOST_LINES:,} lines are shown")
+        complain(f"{source.label}: only its last {MOST_LINES:,} lines are shown")
     return kept[-MOST_LINES:]
 
 
@@ -240,10 +246,10 @@ MOST_LINES = 20_000
 """Lines of each log that are kept in memory."""
 
 
-def _complain(source: Source, error: ApiError, complaints: list[str]) -> None:
+def _refused(source: Source, error: ApiError, complain: Complain) -> None:
     # A pod goes at any time, and the former log of a container with it.
     if not (isinstance(error, NotFound) or source.former):
-        complaints.append(f"{source.label}: {error}")
+        complain(f"{source.label}: {error}")
 
 
 def merged(logs: Sequence[Sequence[Line]]) -> Iterator[Line]:
@@ -262,14 +268,17 @@ class Follower:
     Pods that come later, and containers that start again, are followed from their first line on.
     """
 
-    def __init__(self, client: KubeClient, key: Key, roles: Sequence[str], part: Part) -> None:
+    def __init__(
+        self, client: KubeClient, key: Key, roles: Sequence[str], part: Part, complain: Complain
+    ) -> None:
         self._client, self._key, self._roles, self._part = client, key, roles, part
+        self._complain = complain
         self._queue: asyncio.Queue[Line] = asyncio.Queue(QUEUED)
         self._feeds: dict[Source, asyncio.Task[None]] = {}
 
-    async def run(self, printer: "Printer", complaints: list[str]) -> None:
+    async def run(self, printer: "Printer") -> None:
         """Print until cancelled; raises ApiError if the pods cannot be listed."""
-        finding = asyncio.create_task(self._find(complaints))
+        finding = asyncio.create_task(self._find())
         try:
             while not finding.done():
                 await asyncio.sleep(GATHER_SECONDS)
@@ -283,23 +292,33 @@ class Follower:
                 one.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _find(self, complaints: list[str]) -> None:
+    async def _find(self) -> None:
         part = self._part
         while True:
             for source in await _sources(self._client, self._key, self._roles):
                 # The former log of a container that starts again was followed to its end.
                 if source not in self._feeds and (part is self._part or not source.former):
-                    feed = self._feed(source, part, complaints)
-                    self._feeds[source] = asyncio.create_task(feed)
+                    self._feeds[source] = asyncio.create_task(self._feed(source, part))
             part = replace(part, since=None, tail=None)
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _feed(self, source: Source, part: Part, complaints: list[str]) -> None:
-        try:
-            async for line in lines_of(self._client, self._key, source, part):
-                await self._queue.put(line)
-        except ApiError as error:
-            _complain(source, error, complaints)
+    async def _feed(self, source: Source, part: Part) -> None:
+        last, newest, heard = "", "", time.monotonic()
+        while True:
+            try:
+                async for line in lines_of(self._client, self._key, source, part):
+                    if line.time > last or not line.time:
+                        newest, heard = line.time, time.monotonic()
+                        await self._queue.put(line)
+                return
+            except ApiError as error:
+                # Without a byte for three minutes, a connection counts as broken.
+                if error.reason != "ApiServerUnreachable" or source.former:
+                    _refused(source, error, self._complain)
+                    return
+            last, silent = newest, time.monotonic() - heard
+            part = replace(part, since=silent + LOOK_SECONDS, tail=None)
+            await asyncio.sleep(LOOK_SECONDS)
 
 
 class Printer:
@@ -317,9 +336,5 @@ class Printer:
         """Print one line."""
         label = line.source.label
         text = Text(f"{label:{self._width}} ", self._styles.get(label, ""))
-        # Other control characters than those of colours could change the terminal.
-        plain = "".join(
-            c if c.isprintable() or c == "\t" else "?" for c in COLOUR.sub("", line.text)
-        )
-        self._console.print(text.append(plain, "default"), soft_wrap=True)
+        self._console.print(text.append(outputs.plain(line.text), "default"), soft_wrap=True)
         self.printed += 1

@@ -6,6 +6,7 @@ and everything else that a command says then goes to standard error.
 """
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 API_VERSION = "cli.pdcluster.dev/v1"
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -35,6 +37,11 @@ def hanging(console: Console, label: str | Text, body: Text) -> None:
     for line in lines:
         console.print(label + line, soft_wrap=True)
         label = Text(" " * label.cell_len)
+
+
+def plain(text: str) -> str:
+    """Return a text without colours, and without what else could change a terminal."""
+    return "".join(c if c.isprintable() or c in "\t\n" else "?" for c in COLOUR.sub("", text))
 
 
 def document(facts: msgspec.Struct) -> dict[str, Any]:

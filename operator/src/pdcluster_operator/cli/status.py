@@ -121,7 +121,7 @@ class _Watch:
         elif said != self._shown:
             self._shown = said
             if self._output == "text":
-                print(said, flush=True)
+                print(outputs.plain(said), flush=True)
             elif said == facts.summary:
                 outputs.show(self._output, facts, lambda _: None, one_of_many=True)
 

@@ -11,6 +11,7 @@ from pdcluster_operator.api.conditions import seconds
 from pdcluster_operator.api.remedies import Severity
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.cli.columns import Columns
+from pdcluster_operator.cli.output import plain
 from pdcluster_operator.cli.status_document import Status
 from pdcluster_operator.cli.status_facts import duration
 
@@ -40,11 +41,13 @@ def print_status(console: Console, facts: Status, now: float) -> None:
 
 def _parts(facts: Status, now: float) -> Iterator[RenderableType]:
     good = facts.ready and facts.operator.works is not False
-    yield Text(facts.summary, f"bold {'green' if good else 'yellow' if facts.serves else 'red'}")
+    yield Text(
+        plain(facts.summary), f"bold {'green' if good else 'yellow' if facts.serves else 'red'}"
+    )
     for line in facts.diagnosis:
         yield Text(line, "bold")
     for name, value in _facts(facts):
-        yield Text(f"{name:10}", "dim").append(value, "not dim")
+        yield Text(f"{name:10}", "dim").append(plain(value), "not dim")
     if facts.engines:
         yield Text()
         yield _engines(facts)
@@ -57,7 +60,7 @@ def _parts(facts: Status, now: float) -> Iterator[RenderableType]:
         yield Text()
         table = Columns("FAILED", "AGO", "REASON", "MESSAGE")
         for one in facts.failures:
-            table.add(one.about, _ago(one.time, now), one.reason, one.message)
+            table.add(one.about, _ago(one.time, now), one.reason, plain(one.message))
         yield table
     yield from _steps(facts)
 
@@ -122,7 +125,7 @@ def _engines(facts: Status) -> Columns:
             doing = f"{doing}; last end: {one.ended}" if doing else f"last end: {one.ended}"
         if not one.wanted:
             doing = f"an older engine{f': {doing}' if doing else ''}"
-        table.add(one.name, _styled(one.state), str(one.restarts), doing)
+        table.add(one.name, _styled(one.state), str(one.restarts), plain(doing))
     return table
 
 
@@ -136,7 +139,7 @@ def _conditions(facts: Status, now: float) -> Columns:
         said += f" {one.message}"
         done = (one.type, one.reason) == ("Progressing", "Complete")
         status = Text(one.status) if done else _styled(one.status)
-        table.add(one.type, status, since, one.reason, "" if told else one.message)
+        table.add(one.type, status, since, one.reason, "" if told else plain(one.message))
     return table
 
 
