@@ -171,6 +171,7 @@ def test_ctrl_c_ends_everything(start: Callable[..., Up]) -> None:
     run = start()
     text = run.until("Ctrl-C stops it.")
     assert "/v1/completions" in text
+    assert "pdcluster status tiny --local" in text
     assert len(carrying(f"mark-{run.folder}")) >= 6
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130, run.text()

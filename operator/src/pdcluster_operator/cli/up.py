@@ -245,7 +245,8 @@ class UpRun:
         sent = f' -H "Authorization: Bearer {secret}"' if self._asks_for_key else ""
         self._print(
             f"endpoint: {url}\n\n  curl {url}/v1/completions -H 'Content-Type: application/json' "
-            f"\\\n   {sent} -d '{json.dumps(request)}'\n\nCtrl-C stops it."
+            f"\\\n   {sent} -d '{json.dumps(request)}'\n\nIn another terminal:\n\n"
+            f"  pdcluster status {self._cluster.name} --local\n\nCtrl-C stops it."
         )
         self._view.mark_as_shown(snapshot)
         await self._watch(lambda _: False)
