@@ -17,8 +17,9 @@ from simulated_cluster import START, SimulatedCluster, brought_up, manifest
 from pdcluster_connector.protocol.launcher_documents import CanaryReport, CanaryState, LinkState
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.cli import links, output, status_view
+from pdcluster_operator.cli.diagnosis import diagnose
 from pdcluster_operator.cli.status_document import Engine
-from pdcluster_operator.cli.status_facts import Objects, diagnose, status_of
+from pdcluster_operator.cli.status_facts import Objects, status_of
 
 GOLDEN = Path(__file__).with_name("golden") / "status"
 REVISION = re.compile(r"(?<=llama-(?:decode|router)-)[a-z0-9]{5}|(?<=llama-prefill-)[a-z0-9]{5}")
@@ -270,6 +271,25 @@ def test_a_frozen_engine_is_told_from_a_cut_network_as_far_as_links_show_it(
     found = diagnose({"linkStates": entries}, engines(**states))
     assert len(found) == bool(words)
     assert all(word in found[0] for word in words)
+
+
+@pytest.mark.parametrize(("begun", "frozen"), [(-1000, True), (1, False), (None, False)])
+def test_an_engine_that_is_silent_after_it_was_ready_does_not_just_start(
+    begun: float | None, frozen: bool
+) -> None:
+    world = brought_up()
+    engine = world.leaders("prefill")[0]
+    world.now += 3600
+    running = {} if begun is None else {"startedAt": timestamp(world.now + begun)}
+    container = {"name": "engine", "state": {"running": running}}
+    world.pods[engine.pod()]["status"] |= {"containerStatuses": [container], "conditions": []}
+    del world.engines[engine.logical]
+    world.step()
+    facts = status_of(objects(world))
+    [prefill] = [one for one in facts.engines if one.role == "prefill"]
+    assert (prefill.state, prefill.message) == ("Starting", "the launcher does not answer yet")
+    assert any("it is frozen" in line for line in facts.diagnosis) is frozen
+    assert (facts.next[0].reason == "EngineFrozen") is frozen
 
 
 def test_links_that_the_status_leaves_out_are_counted() -> None:

@@ -4,7 +4,7 @@ The operator has written most of it into the status. Its pods say how often and 
 Lease whether an operator still works, and events what failed lately.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from pdcluster_operator.api.remedies import Severity
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Role
+from pdcluster_operator.cli.diagnosis import UNREACHABLE, diagnose, frozen
 from pdcluster_operator.cli.rollout import announce
 from pdcluster_operator.cli.status_document import (
     Condition,
@@ -50,7 +51,7 @@ CONSEQUENCES = (
     "CanaryPending",
 )
 """Reasons that go by themselves when another reason goes."""
-OPERATOR_DOWN = "OperatorDown"
+OPERATOR_DOWN, FROZEN = "OperatorDown", "EngineFrozen"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,10 @@ def status_of(found: Objects) -> Status:
     available = by_type.get(ConditionType.AVAILABLE)
     serves = _truth(available.status if available else Truth.UNKNOWN)
     ready = by_type.get(ConditionType.READY)
-    diagnosis = diagnose(status, listed)
+    stuck = frozen(status, listed, found.pods)
+    diagnosis = [*stuck.values(), *diagnose(status, listed)]
     failures = _failures(found, status)
-    return Status(
+    facts = Status(
         name=name,
         namespace=namespace,
         summary=_summary(name, serves, ready, available, operator),
@@ -117,8 +119,10 @@ def status_of(found: Objects) -> Status:
         conditions=conditions,
         diagnosis=diagnosis,
         failures=failures,
-        next=_steps(name, namespace, conditions, engines, operator, failures, local=found.local),
+        next=[],
     )
+    facts.next = _steps(facts, stuck, local=found.local)
+    return facts
 
 
 _FIELDS = ("type", "status", "reason", "message", "lastTransitionTime")
@@ -251,50 +255,6 @@ def _gpus(pods: Iterable[Manifest]) -> Gpus:
     return Gpus(held, waited)
 
 
-UNREACHABLE = ("SideChannelUnreachable", "TransferStalled", "PeerRestarted")
-"""Reasons of links that an engine which is frozen and a network that is cut both have."""
-ENDS = ("prefill", "decode")
-
-
-def diagnose(status: Mapping[str, Any], engines: Sequence[Engine]) -> list[str]:
-    """Return what the links show together: an engine that is frozen, or a network that is cut."""
-    states = {engine.name: engine.state for engine in engines}
-    links = [
-        link
-        for link in map(as_mapping, status.get("linkStates") or ())
-        # Why an engine that is not ready has no links is known.
-        if {states.get(text_of(link.get(side)), "") for side in ENDS} <= {"Ready", "Unknown", ""}
-    ]
-    found = []
-    for side, other in (ENDS, ENDS[::-1]):
-        for name in dict.fromkeys(text_of(link.get(side)) for link in links):
-            own = [link for link in links if link.get(side) == name]
-            if not all(link.get("reason") in UNREACHABLE for link in own):
-                continue
-            others = [link for link in links if link.get(side) != name]
-            fine = [link for link in others if link.get("state") == "Established"]
-            state = states.get(name, "")
-            if state == "Unknown":
-                found.append(
-                    f"{name}: neither its peers nor the operator reach it: its node or its "
-                    "network is cut, or the whole pod is frozen"
-                )
-            elif state == "Ready" and (fine or (len(own) > 1 and not others)):
-                found.append(
-                    f"{name}: every link to it fails"
-                    f"{' and other links stand' if fine else ''}, but the operator reaches its "
-                    f"launcher: vLLM is frozen there, or the network cuts only the side channel "
-                    f"and KV ports between it and the {other} engines"
-                )
-    if not found and (pairs := [one for one in links if one.get("reason") in UNREACHABLE]):
-        first = pairs[0]
-        found.append(
-            f"{text_of(first.get('decode'))} does not reach {text_of(first.get('prefill'))}: the "
-            "engine is frozen, or the network between their nodes is cut"
-        )
-    return found
-
-
 def _failures(found: Objects, status: Mapping[str, Any]) -> list[Failure]:
     """Return what failed lately, the latest first: failed links, and warnings of its objects."""
     failures = [
@@ -323,20 +283,18 @@ def _time_of(event: Manifest) -> str:
     return next((text_of(one) for one in (*times, event.get("eventTime")) if one), "")
 
 
-def _steps(
-    name: str,
-    namespace: str,
-    conditions: Iterable[Condition],
-    engines: Sequence[Engine],
-    operator: Operator,
-    failures: Iterable[Failure],
-    *,
-    local: bool,
-) -> list[Step]:
-    """Return what to do, once for each reason, the worst first."""
-    reasons = [(OPERATOR_DOWN, "", "")] if operator.works is False else []
+def _steps(facts: Status, stuck: Container[str], *, local: bool) -> list[Step]:
+    """Return what to do, once for each reason, the worst first.
+
+    Args:
+        stuck: the engines that are frozen.
+    """
+    name, conditions, engines = facts.name, facts.conditions, facts.engines
+    reasons = [(OPERATOR_DOWN, "", "")] if facts.operator.works is False else []
     for engine in engines:
-        if engine.state not in ("Ready", "Unknown"):
+        if engine.name in stuck:
+            reasons.append((FROZEN, "", f"{engine.name}-0"))
+        elif engine.state not in ("Ready", "Unknown"):
             message = seen.joined(engine.message, engine.ended)
             reasons.append((engine.state, message, f"{engine.name}-0"))
     reasons += [
@@ -349,7 +307,7 @@ def _steps(
         for one in conditions
         if one.status == Truth.FALSE and one.type in REPEATS
     ]
-    reasons += [(one.reason, one.message, "") for one in failures if "->" in one.about]
+    reasons += [(one.reason, one.message, "") for one in facts.failures if "->" in one.about]
     steps: dict[str, Step] = {}
     for reason, message, pod in reasons:
         remedy = remedies.find(reason, message)
@@ -360,7 +318,9 @@ def _steps(
             remedy.severity.value,
             remedy.cause,
             remedy.remedy,
-            remedies.next_step(reason, name, namespace, message=message, pod=pod, local=local),
+            remedies.next_step(
+                reason, name, facts.namespace, message=message, pod=pod, local=local
+            ),
             remedy.link,
         )
     ready = all(engine.state in ("Ready", "Unknown") for engine in engines)
