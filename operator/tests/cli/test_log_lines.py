@@ -95,9 +95,11 @@ class Answer:
             raise self._error
 
 
-async def read(answer: Answer, request: str = "") -> tuple[list[Line], list[str]]:
+async def read(
+    answer: Answer, request: str = "", *, probes: bool = False
+) -> tuple[list[Line], list[str]]:
     said: list[str] = []
-    part, key = Part(None, None, False, request), Key("ns", "tiny")
+    part, key = Part(None, None, False, request, probes), Key("ns", "tiny")
     limit = asyncio.Semaphore(1)
     read = logs._read(answer, key, ONE, part, limit, said.append)  # type: ignore[arg-type]
     return await read, said
@@ -133,6 +135,16 @@ async def test_a_log_that_cannot_be_read_hides_no_other() -> None:
     lines, said = await read(Answer(b"first\n", error=ApiError("Forbidden", "no right")))
     assert [line.text for line in lines] == ["first"]
     assert said == ["one-0: no right"]
+
+
+async def test_answers_to_probes_are_left_out_unless_asked_for() -> None:
+    lines = (b'INFO: 10.0.0.1:1 - "GET /health HTTP/1.1" 200 OK\n',
+             b'INFO: 10.0.0.1:1 - "GET /health HTTP/1.1" 503 Service Unavailable\n',
+             b'INFO: 10.0.0.1:1 - "POST /v1/completions HTTP/1.1" 200 OK\n')  # fmt: skip
+    shown, _ = await read(Answer(*lines))
+    assert [line.text for line in shown] == [line.decode().rstrip() for line in lines[1:]]
+    shown, _ = await read(Answer(*lines), probes=True)
+    assert len(shown) == 3
 
 
 class Quiet(Answer):

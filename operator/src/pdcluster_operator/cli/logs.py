@@ -48,6 +48,7 @@ TAIL = 1000
 """Lines of each log without --since and --tail."""
 LONGEST = 8192
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta")
+PROBE = re.compile(rb'"GET /(?:health|metrics|v1/models|readiness) HTTP/1\.1" 200')
 STAMP = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?)Z ")
 
 
@@ -89,12 +90,14 @@ class Part:
         since: the last so many seconds; None for all.
         tail: the last so many lines of each log; None for all.
         request: lines with this text alone.
+        probes: with lines that only say that a probe or a scrape was answered.
     """
 
     since: float | None
     tail: int | None
     follow: bool
     request: str
+    probes: bool = False
 
     def query(self, source: Source) -> dict[str, str]:
         """Return what the API server is asked for."""
@@ -121,6 +124,7 @@ class Part:
     help=f"the last so many of each pod (default: {TAIL:,}, with --since all)",
 )
 @click.option("-f", "--follow", is_flag=True, help="go on until Ctrl-C")
+@click.option("--probes", is_flag=True, help="with the lines that engines write of each probe")
 @click.option("--request", default="", metavar="ID", help="lines that name this request alone")
 def logs(
     target: Target,
@@ -129,11 +133,12 @@ def logs(
     tail: int | None,
     follow: bool,
     request: str,
+    probes: bool,
 ) -> Exit:
     """Print the logs of one PDCluster."""
     if tail is None and since is None and not request:
         tail = TAIL
-    part = Part(since, tail, follow, request)
+    part = Part(since, tail, follow, request, probes)
     return with_cluster(target, show, part, role or ROLES)
 
 
@@ -208,7 +213,7 @@ async def lines_of(client: KubeClient, key: Key, source: Source, part: Part) -> 
             stamp = STAMP.match(raw)
             body = raw[stamp.end() :] if stamp else raw
             moment = sortable(stamp[1].decode()) if stamp else moment
-            if wanted in body:
+            if wanted in body and (part.probes or not PROBE.search(body)):
                 text = body[:LONGEST].decode(errors="replace").rstrip()
                 yield Line(moment, source, text)
 
