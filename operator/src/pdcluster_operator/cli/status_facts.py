@@ -12,6 +12,7 @@ from pdcluster_operator.api import remedies
 from pdcluster_operator.api.conditions import (
     ConditionType,
     Status as Truth,
+    StatusReason,
     find_condition,
     seconds,
 )
@@ -323,6 +324,8 @@ def _steps(facts: Status, stuck: Container[str], *, local: bool) -> list[Step]:
             ),
             remedy.link,
         )
+    if stuck and not {one.state for one in engines if one.name not in stuck} - {"Ready"}:
+        steps.pop(StatusReason.STARTING, None)  # what a condition says of the frozen one
     ready = all(engine.state in ("Ready", "Unknown") for engine in engines)
     follow = CONSEQUENCES if ready else (*CONSEQUENCES, *UNREACHABLE)
     causes = [step for name, step in steps.items() if name not in follow]
