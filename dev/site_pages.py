@@ -27,7 +27,7 @@ ELSEWHERE = {
 }
 # The index of docs/ is the site's navigation.
 MEANT = {"docs/README.md": "README.md", "examples": "examples/README.md"}
-LINK = re.compile(r"(?<!!)\[(?P<words>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<link>[^)\s]+)\)")
+LINK = re.compile(r"\[(?P<words>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<link>[^)\s]+)\)")
 CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 
 
