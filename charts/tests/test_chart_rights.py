@@ -16,6 +16,8 @@ NAMESPACED = Path(__file__).parent / "values" / "namespaced.yaml"
 WATCHED = {
     "pdcluster.dev/pdclusters": READ,
     "pdcluster.dev/pdclusters/status": {"get", "update", "patch"},
+    "pdcluster.dev/pdclusters/scale": {"patch"},  # spec.autoscaling with the mode Apply
+    "pdcluster.dev/prefillscalers/scale": {"patch"},
     "pdcluster.dev/prefillscalers": READ,
     "pdcluster.dev/prefillscalers/status": {"get", "update", "patch"},
     "pdcluster.dev/pdclusters/finalizers": {"update"},

@@ -141,8 +141,8 @@ class RankLink(Struct, frozen=True):
         reason: a value of ``compat/reasons.py``, or empty.
         establishment: a new number each time that the link is established; 0 while it is not.
         clock_skew_seconds: by how much the peer's clock is ahead; not there while it is not known.
-        descriptors: how many NIXL descriptors the KV of 1,000 tokens takes on this worker; 0 while
-            it is not known.
+        descriptors: how many NIXL descriptors the KV of 1,000 tokens takes on this worker; not
+            there while it is not known.
     """
 
     engine: Identifier
@@ -154,7 +154,7 @@ class RankLink(Struct, frozen=True):
     establishment: Whole = 0
     data_rank: RankNumber = 0
     clock_skew_seconds: Skew | UnsetType = UNSET
-    descriptors: Whole = 0
+    descriptors: Whole | UnsetType = UNSET
 
 
 class RankReport(Struct, frozen=True):
@@ -241,7 +241,7 @@ class LinkReport(_WithMessage, frozen=True):
         clock_skew_seconds: by how many seconds the prefill engine's clock is ahead, where it
             differs most; not in the document while it is not known. No transfer depends on it.
         descriptors: how many NIXL descriptors the KV of 1,000 tokens takes on the worker that needs
-            most; 0 while it is not known.
+            most; not in the document while it is not known.
     """
 
     prefill: Identifier
@@ -252,7 +252,7 @@ class LinkReport(_WithMessage, frozen=True):
     bytes_per_second: Amount = 0.0
     canary: CanaryReport = CanaryReport()
     clock_skew_seconds: Skew | UnsetType = UNSET
-    descriptors: Whole = 0
+    descriptors: Whole | UnsetType = UNSET
 
 
 class PromptsReport(Struct, frozen=True, eq=False):

@@ -174,7 +174,7 @@ class LinkTable:
             min((link.bytes_per_second for link in established), default=0.0),
             canary,
             max(skews, key=abs, default=UNSET),
-            max((link.descriptors for link in established), default=0),
+            max((link.descriptors or 0 for link in established), default=0) or UNSET,
             message=message,
         )
         return LinkRow(peer, report, establishment)

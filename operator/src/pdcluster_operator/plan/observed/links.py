@@ -159,7 +159,7 @@ def _seen(prefill: EngineView, decode: EngineView, state: LinkState, link: LinkR
         link.message,
         link.bytes_per_second,
         link.canary,
-        link.descriptors,
+        link.descriptors or 0,
     )
 
 

@@ -47,7 +47,7 @@ class Judgement:
         change: how far the live objects are from the wanted ones.
         groups: of each pairing key, the engines among which links are kept.
         fields: fields of the status, as they are written.
-        links: the first links.
+        links: what is told of the first links.
         failed: the first links that failed, or whose canary did.
         transfer: ``status.transfer``; empty if it is not written.
     """
@@ -56,7 +56,7 @@ class Judgement:
     change: ChangeView
     groups: Sequence[links.Group]
     fields: Mapping[str, Any]
-    links: tuple[PairView, ...]
+    links: tuple[link_states.ToldLink, ...]
     failed: tuple[PairView, ...]
     transfer: Mapping[str, Any]
 
@@ -118,7 +118,7 @@ def judge(
         change,
         groups,
         fields,
-        tuple(pairs[:MAX_LINKS]),
+        tuple(map(link_states.told_link, pairs[:MAX_LINKS])),
         tuple(islice(failed, MAX_FAILED_LINKS)),
         transfer_status(observed, cluster, change, lost),
     )

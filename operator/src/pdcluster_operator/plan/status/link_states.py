@@ -4,7 +4,8 @@ At rest nothing here changes, so nothing is written. A speed is measured when a 
 A moment is written when something becomes true, and stays. Canaries that pass again change nothing.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_connector.compat.reasons import Reason
@@ -20,40 +21,61 @@ SAME_MOMENT_SECONDS = 120.0
 """An age is told in whole seconds, and read up to a minute later."""
 
 
+@dataclass(frozen=True, slots=True)
+class ToldLink:
+    """A link's entry without its moments, and what those depend on.
+
+    Attributes:
+        proof_seconds: age of the last canary that passed; None if KV was not seen to move.
+    """
+
+    entry: Mapping[str, Any]
+    proof_seconds: float | None
+
+
+def told_link(pair: PairView) -> ToldLink:
+    """Return what is told of a link: the same until something about the link changes."""
+    prefill, decode = _key(pair)
+    entry: dict[str, Any] = {"prefill": prefill, "decode": decode, "state": pair.state.value}
+    if pair.state is not LinkState.ESTABLISHED:
+        entry["reason"] = readable_reason(pair.reason or "Unknown")
+        return ToldLink(entry, None)
+    entry["canary"] = pair.canary.state.value
+    if pair.bytes_per_second:
+        entry["megabytesPerSecond"] = max(1, round(pair.bytes_per_second / MEGABYTE))
+    if pair.descriptors:
+        entry["descriptors"] = pair.descriptors
+    return ToldLink(entry, (pair.canary.age_seconds or 0) if pair.verified else None)
+
+
 def link_states(
-    before: Mapping[str, Any], pairs: Iterable[PairView], interval: float, now: float
+    before: Mapping[str, Any], links: Iterable[ToldLink], interval: float, now: float
 ) -> list[dict[str, Any]]:
-    """Return the entries of ``linkStates``.
+    """Return the entries of ``linkStates``. At rest it calls nothing for a link.
 
     Args:
         before: the status as it is.
         interval: seconds between two canaries of a link.
     """
-    old = _by_pair(before.get("linkStates"))
-    return [dict(_state(old.get(_key(pair), {}), pair, interval, now)) for pair in pairs]
-
-
-def _state(
-    known: Mapping[str, Any], pair: PairView, interval: float, now: float
-) -> Iterator[tuple[str, Any]]:
-    yield "prefill", pair.prefill.name.stateful_set
-    yield "decode", pair.decode.name.stateful_set
-    yield "state", pair.state.value
-    if pair.state is not LinkState.ESTABLISHED:
-        yield "reason", readable_reason(pair.reason or "Unknown")
-        return
-    yield "canary", pair.canary.state.value
-    if pair.bytes_per_second:
-        yield "megabytesPerSecond", max(1, round(pair.bytes_per_second / MEGABYTE))
-    if pair.descriptors:
-        yield "descriptors", pair.descriptors
-    if pair.verified:
-        yield "verifiedTime", known.get("verifiedTime") or timestamp(now)
-        age = pair.canary.age_seconds or 0
+    listed = before.get("linkStates")
+    old = {
+        (one.get("prefill"), one.get("decode")): one
+        for one in (listed if isinstance(listed, list) else ())
+        if isinstance(one, dict)
+    }
+    written, moment, nothing = [], timestamp(now), dict[str, Any]()
+    for link in links:
+        state, age = {**link.entry}, link.proof_seconds
+        written.append(state)
+        if age is None:
+            continue
+        known = old.get((state["prefill"], state["decode"]), nothing)
+        state["verifiedTime"] = known.get("verifiedTime") or moment
         if age > interval + PROOF_STANDS_SECONDS:
-            moment, told = now - age, seconds(known.get("lastProofTime"))
-            same = told is not None and abs(told - moment) < SAME_MOMENT_SECONDS
-            yield "lastProofTime", known["lastProofTime"] if same else timestamp(moment)
+            told = seconds(known.get("lastProofTime"))
+            same = told is not None and abs(told - (now - age)) < SAME_MOMENT_SECONDS
+            state["lastProofTime"] = known["lastProofTime"] if same else timestamp(now - age)
+    return written
 
 
 def failed_links(
@@ -86,10 +108,3 @@ def failed_links(
 
 def _key(pair: PairView) -> tuple[str, str]:
     return pair.prefill.name.stateful_set, pair.decode.name.stateful_set
-
-
-def _by_pair(entries: object) -> dict[tuple[object, object], Mapping[str, Any]]:
-    listed = entries if isinstance(entries, list) else ()
-    return {
-        (one.get("prefill"), one.get("decode")): one for one in listed if isinstance(one, Mapping)
-    }
