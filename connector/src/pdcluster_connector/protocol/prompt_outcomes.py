@@ -11,7 +11,7 @@ the operator shows them. All three use the rule that is written here:
 * It is no fault either if the sender asked for it: ``kv_transfer_params: {"local_prefill": true}``
   and no ticket. So `pdcluster check` and `pdcluster bench` compare with decode alone. It is then
   also computed at once, as if there was no prefill. Routers put a ticket in the place of these
-  parameters, so clients cannot say it through a router.
+  parameters. vLLM's router lets them pass if prefill gave none.
 
 Without that, a request without a ticket is a fault even if a router sent it to decode on purpose:
 the engine cannot know the purpose. Whoever runs such a router allows the share that they expect.
