@@ -19,7 +19,8 @@ from cluster.places import Places
 pytestmark = pytest.mark.helm
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "gitops.md").read_text()
-ARGO, FLUX = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+ARGO, _IGNORED, FLUX = map(yaml.safe_load, BLOCKS)
 [LUA] = ARGO["data"].values()
 [CHECK] = FLUX["spec"]["healthCheckExprs"]
 ORDER = ("inProgress", "failed", "current")  # in which Flux evaluates them; the first one counts
