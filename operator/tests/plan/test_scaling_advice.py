@@ -151,6 +151,27 @@ def test_engines_that_did_not_come_are_asked_for_again_later() -> None:
     assert rows[-1][1].outlook is Outlook.MET
 
 
+def test_only_growth_that_did_not_come_is_given_up() -> None:
+    moment = Fleet(wanted=[1, 6]).step(1.0)
+    moment = replace(moment, decode=replace(moment.decode, gap=0.029))
+    for before, after, kept in (
+        (6, 8, 8),  # all came, but an old one has died
+        (5, 7, 8),  # one was missing, and the new ones came
+        (5, 6, 7),  # one was missing, and one of two came
+        (5, 5, 6),
+        (6, 6, 6),
+    ):
+        at = replace(moment, asked=(1, 8))
+        window = [replace(at, at=0.0, wanted=(1, 6), came=(1, before))]
+        window += [replace(at, at=60.0, wanted=(1, 8), came=(1, after))]
+        now = min(after, 7)
+        window += [replace(at, at=60.0 * n, wanted=(1, 8), came=(1, now)) for n in range(2, 19)]
+        found = advise(window, goal())
+        assert (found.decode, found.outlook) == (kept, Outlook.NO_ENGINES)
+    others = [replace(one, asked=(1, 6)) for one in window]
+    assert advise(others, goal()).decode == 8, "what somebody else has set is theirs"
+
+
 def test_engines_that_came_after_all_count() -> None:
     moment = Fleet(wanted=[1, 1]).step(1.0)
     missing = [replace(moment, at=n * 60.0, wanted=(1, 4), came=(1, 1)) for n in range(17)]

@@ -177,6 +177,48 @@ def test_engines_that_never_come_are_given_up_and_said() -> None:
     assert made.cluster["spec"]["decode"]["replicas"] == 1
 
 
+@pytest.mark.parametrize("mode", ["Apply", "Advise"])
+def test_engines_whose_launchers_cannot_be_reached_have_come(mode: str) -> None:
+    made = world(mode, decode={"replicas": 6})
+    minutes(made, 5, lambda role: busy(role, gap=0.035))
+    made.engines.clear()
+    made.links.clear()
+    plans = minutes(made, 30, None, come=False)
+    assert not any(plan.scales for plan in plans)
+    assert made.cluster["status"]["scaling"]["decode"] == 6
+    is_(made, TARGETS_MET, "Unknown", "NotMeasured")
+
+
+def test_engines_that_cannot_be_measured_take_their_part_of_the_load() -> None:
+    made = world(decode={"replicas": 6})
+    minutes(made, 1, busy)
+    for name in [one for one in made.engines if ".decode." in one][:4]:
+        del made.engines[name]
+    minutes(made, 1, lambda role: busy(role, gap=0.035), come=False)
+    assert made.moments[-1].ready == (1, 6)
+    minutes(made, 20, lambda role: busy(role, gap=0.035), come=False)
+    assert made.cluster["spec"]["decode"]["replicas"] == 6
+
+
+@pytest.mark.parametrize(("replicas", "gap"), [(2, 0.024), (6, 0.035)])
+def test_an_engine_that_died_for_good_takes_no_other_one_with_it(replicas: int, gap: float) -> None:
+    """The one that goes is the last one, which may serve."""
+    made = world(decode={"replicas": replicas})
+    dead = min(one for one in made.engines if ".decode." in one)
+    number = next(n for n in made.leaders("decode") if n.logical == dead)
+
+    def die() -> None:
+        del made.engines[dead]
+        pod = made.pods[number.pod()]
+        pod["status"] = {"phase": "Pending"}
+
+    minutes(made, 5, lambda role: busy(role, gap=0.035))
+    die()
+    minutes(made, 40, lambda role: busy(role, gap=gap), come=False)
+    assert made.cluster["spec"]["decode"]["replicas"] == replicas
+    is_(made, TARGETS_MET, "False", "EnginesDidNotCome")
+
+
 def test_engines_that_load_large_weights_are_waited_for() -> None:
     made = world(decode={"replicas": 4})
     for name, report in made.engines.items():

@@ -101,7 +101,8 @@ class Moment:
     Attributes:
         at: when, in seconds of a clock that does not go back.
         wanted: (prefill, decode) engines that its objects ask for.
-        came: (prefill, decode) engines of those that run, also if they still load their weights.
+        came: (prefill, decode) engines of those that run, also if they still load their weights, or
+            if their launchers cannot be reached.
         ready: (prefill, decode) engines of those that serve.
         asked: (prefill, decode) engines that the advice before this moment asked for, where the
             operator carries it out; None where somebody else does.

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from math import ceil
+from math import ceil, inf
 
 from pdcluster_operator.api.spec.autoscaling_types import Limit
 from pdcluster_operator.plan.moments import Goal, Moment, RoleLoad
@@ -124,7 +124,8 @@ def _of_role(window: Sequence[Moment], goal: Goal, role: int, limit: Limit) -> _
         number, why = present, f"somebody else has set the number of {name} engines"
     ceiling = _ceiling(window, role)
     if ceiling is not None and number > ceiling:
-        number, outlook = ceiling, Outlook.NO_ENGINES
+        # Only growth is stopped, or given up: an engine less would be one that serves.
+        number, outlook = min(number, present, _kept(window, role)), Outlook.NO_ENGINES
         why = f"{name} engines that were asked for did not come"
     elif more > allowed.most:
         outlook, why = Outlook.BOUNDED, f"spec.autoscaling.{name}.max allows {allowed.most}"
@@ -264,8 +265,8 @@ def _is_calm(window: Sequence[Moment], goal: Goal, role: int) -> bool:
         measured = one.prefill.engines and one.decode.engines
         if not measured or one.wanted[role] != present or _is_missed(one, goal):
             return False
-        if _fewer(one, goal, role) >= present:
-            return False
+        if _fewer(one, goal, role) >= min(present, one.came[role]):
+            return False  # the one that goes may serve, and one that did not come may stay
         if _limit(one, goal) in (Limit.TRANSFER, (Limit.PREFILL, Limit.DECODE)[role]):
             return False
         if now.at - one.at >= CALM_SECONDS:
@@ -280,10 +281,29 @@ def _was_set_by_others(window: Sequence[Moment], role: int) -> bool:
         changed = one.wanted[role] != before.wanted[role]
         if one.asked is None or not changed or now - one.at >= MANUAL_SECONDS:
             continue
-        ours = [asked[role] for asked in (before.asked, one.asked) if asked is not None]
-        if one.wanted[role] not in ours:
+        if not _is_ours(before, one, role):
             return True
     return False
+
+
+def _is_ours(before: Moment, one: Moment, role: int) -> bool:
+    """Whether the operator has asked for the number of engines of a moment."""
+    return one.wanted[role] in [at.asked[role] for at in (before, one) if at.asked is not None]
+
+
+def _kept(window: Sequence[Moment], role: int) -> float:
+    """Return how many engines stay when others did not come; infinity if no growth is known.
+
+    Growth is given up as far as it did not come. Engines that were missing before it, and those
+    that came and have died, are no part of it. Numbers of others stay unless they follow advice.
+    """
+    kept, most = inf, window[-1].came[role]
+    for before, one in reversed(list(pairwise(window))):
+        most = max(most, one.came[role])
+        ours = one.asked is None or _is_ours(before, one, role)
+        if ours and one.wanted[role] > before.wanted[role]:
+            kept = min(kept, before.wanted[role] + max(0, most - before.came[role]))
+    return kept
 
 
 def _ceiling(window: Sequence[Moment], role: int) -> int | None:

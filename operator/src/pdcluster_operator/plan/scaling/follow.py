@@ -28,6 +28,7 @@ from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.moments import Bounds, Goal, Moment, RoleLoad, TransferLoad
 from pdcluster_operator.plan.objects.ownership import is_being_deleted
+from pdcluster_operator.plan.observed import pods
 from pdcluster_operator.plan.scaling.advice import MEMORY_SECONDS, Advice, Outlook, advise
 from pdcluster_operator.plan.types import Manifest, Observed, Scale
 
@@ -148,10 +149,17 @@ def _look(
     """Return this moment. Only engines that are wanted and ready are measured."""
     loads: dict[Role, list[LoadReport]] = {}
     came, ready = dict.fromkeys(Role, 0), dict.fromkeys(Role, 0)
+    by_engine = pods.pods_by_engine(observed.pods)
     for role in Role:
-        ids = [one for name in names[role] if (one := name.logical) in observed.engines]
-        serving = [one for one in ids if observed.engines[one].ready]
-        came[role], ready[role] = len(ids), len(serving)
+        told = {name.logical: observed.engines.get(name.logical) for name in names[role]}
+        # An engine whose launcher cannot be reached is judged by its pods: it may serve well.
+        nodes = cluster.spec.role(role).parallelism.nodes
+        silent = [by_engine.get(name.stateful_set, ()) for name in names[role]
+                  if told[name.logical] is None]  # fmt: skip
+        run = [own for own in silent if len(own) >= nodes and not any(map(pods.pod_trouble, own))]
+        serving = [one for one, report in told.items() if report and report.ready]
+        came[role] = len(told) - len(silent) + len(run)
+        ready[role] = len(serving) + sum(all(map(pods.is_pod_ready, own)) for own in run)
         loads[role] = [observed.loads[one] for one in serving if one in observed.loads]
     return Moment(
         at=now,
