@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
 import io
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +18,14 @@ from simulated_cluster import START, SimulatedCluster, brought_up, manifest
 
 from pdcluster_connector.protocol.launcher_documents import CanaryReport, CanaryState, LinkState
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.cli import links, output, status_view
+from pdcluster_operator.cli import links, output, status, status_view
 from pdcluster_operator.cli.diagnosis import diagnose
+from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.status_document import Engine
 from pdcluster_operator.cli.status_facts import Objects, status_of
+from pdcluster_operator.runtime.interfaces import Key
 
+KEY = Key("default", "llama")
 GOLDEN = Path(__file__).with_name("golden") / "status"
 REVISION = re.compile(r"(?<=llama-(?:decode|router)-)[a-z0-9]{5}|(?<=llama-prefill-)[a-z0-9]{5}")
 
@@ -214,6 +219,55 @@ def test_a_generation_that_was_not_seen_yet_is_said() -> None:
     facts = status_of(objects(world))
     assert "has not seen generation 2 yet" in facts.operator.message
     assert "waits until the operator sees generation 2" in facts.rollout
+    assert (facts.serves, facts.ready) == (True, False)
+    assert facts.summary == "llama serves; the operator has not seen generation 2 yet"
+
+
+def test_what_a_dead_operator_wrote_is_neither_ready_nor_a_young_proof() -> None:
+    found = objects(brought_up())
+    days = later(found)
+    facts = status_of(days)
+    assert (facts.serves, facts.ready) == (None, False)
+    [link] = links.links_of(days).links
+    assert link.proof_seconds is not None
+    assert link.proof_seconds >= 3 * 86_400
+
+
+def edited(found: Objects) -> Objects:
+    cluster = copy.deepcopy(found.cluster)
+    cluster["metadata"]["generation"] += 1
+    return changed(found, cluster=cluster)
+
+
+def later(found: Objects) -> Objects:
+    return changed(found, now=found.now + 3 * 86_400)
+
+
+@pytest.mark.parametrize(
+    ("of", "codes"),
+    [
+        (lambda found: found, (Exit.DONE, Exit.DONE, Exit.DONE)),
+        (later, (Exit.NOT_READY, Exit.NOT_READY, Exit.NOT_READY)),
+        (edited, (Exit.DONE, Exit.NOT_READY, Exit.DONE)),
+    ],
+    ids=["now", "dead operator", "unseen generation"],
+)
+def test_exit_codes_say_what_is_known_of_now(
+    monkeypatch: pytest.MonkeyPatch, of: Any, codes: tuple[Exit, Exit, Exit]
+) -> None:
+    found = of(objects(brought_up()))
+
+    async def read(*_: Any, **__: Any) -> Objects:
+        return found
+
+    monkeypatch.setattr(status, "read", read)
+    client: Any = SimpleNamespace(now=lambda: found.now)
+    once = asyncio.run(status.once(client, KEY, "text", local=False))
+    try:
+        waited = asyncio.run(status.follow(client, KEY, "text", 0.0, local=False, until_ready=True))
+    except UserError as error:
+        waited = error.exit
+    assert (once, waited, asyncio.run(links.show(client, KEY, "text", local=False))) == codes
 
 
 def test_an_engine_of_before_and_gpus_are_counted() -> None:
@@ -230,6 +284,24 @@ def test_an_engine_of_before_and_gpus_are_counted() -> None:
     facts = status_of(objects(world, pods=[*pods, old]))
     assert (facts.gpus.held, facts.gpus.waited_for) == (2 * len(engines), 2)
     assert [one.name for one in facts.engines if not one.wanted] == ["llama-decode-older-0"]
+    for pod, phase in zip(engines, ("Failed", "Succeeded"), strict=False):  # as after an eviction
+        pod["spec"]["nodeName"] = "node"
+        pod["status"] = {"phase": phase}
+    facts = status_of(objects(world, pods=[*pods, old]))
+    assert (facts.gpus.held, facts.gpus.waited_for) == (2 * len(engines) - 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [("{}-0-1: 0/3 nodes are available", 1), ("x{}-0-1: y", 0), ("{}-01: y", 0), ("", 0)],
+)
+def test_the_next_command_is_about_the_pod_that_the_message_names(said: str, number: int) -> None:
+    found = starting()
+    changes = copy.deepcopy(found.cluster)
+    entry = changes["status"]["engines"][0]
+    entry |= {"state": "Unschedulable", "message": said.format(entry["name"].removesuffix("-0"))}
+    steps = {step.reason: step for step in status_of(changed(found, cluster=changes)).next}
+    assert f"describe pods {entry['name']}-{number} " in steps["Unschedulable"].command
 
 
 def link(prefill: str, decode: str, reason: str = "") -> dict[str, str]:

@@ -32,7 +32,7 @@ at most: canaries are sent every verification.canary.intervalSeconds, and busy e
 DESCRIPTORS says how many pieces NIXL moves for a prompt of 1,000 tokens on one worker: fewer are
 better.
 
-Exit codes: 0 every link is verified; 3 one is not.
+Exit codes: 0 every link is verified; 3 one is not, or no operator works on it.
 """
 EXAMPLES = (
     ("pdcluster links llama", "all links of a PDCluster"),
@@ -106,10 +106,12 @@ def links(target: Target, output: str) -> Exit:
 
 async def show(client: KubeClient, key: Key, output: str, *, local: bool) -> Exit:
     """Print the links."""
-    facts = links_of(await status_command.read(client, key, local=local))
+    found = await status_command.read(client, key, local=local)
+    facts = links_of(found)
     outputs.show(output, facts, lambda console: print_links(console, facts))
     verified = all(link.state == "Verified" for link in facts.links) and not facts.not_shown
-    return Exit.DONE if facts.links and verified else Exit.NOT_READY
+    old = status_facts.status_of(found).operator.works is False
+    return Exit.DONE if facts.links and verified and not old else Exit.NOT_READY
 
 
 def links_of(found: status_facts.Objects) -> Links:
@@ -117,7 +119,9 @@ def links_of(found: status_facts.Objects) -> Links:
     whole, status = status_facts.status_of(found), as_mapping(found.cluster.get("status"))
     parsed = parse_cluster(found.cluster)  # an operator may be stricter than the CRD
     checks = Verification() if parsed.errors else parsed.cluster.spec.verification
-    interval = checks.canary.interval_seconds
+    # Without an operator, nobody writes down which KV moves.
+    stopped = whole.operator.works is False
+    interval = float("inf") if stopped else checks.canary.interval_seconds
     failed = {
         (one.get("prefill"), one.get("decode")): one
         for one in map(as_mapping, status.get("failedLinks") or ())
@@ -139,7 +143,7 @@ def links_of(found: status_facts.Objects) -> Links:
         said = f"{text_of(status.get('links'))} links established; an older operator wrote no more"
     elif not made:
         said = f"no link yet: {whole.summary}"
-    old = "; no operator works on it, so this may be old" if whole.operator.works is False else ""
+    old = "; no operator works on it, so this may be old" if stopped else ""
     return Links(
         name=whole.name,
         namespace=whole.namespace,

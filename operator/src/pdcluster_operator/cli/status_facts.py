@@ -4,6 +4,7 @@ The operator has written most of it into the status. Its pods say how often and 
 Lease whether an operator still works, and events what failed lately.
 """
 
+import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,21 +87,24 @@ def status_of(found: Objects) -> Status:
         if find_condition(status, kind)
     ]
     by_type = {one.type: one for one in conditions}
-    operator = _operator(found, status)
+    operator = _operator(found)
     engines, cut = _engines(found, status)
     listed = [engine for engine in engines if engine.wanted]
     available = by_type.get(ConditionType.AVAILABLE)
     serves = _truth(available.status if available else Truth.UNKNOWN)
     ready = by_type.get(ConditionType.READY)
+    unseen = _unseen_generation(cluster)
+    is_ready = bool(ready and ready.status == Truth.TRUE and not unseen)
     stuck = frozen(status, listed, found.pods)
     diagnosis = [*stuck.values(), *diagnose(status, listed)]
     failures = _failures(found, status)
     facts = Status(
         name=name,
         namespace=namespace,
-        summary=_summary(name, serves, ready, available, operator),
-        serves=serves,
-        ready=bool(ready and ready.status == Truth.TRUE),
+        summary=_summary(name, serves, ready, available, operator, unseen),
+        # What an operator wrote before it stopped says nothing of now.
+        serves=None if operator.works is False else serves,
+        ready=is_ready and operator.works is not False,
         operator=operator,
         rollout=announce(cluster).line,
         scaling=dict(as_mapping(status.get("scaling"))),
@@ -154,29 +158,38 @@ def _summary(
     ready: Condition | None,
     available: Condition | None,
     operator: Operator,
+    unseen: int,
 ) -> str:
     why = ready if ready is not None and ready.status != Truth.TRUE else available
     because = f"{why.reason}: {why.message}" if why is not None else "nothing is known yet"
     if serves and ready is not None and ready.status == Truth.TRUE:
-        said = f"{name} serves: {ready.message}"
+        said = f"{name} serves" if unseen else f"{name} serves: {ready.message}"
     elif serves:
         said = f"{name} serves, but is not Ready: {because}"
     elif serves is None:
         said = f"nobody knows whether {name} serves: {because}"
     else:
         said = f"{name} does not serve: {because}"
+    if unseen:
+        said = f"{said}; the operator has not seen generation {unseen} yet"
     if operator.works is False:
         return f"no operator works on {name}, so this may be old: {said}"
     return said
 
 
-def _operator(found: Objects, status: Mapping[str, Any]) -> Operator:
+def _unseen_generation(cluster: Manifest) -> int:
+    """Return the generation of the spec if the operator has not seen it yet; 0 if it has."""
+    generation = int(cluster["metadata"].get("generation") or 0)
+    observed = as_mapping(cluster.get("status")).get("observedGeneration") or 0
+    return generation if observed < generation else 0
+
+
+def _operator(found: Objects) -> Operator:
     """Tell an operator that is down from a PDCluster that waits."""
     if found.local:
         return Operator(works=True, message="pdcluster up works on it")
-    generation = found.cluster["metadata"].get("generation", 0)
-    observed = status.get("observedGeneration", 0)
-    behind = f"; it has not seen generation {generation} yet" if observed < generation else ""
+    unseen = _unseen_generation(found.cluster)
+    behind = f"; it has not seen generation {unseen} yet" if unseen else ""
     if not found.lease_known:
         message = f"this account may not read Leases, which say whether an operator works{behind}"
         return Operator(works=None, message=message)
@@ -249,11 +262,19 @@ def _gpus(pods: Iterable[Manifest]) -> Gpus:
         if ENGINE_LABEL not in as_mapping(seen.metadata_of(pod).get("labels")):
             continue
         spec = as_mapping(pod.get("spec"))
+        if seen.status_of(pod).get("phase") in ("Succeeded", "Failed"):
+            continue  # its node has the GPUs back
         if spec.get("nodeName"):
             held += seen.accelerators(pod)
         else:
             waited += seen.accelerators(pod)
     return Gpus(held, waited)
+
+
+def _pod_of(engine: Engine) -> str:
+    """Return the pod that the engine's message begins with; without one, its first pod."""
+    named = re.match(rf"{re.escape(engine.name)}-\d+\b", engine.message)
+    return named[0] if named else f"{engine.name}-0"
 
 
 def _failures(found: Objects, status: Mapping[str, Any]) -> list[Failure]:
@@ -297,7 +318,7 @@ def _steps(facts: Status, stuck: Container[str], *, local: bool) -> list[Step]:
             reasons.append((FROZEN, "", f"{engine.name}-0"))
         elif engine.state not in ("Ready", "Unknown"):
             message = seen.joined(engine.message, engine.ended)
-            reasons.append((engine.state, message, f"{engine.name}-0"))
+            reasons.append((engine.state, message, _pod_of(engine)))
     reasons += [
         (one.reason, one.message, "")
         for one in conditions

@@ -40,10 +40,8 @@ def print_status(console: Console, facts: Status, now: float) -> None:
 
 
 def _parts(facts: Status, now: float) -> Iterator[RenderableType]:
-    good = facts.ready and facts.operator.works is not False
-    yield Text(
-        plain(facts.summary), f"bold {'green' if good else 'yellow' if facts.serves else 'red'}"
-    )
+    colour = "green" if facts.ready else "yellow" if facts.serves else "red"
+    yield Text(plain(facts.summary), f"bold {colour}")
     for line in facts.diagnosis:
         yield Text(line, "bold")
     for name, value in _facts(facts):

@@ -83,11 +83,11 @@ def row_of(cluster: Mapping[str, Any], now: float) -> model.Row:
 
 def _mark(status: document.Status) -> model.Mark:
     """Return whether it serves. The worst reason decides how that looks."""
-    if status.ready and status.operator.works is not False:
-        return model.Mark("Ready", "good")
-    words = {True: "Serves, not Ready", False: "Does not serve", None: "Unknown"}
     if status.ready:
+        return model.Mark("Ready", "good")
+    if status.operator.works is False:
         return model.Mark("No operator", "bad")
+    words = {True: "Serves, not Ready", False: "Does not serve", None: "Unknown"}
     worst = TONES[Severity(status.next[0].severity)] if status.next else "busy"
     return model.Mark(words[status.serves], worst)
 
