@@ -100,7 +100,7 @@ def test_figures_have_three_digits(value: float, text: str) -> None:
     assert number_text(value) == text
 
 
-def some(prompts: dict[str, int], failed: int = 0) -> Bench:
+def some(prompts: dict[str, int] | None, failed: int = 0) -> Bench:
     pd, aggregated = (
         arm(PD, 2, [told([0.1], [0.02], failed)] * 2),
         arm(AGGREGATED, 2, [told([0.2], [0.04])]),
@@ -173,15 +173,29 @@ def test_the_table_has_both_arms() -> None:
         ({"transferred": 4, "recomputed/LeaseLost": 1}, 0, Exit.KV_DID_NOT_MOVE),
         ({"local/Requested": 2}, 0, Exit.KV_DID_NOT_MOVE),
         ({}, 0, Exit.KV_DID_NOT_MOVE),
+        (None, 0, Exit.REQUEST_FAILED),
         ({"transferred": 4}, 1, Exit.REQUEST_FAILED),
     ],
 )
 def test_a_benchmark_of_p_d_that_is_none_says_so(
-    prompts: dict[str, int], failed: int, code: Exit
+    prompts: dict[str, int] | None, failed: int, code: Exit
 ) -> None:
     found = some(prompts, failed)
     assert exit_of(found) is code
+    assert ("engines: not known, because" in printed(found)) is (prompts is None)
     assert ("KV did not move" in printed(found)) is (not_moved(found) > 0)
+
+
+async def test_prompts_are_counted_to_the_end_of_a_page_that_comes_in_pieces() -> None:
+    line = 'pdcluster_kv_prompts_total{outcome="transferred",reason=""}'
+    async with serving() as pair, Reach(pair.client, "default", local=False) as reach:
+        found = await find_serving(pair.client, Key("default", "tiny"))
+        pair.page = lambda _: "# HELP x\n" * 100_000 + f"{line} 7\n"  # type: ignore[method-assign]
+        assert await bench._outcomes(found, reach) == {"transferred": 7}
+        pair.page = lambda _: f"{line} NaN\n"  # type: ignore[method-assign]
+        assert await bench._outcomes(found, reach) == {}
+        pair.pods["tiny-decode-0"]["status"]["podIP"] = "127.77.255.1"  # nothing listens there
+        assert await bench._outcomes(found, reach) is None, "not read is not none"
 
 
 async def plan_of(load: Load) -> dict[str, Any]:

@@ -49,6 +49,12 @@ def test_a_page_in_another_format_says_nothing(page: str) -> None:
     assert read(page) == {}
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e308"])
+def test_a_sample_that_is_no_count_is_left_out(value: str) -> None:
+    page = f'pdcluster_kv_prompts_total{{outcome="x"}} {value}\nvllm:num_requests_waiting 3\n'
+    assert read(page) == {Sample("vllm:num_requests_waiting"): 3.0}
+
+
 def seen(*values: dict[str, float], step: float = 2.0) -> Traffic:
     history = History()
     for place, value in enumerate(values):

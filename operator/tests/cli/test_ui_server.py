@@ -17,7 +17,7 @@ from ui_objects import BLOCKED, engines, pod
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
 from pdcluster_operator.cli.exits import Exit, UserError
-from pdcluster_operator.cli.ui import readers, server
+from pdcluster_operator.cli.ui import readers, series, server
 from pdcluster_operator.cli.ui.readers import KubeReader
 from pdcluster_operator.cli.ui.server import HEADERS, STATIC, UiServer
 from pdcluster_operator.local.api_server import LocalApi
@@ -183,6 +183,28 @@ async def test_an_api_server_that_is_down_ends_nothing(
     assert "connection refused" not in html
 
 
+async def test_a_look_that_raises_is_a_banner_and_the_polls_go_on(
+    page: ShownPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await page.get(f"/?token={page.token}")
+    async with page.http.get(f"{page.base}{LLAMA}/events") as events:
+        with monkeypatch.context() as change:
+            change.setattr(series.History, "traffic", lambda _: round(float("nan")))
+            async with asyncio.timeout(10):
+                await told(events, "A fault of pdcluster ui (ValueError: cannot convert")
+        page.say("Ready", "False", "Starting", "it is back")
+        async with asyncio.timeout(10):
+            await told(events, "it is back")
+
+
+async def told(events: aiohttp.ClientResponse, words: str) -> None:
+    """Read events until one has the words."""
+    async for line in events.content:
+        if words in line.decode():
+            return
+    raise AssertionError("the events ended")
+
+
 async def test_what_this_account_may_not_read_is_a_note(
     page: ShownPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,3 +273,28 @@ async def test_metrics_of_processes_are_read_and_a_silent_one_is_named(
         "pdcluster_kv_received_bytes_total": 7.0
     }
     assert problem.startswith("llama-prefill-5d8bf-0: ")
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "said"),
+    [(200, "# HELP " + "x" * 3_000_000, "400, message:"), (307, "", "it answers 307")],
+)
+async def test_metrics_that_are_no_page_name_their_engine(
+    monkeypatch: pytest.MonkeyPatch, status: int, text: str, said: str
+) -> None:
+    from aiohttp import web
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(status=status, text=text, headers={"Location": "/other"})
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    monkeypatch.setattr(readers, "ENGINE_METRICS_PORT", runner.addresses[0][1])
+    one = pod(engines("decode", 1)[0], podIP="127.0.0.1")
+    pages, problem = await readers.gathered([one], readers.page_of_process)
+    await runner.cleanup()
+    assert pages == {}
+    assert problem.startswith(f"llama-decode-7f9c4-0: {said}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -134,6 +135,7 @@ def test_a_request_that_fails_says_where_and_why(monkeypatch: pytest.MonkeyPatch
     for response, said in (
         (web.Response(status=503, text=" no engine " + "x" * 900), "answers 503: no engine x"),
         (web.Response(text="[]"), "did not answer with a JSON object$"),
+        (web.Response(text="[" * 200_000), "/v1/completions: maximum recursion depth"),
         (web.Response(text="words"), "/v1/completions: "),
         (web.Response(text="x" * (2 << 20) + "y"), "answers with more than 2 MiB$"),
     ):
@@ -141,6 +143,51 @@ def test_a_request_that_fails_says_where_and_why(monkeypatch: pytest.MonkeyPatch
             asked(response)
         assert failed.value.exit == 4
         assert len(str(failed.value)) < 600
+
+
+async def read_from(*pieces: bytes, status: int = 200, **headers: str) -> tuple[str | None, int]:
+    """Return the metrics page of a server that sends pieces, and how many requests it got."""
+    asked = 0
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        response = web.StreamResponse(status=status, headers=headers)
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+            await asyncio.sleep(0)
+        return response
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as server, aiohttp.ClientSession() as http:
+        return await once.metrics(http, str(server.make_url("")).rstrip("/")), asked
+
+
+async def test_a_metrics_page_is_read_to_its_end_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pieces = [b"# a comment\n"] + [b"x" * 65_000 + b"\n"] * 8 + [b"last 7\n"]
+    page, _ = await read_from(*pieces)
+    assert page == b"".join(pieces).decode()
+    assert await read_from(b"", status=200) == ("", 1), "read, and empty"
+    assert await read_from(b"last 7\n", status=503) == (None, 1)
+    assert await read_from(b"", status=307, Location="/elsewhere") == (None, 1)
+    monkeypatch.setattr(once, "MAX_ANSWER", 1 << 10)
+    assert await read_from(b"x" * 1025) == (None, 1)
+
+
+def test_a_prompt_follows_no_redirect() -> None:
+    elsewhere = web.Response(status=307, headers={"Location": "/metrics"})
+    with pytest.raises(UserError, match="/v1/completions answers 307: "):
+        asked(elsewhere)
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "1e999", "1.1.1"])
+def test_a_counter_that_is_no_number_counts_nothing(value: str) -> None:
+    answer, _ = asked(web.json_response({}), (counter("1e3"), counter(value)))
+    assert answer.received == 0
 
 
 CONDITIONS = (

@@ -22,13 +22,13 @@ from rich.text import Text
 from pdcluster_connector.protocol.prompt_outcomes import LOCAL_PARAMETER, is_fault
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.api.object_names import ENGINE_METRICS_PORT, HTTP_PORT, ROUTER_PORT
-from pdcluster_operator.cli import bench_figures as figures, engine_metrics, output
+from pdcluster_operator.cli import bench_figures as figures, engine_metrics, once, output
 from pdcluster_operator.cli.bench_figures import AGGREGATED, PD, number_text
 from pdcluster_operator.cli.columns import Columns
 from pdcluster_operator.cli.commands import Command, Target, duration, positive, target_or_run
 from pdcluster_operator.cli.connection import with_cluster
 from pdcluster_operator.cli.exits import Exit, UserError
-from pdcluster_operator.cli.reach import Pod, Reach, Serving, find_serving
+from pdcluster_operator.cli.reach import Reach, Serving, find_serving
 from pdcluster_operator.runtime.interfaces import Key
 
 DETAILS = """\
@@ -49,7 +49,8 @@ Ctrl-C. On a Kubernetes cluster the requests go through forwarded ports, as with
 which adds its own time to both arms: compare the arms there, and measure in a pod of the cluster
 for numbers to publish.
 
-Exit codes: 3 no router or engine is ready; 4 requests failed; 5 the KV cache of P/D did not move;
+Exit codes: 3 no router or engine is ready; 4 requests failed, or
+an engine's metrics were not read; 5 the KV cache of P/D did not move;
 6 vLLM is missing.
 """
 EXAMPLES = (
@@ -63,7 +64,6 @@ LINE = 256 << 20
 """The most bytes of one run's result: 10,000 requests of 1,000 tokens."""
 MOST = {"requests": 10_000, "rounds": 50, "input-tokens": 1_000_000, "output-tokens": 100_000}
 SUFFIXES = (".svg", ".png")
-END_SECONDS = 5.0
 KEY_OF_THE_CLIENT = "OPENAI_API_KEY"
 """The variable in which vLLM's client expects an API key."""
 
@@ -169,7 +169,7 @@ async def run(
         input_tokens=load.input_tokens,
         output_tokens=load.output_tokens,
         arms=measured,
-        prompts=dict(after - before),
+        prompts=None if before is None or after is None else dict(after - before),
         problem=problem or (errors and unreached) or next(iter(errors), ""),
     )
     for file in files:
@@ -307,24 +307,20 @@ def _last_line(log: BinaryIO) -> str:
     return lines[-1][:300] if lines else "it said nothing"
 
 
-async def _outcomes(serving: Serving, reach: Reach) -> Counter[str]:
-    """Return how many prompts decode engines have counted, by outcome and reason."""
+async def _outcomes(serving: Serving, reach: Reach) -> Counter[str] | None:
+    """Return how many prompts decode engines have counted, by outcome and reason.
+
+    None if the metrics of one were not read.
+    """
     total: Counter[str] = Counter()
-    timeout = aiohttp.ClientTimeout(total=END_SECONDS)
-    async with aiohttp.ClientSession(timeout=timeout) as http:
-        texts = await asyncio.gather(*(_page(http, reach, pod) for pod in serving.decode))
+    urls = [await reach.url(pod, ENGINE_METRICS_PORT) for pod in serving.decode]
+    async with aiohttp.ClientSession() as http:
+        texts = await asyncio.gather(*(once.metrics(http, url) for url in urls))
     for text in texts:
+        if text is None:
+            return None
         total += engine_metrics.read_outcomes(text)
     return total
-
-
-async def _page(http: aiohttp.ClientSession, reach: Reach, pod: Pod) -> str:
-    url = await reach.url(pod, ENGINE_METRICS_PORT)
-    try:
-        async with http.get(f"{url}/metrics") as answer:
-            return (await answer.content.read(LINE)).decode(errors="replace")
-    except (TimeoutError, aiohttp.ClientError, OSError):
-        return ""
 
 
 def _draw(file: Path, found: figures.Bench) -> None:
@@ -339,13 +335,15 @@ def _draw(file: Path, found: figures.Bench) -> None:
 def not_moved(found: figures.Bench) -> int:
     """Return how many prompts decode computed although prefill should have."""
     return sum(
-        count for name, count in found.prompts.items() if is_fault(*name.partition("/")[::2])
+        count
+        for name, count in (found.prompts or {}).items()
+        if is_fault(*name.partition("/")[::2])
     )
 
 
 def exit_of(found: figures.Bench) -> Exit:
     """Return how the command ends."""
-    if any(arm.failed for arm in found.arms):
+    if found.prompts is None or any(arm.failed for arm in found.arms):
         return Exit.REQUEST_FAILED
     moved = found.prompts.get("transferred", 0)
     return Exit.DONE if moved and not not_moved(found) else Exit.KV_DID_NOT_MOVE
@@ -370,8 +368,11 @@ def show(console: Console, found: figures.Bench) -> None:
     table.add("engines", *(str(one.engines) for one in found.arms))
     table.add("failed", *(f"{one.failed} of {one.requests}" for one in found.arms))
     console.print(table)
-    outcomes = ", ".join(f"{count:,} {name}" for name, count in sorted(found.prompts.items()))
-    console.print(Text(f"\nprompts on decode engines: {outcomes or 'not known'}"))
+    counts = sorted((found.prompts or {}).items())
+    outcomes = ", ".join(f"{count:,} {name}" for name, count in counts) or "none"
+    if found.prompts is None:
+        outcomes = "not known, because the metrics of a decode engine were not read"
+    console.print(Text(f"\nprompts on decode engines: {outcomes}"))
     if found.way != "direct":
         console.print(
             Text("the requests went through forwarded ports, which take time in both arms")

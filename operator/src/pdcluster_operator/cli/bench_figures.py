@@ -42,7 +42,10 @@ class Arm(msgspec.Struct, rename="camel", kw_only=True):
 
 
 class Bench(msgspec.Struct, rename="camel", kw_only=True):
-    """The whole result. ``prompts``: what became of them on decode, by outcome and reason."""
+    """The whole result. ``prompts``: what became of them on decode, by outcome and reason.
+
+    They are null if the metrics of a decode engine were not read.
+    """
 
     name: str
     namespace: str
@@ -55,7 +58,7 @@ class Bench(msgspec.Struct, rename="camel", kw_only=True):
     input_tokens: int
     output_tokens: int
     arms: list[Arm]
-    prompts: dict[str, int]
+    prompts: dict[str, int] | None
     problem: str = ""
 
 

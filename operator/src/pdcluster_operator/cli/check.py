@@ -51,12 +51,10 @@ EXAMPLES = (
     ("pdcluster check llama - < prompt.txt", "a long prompt of yours"),
 )
 MAX_PROMPT = 4 << 20
-MAX_PAGE = 16 << 20
 MOST_ENGINES = 16
 """Metrics of so many engines a role are read. With more, phases are left out."""
 SETTLE_SECONDS = 5.0
 LOOK_SECONDS = 0.1
-PAGE_SECONDS = 10.0
 
 
 @click.command(cls=Command, document=facts.Check, help=DETAILS, examples=EXAMPLES)
@@ -148,7 +146,14 @@ class Prompt:
             ours = await self._generate(http, router)
             whole = time.monotonic() - began
             after = await self._settled(http, before)
-            prefill, decode = ((before[role], after[role]) for role in ("prefill", "decode"))
+            prefill, decode = (_read_twice(before[role], after[role]) for role in before)
+            if not ours.path and len(decode[0]) < len(serving.decode):
+                raise UserError(
+                    "nothing says whether KV moved: the answer has no kv_path, and the metrics of "
+                    f"{len(serving.decode) - len(decode[0])} of {len(serving.decode)} decode "
+                    "engines were not read; see the engines' logs, and send the prompt again",
+                    Exit.REQUEST_FAILED,
+                )
             received = engine_metrics.received(*map(_sum, decode))
             seen = (engine_metrics.busy(*prefill), engine_metrics.busy(*decode))
             path = facts.kv_path(ours.path, received, *seen)
@@ -197,18 +202,12 @@ class Prompt:
             pages[role] = {
                 pod.engine: engine_metrics.read_page(text)
                 for pod, text in zip(read, texts, strict=True)
+                if text is not None
             }
         return pages
 
-    async def _page(self, http: aiohttp.ClientSession, pod: Pod) -> str:
-        """Return the metrics of one engine; empty if it does not answer."""
-        url = await self._reach.url(pod, ENGINE_METRICS_PORT)
-        timeout = aiohttp.ClientTimeout(total=PAGE_SECONDS)
-        try:
-            async with http.get(f"{url}/metrics", timeout=timeout) as answer:
-                return (await answer.content.read(MAX_PAGE)).decode(errors="replace")
-        except (TimeoutError, aiohttp.ClientError, OSError):
-            return ""
+    async def _page(self, http: aiohttp.ClientSession, pod: Pod) -> str | None:
+        return await once.metrics(http, await self._reach.url(pod, ENGINE_METRICS_PORT))
 
     async def _settled(
         self, http: aiohttp.ClientSession, before: dict[str, dict[str, Page]]
@@ -224,6 +223,14 @@ class Prompt:
             if counted_by_all or time.monotonic() > deadline:
                 return after
             await asyncio.sleep(LOOK_SECONDS)
+
+
+def _read_twice(
+    before: dict[str, Page], after: dict[str, Page]
+) -> tuple[dict[str, Page], dict[str, Page]]:
+    """Leave out engines of one page: the difference would be all that they ever counted."""
+    both = before.keys() & after.keys()
+    return {one: before[one] for one in before if one in both}, {one: after[one] for one in both}
 
 
 def _sum(pages: Mapping[str, Page]) -> Page:

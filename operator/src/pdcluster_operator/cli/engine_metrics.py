@@ -29,6 +29,9 @@ NAMES = (
     RECEIVE_SECONDS,
 )
 
+MOST_VALUE = 1e18
+"""No count, size or time of an engine gets there."""
+
 Page = Mapping[tuple[str, str], float]
 """Values by name and ``phase`` (empty for most), over all data-parallel ranks."""
 
@@ -61,12 +64,21 @@ def read_outcomes(text: str) -> Counter[str]:
 
 
 def _samples(text: str, wanted: set[str]) -> list[Sample]:
-    lines = (line for line in text.splitlines() if line.partition("{")[0].split(" ")[0] in wanted)
+    return samples(
+        line for line in text.splitlines() if line.partition("{")[0].split(" ")[0] in wanted
+    )
+
+
+def samples(lines: Iterable[str]) -> list[Sample]:
+    """Return the samples of lines in Prometheus' format; none if they are in another one.
+
+    NaN, and what is too large to be summed, is left out.
+    """
     try:
         families = list(text_string_to_metric_families("\n".join(lines) + "\n"))
-    except ValueError:
+    except (ValueError, KeyError, IndexError):
         return []
-    return [sample for family in families for sample in family.samples]
+    return [one for family in families for one in family.samples if abs(one.value) < MOST_VALUE]
 
 
 def between(before: Page, after: Page, name: str, phase: str = "") -> Mean | None:
@@ -93,7 +105,8 @@ def received(before: Page, after: Page) -> int:
 
 def busy(before: Mapping[str, Page], after: Mapping[str, Page]) -> list[str]:
     """Return the engines on which a request ended between two looks."""
-    return [name for name in before if between(before[name], after[name], REQUEST_SECONDS)]
+    both = [name for name in before if name in after]
+    return [name for name in both if between(before[name], after[name], REQUEST_SECONDS)]
 
 
 def _grown(before: Page, after: Page, key: tuple[str, str]) -> float:

@@ -1,24 +1,21 @@
 """``pdcluster up --once``: one prompt through the router, and the path of its KV cache."""
 
 import asyncio
-import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.protocol.api_key import headers
 from pdcluster_operator.api.object_names import short
-from pdcluster_operator.cli import exits
+from pdcluster_operator.cli import engine_metrics, exits
 
 TIMEOUT_SECONDS = 120.0
 MAX_ANSWER = 16 << 20
-RECEIVED = re.compile(
-    r"^pdcluster_kv_received_bytes_total(?:\{[^}]*\})? ([0-9.eE+]+)$", re.MULTILINE
-)
+PAGE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +73,7 @@ async def ask(
         str(choice.get("text", "")),
         int((document.get("usage") or {}).get("completion_tokens") or 0),
         path if isinstance(path, Mapping) else {},
-        int(after - before),
+        sum(engine_metrics.received(before[one], after[one]) for one in before if one in after),
     )
 
 
@@ -117,31 +114,49 @@ async def post(
     """Return the JSON object that answers; raises :class:`exits.UserError` if there is none."""
     problem, data = f" answers with more than {MAX_ANSWER >> 20} MiB", b""
     try:
-        async with http.post(url, json=body, headers=sent) as answer:
-            try:
-                await answer.content.readexactly(MAX_ANSWER + 1)
-            except asyncio.IncompleteReadError as whole:
-                problem, data = "", whole.partial
+        async with http.post(url, json=body, headers=sent, allow_redirects=False) as answer:
+            if (whole := await _whole(answer)) is not None:
+                problem, data = "", whole
         if not problem and answer.status != 200:
             problem = f" answers {answer.status}: {data.decode(errors='replace').strip()[:500]}"
-        document = None if problem else json.loads(data)
+        document = None if problem else msgspec.json.decode(data)
         if isinstance(document, dict):
             return document
         problem = problem or " did not answer with a JSON object"
     except TimeoutError:
         problem = f" did not answer within {TIMEOUT_SECONDS:.0f} s: see the engines' logs"
-    except (aiohttp.ClientError, OSError, ValueError) as error:
+    except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
         problem = f": {error}"
     raise exits.UserError(f"{url}{problem}", exits.Exit.REQUEST_FAILED)
 
 
-async def _received(http: aiohttp.ClientSession, urls: Iterable[str]) -> float:
-    """Return the bytes that decode engines have received. One that does not answer counts as 0."""
-    total = 0.0
-    for url in urls:
-        try:
-            async with http.get(f"{url}/metrics", timeout=aiohttp.ClientTimeout(total=5)) as answer:
-                total += sum(float(value) for value in RECEIVED.findall(await answer.text()))
-        except (TimeoutError, aiohttp.ClientError, OSError):
-            continue
-    return total
+async def _whole(answer: aiohttp.ClientResponse) -> bytes | None:
+    """Return the body up to its end; None if it has more than 16 MiB."""
+    try:
+        await answer.content.readexactly(MAX_ANSWER + 1)
+    except asyncio.IncompleteReadError as whole:
+        return whole.partial
+    return None
+
+
+async def metrics(http: aiohttp.ClientSession, url: str) -> str | None:
+    """Return the whole metrics page of an engine; None if it was not read.
+
+    Args:
+        url: base URL of the port that has it.
+    """
+    timeout = aiohttp.ClientTimeout(total=PAGE_SECONDS)
+    try:
+        async with http.get(f"{url}/metrics", timeout=timeout, allow_redirects=False) as answer:
+            page = await _whole(answer) if answer.status == 200 else None
+    except (TimeoutError, aiohttp.ClientError, OSError):
+        return None
+    return None if page is None else page.decode(errors="replace")
+
+
+async def _received(
+    http: aiohttp.ClientSession, urls: Iterable[str]
+) -> dict[str, engine_metrics.Page]:
+    """Return what decode engines have counted, by URL, without those that do not answer."""
+    texts = {url: await metrics(http, url) for url in urls}
+    return {url: engine_metrics.read_page(text) for url, text in texts.items() if text is not None}

@@ -84,16 +84,20 @@ class Board:
 
     async def _look(self) -> None:
         """Read and render. What cannot be read any more keeps its last state, under a banner."""
-        problem = ""
         try:
             found = await (self._list() if self._key is None else self._cluster(self._key))
-            problem = "" if found or not self._context else "It is gone: somebody deleted it."
-            self._context = found or self._context
+            gone = "" if found or not self._context else "It is gone: somebody deleted it."
+            self._show(found or self._context, gone)
         except ApiError as error:
-            problem = f"The API server: {error}"
+            self._show(self._context, f"The API server: {error}")
+        except Exception as error:  # noqa: BLE001 - else the poll ends, and the page stays as it is
+            self._show(self._context, f"A fault of pdcluster ui ({type(error).__name__}: {error}).")
         self._read = time.monotonic()
-        if self._context or problem:
-            self.sections = self._render({**self._context, "problem": problem, "now": time.time()})
+
+    def _show(self, context: dict[str, Any], problem: str) -> None:
+        if context or problem:
+            self.sections = self._render({**context, "problem": problem, "now": time.time()})
+        self._context = context
 
     async def _list(self) -> dict[str, Any]:
         clusters, more = await self._reader.clusters()

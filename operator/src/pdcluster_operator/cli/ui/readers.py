@@ -6,6 +6,7 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 
 from pdcluster_operator.adapters.api_server.client import OK, KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.kinds import EVENT, LEASE, PDCLUSTER, POD
@@ -167,12 +168,12 @@ async def page_of_process(pod: Mapping[str, Any]) -> AsyncGenerator[bytes, None]
 
 async def _lines(url: str) -> AsyncGenerator[bytes, None]:
     try:
-        async with aiohttp.ClientSession() as http, http.get(url) as answer:
+        async with aiohttp.ClientSession() as http, http.get(url, allow_redirects=False) as answer:
             if answer.status != OK:
                 raise ValueError(f"it answers {answer.status}")
             async for line in answer.content:
                 yield line
-    except (ValueError, aiohttp.ClientError, OSError) as error:
+    except (ValueError, aiohttp.ClientError, HttpProcessingError, OSError) as error:
         raise Unanswered(str(error) or type(error).__name__) from error
 
 

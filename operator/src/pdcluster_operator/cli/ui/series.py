@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from prometheus_client.parser import text_string_to_metric_families
+from pdcluster_operator.cli.engine_metrics import samples
 
 KEPT = 90
 """So many readings of each engine are kept: three minutes, at one in two seconds."""
@@ -51,18 +51,12 @@ def is_read(line: str) -> bool:
 def reading_of(lines: Iterable[str]) -> Reading:
     """Return the samples of a page's lines; none if they are not in Prometheus' format."""
     found: dict[Sample, float] = {}
-    try:
-        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
-            for one in family.samples:
-                label = "/".join(
-                    one.labels[name]
-                    for name in ("phase", "outcome", "reason")
-                    if name in one.labels
-                )
-                key = Sample(one.name, label)
-                found[key] = found.get(key, 0.0) + one.value
-    except (ValueError, KeyError, IndexError):
-        return {}
+    for one in samples(lines):
+        label = "/".join(
+            one.labels[name] for name in ("phase", "outcome", "reason") if name in one.labels
+        )
+        key = Sample(one.name, label)
+        found[key] = found.get(key, 0.0) + one.value
     return found
 
 
