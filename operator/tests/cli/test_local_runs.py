@@ -27,9 +27,9 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_of(base: Path, cluster: str, hour: int, pid: int, *, opened: bool = True) -> Path:
     folder = base / f"{cluster}-20261127-{hour:02}0000-{pid}"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, mode=0o700)
     if opened:
-        (folder / runs.KUBECONFIG).touch()
+        (folder / runs.KUBECONFIG).touch(mode=0o600)
     os.utime(folder, (hour, hour))
     return folder
 
@@ -68,6 +68,21 @@ def test_a_new_run_removes_old_ones_that_ended(base: Path) -> None:
     new = runs.new_run_folder("tiny")
     left = {one.name for one in base.iterdir()}
     assert left == {one.name for one in (*ended[-(runs.KEPT_RUNS - 1) :], going_on, new)}
+
+
+def test_a_run_that_somebody_else_may_have_planted_is_not_found(base: Path) -> None:
+    ours = run_of(base, "tiny", 1, os.getpid())
+    run_of(base, "tiny", 2, os.getpid()).chmod(0o777)
+    (run_of(base, "tiny", 3, os.getpid()) / runs.KUBECONFIG).chmod(0o620)
+    (base / f"tiny-20991231-000000-{os.getpid()}").symlink_to(ours)
+    if os.geteuid() == 0:
+        os.chown(run_of(base, "tiny", 4, os.getpid()), 65534, 65534)
+    assert runs.find_run("tiny").folder == ours
+
+
+def test_nobody_else_can_look_into_a_run(base: Path) -> None:
+    folder = runs.new_run_folder("tiny")
+    assert [one.stat().st_mode & 0o777 for one in (folder, base)] == [0o700, 0o700]
 
 
 def test_a_command_reaches_the_run_that_is_named(

@@ -8,9 +8,14 @@ import io
 import random
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from kubernetes.aio.client import Configuration
 from rich.console import Console
 
 import virtual_time
+from pdcluster_operator.adapters.api_server import client
+from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.cli import logs
 from pdcluster_operator.cli.logs import Line, Part, Printer, Source, merged, sortable, sources_of
 from pdcluster_operator.runtime.interfaces import ApiError, Key
@@ -96,13 +101,13 @@ class Answer:
 
 
 async def read(
-    answer: Answer, request: str = "", *, probes: bool = False
+    answer: Answer, request: str = "", *, probes: bool = False, source: Source = ONE
 ) -> tuple[list[Line], list[str]]:
     said: list[str] = []
     part, key = Part(None, None, False, request, probes), Key("ns", "tiny")
     limit = asyncio.Semaphore(1)
-    read = logs._read(answer, key, ONE, part, limit, said.append)  # type: ignore[arg-type]
-    return await read, said
+    read = logs._read(answer, key, source, part, limit, said.append)  # type: ignore[arg-type]
+    return list(await read), said
 
 
 async def test_lines_of_one_request_and_lines_without_a_time() -> None:
@@ -129,6 +134,41 @@ async def test_memory_is_bounded_and_what_is_left_out_is_said(
     assert said == ["one-0: only its last 10 lines are shown"]
     lines, _ = await read(Answer(b"x" * 100_000))
     assert len(lines[0].text) == logs.LONGEST
+
+
+async def test_the_memory_of_long_lines_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = b"\xff" * logs.LONGEST  # each byte that is no UTF-8 becomes a wider character
+    answer = Answer(*(str(n).encode() + long + b"\n" for n in range(50)))
+    said: list[str] = []
+    kept = await logs._read(
+        answer, Key("ns", "tiny"), ONE, Part(None, None, False, ""),  # type: ignore[arg-type]
+        asyncio.Semaphore(1), said.append, 10 * 3 * logs.LONGEST,
+    )  # fmt: skip
+    assert 10 <= len(kept) < 20
+    assert kept[-1].text.startswith("49")
+    assert said == [f"one-0: only its last {len(kept)} lines are shown"]
+
+
+async def test_a_line_that_is_too_long_is_said_and_what_came_before_is_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "HALF_A_LINE", 4096)
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=b"first\n" + b"x" * 10_000 + b"\nlast\n")
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    configuration = Configuration()
+    async with TestServer(app) as server:
+        configuration.host = str(server.make_url("")).rstrip("/")
+        async with KubeClient(configuration) as real:
+            for source in (ONE, ONE._replace(former=True)):
+                lines, said = await read(real, source=source)  # type: ignore[arg-type]
+                assert [line.text for line in lines] == ["first"]
+                [complaint] = said
+                assert complaint.startswith(f"{source.label}: GET ")
+                assert complaint.endswith("a line is longer than 8,192 bytes")
 
 
 async def test_a_log_that_cannot_be_read_hides_no_other() -> None:

@@ -11,10 +11,23 @@ import jsonschema
 import msgspec
 import pytest
 import yaml
+from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 
-from pdcluster_operator.cli import output
-from pdcluster_operator.cli.main import COMMANDS, main, pdcluster
+from pdcluster_operator.cli import (
+    check_facts,
+    doctor,
+    fabric_probe,
+    output,
+    rollout,
+    status_facts,
+    status_view,
+    view,
+)
+from pdcluster_operator.cli.exits import Exit, UserError
+from pdcluster_operator.cli.main import COMMANDS, _say, main, pdcluster
+from pdcluster_operator.runtime.interfaces import Key
 
 
 def every_command() -> list[tuple[str, ...]]:
@@ -125,3 +138,71 @@ def test_text_has_colours_in_a_terminal_unless_somebody_minds(
     assert all(line[:8].isspace() and line[8] != " " for line in rest)
     assert len(rest) == (2 if terminal else 0)
     assert not terminal or max(map(len, (first, *rest))) <= 40
+
+
+EVIL = "\x1b]0;pwned\x07\x1b[2J\x1b]52;c;ZXZpbA==\x1b\\\x9b2J\r"
+CLUSTER: dict = {"metadata": {"name": "a", "namespace": "n", "generation": 1}, "spec": {}}
+
+
+def of_doctor(console: Console) -> None:
+    pod = {"status": {"containerStatuses": [{"state": {"terminated": {"message": EVIL}}}]}}
+    row = fabric_probe.failed_row(fabric_probe.ProbeError(fabric_probe._ended(pod)["error"]))
+    doctor._print(console, doctor.Doctor("Cluster", 1, (row,)))
+
+
+def of_status(console: Console) -> None:
+    event = {"regarding": {"name": "a"}, "type": "Warning", "reason": EVIL, "note": EVIL,
+             "eventTime": "2026-11-27T00:00:00.000000Z"}  # fmt: skip
+    objects = status_facts.Objects({**CLUSTER, "status": {}}, [], None, True, [event], 1e9)
+    status_view.print_status(console, status_facts.status_of(objects), 1e9)
+
+
+def of_a_live_table(console: Console) -> None:
+    with Live(console=console, transient=True) as live:
+        live.update(view.pods_table([view.PodLine("n", "r", "a", "Died", EVIL, None, 0)]))
+
+
+def of_check(console: Console) -> None:
+    path = check_facts.kv_path({"outcome": "local", "reason": EVIL}, 0, ["p"], ["d"])
+    console.print(Text(f"KV path: {path}{EVIL}"))
+
+
+def of_rollout(_: Console) -> None:
+    progressing = {"type": "Progressing", "status": "True", "reason": "Replacing",
+                   "message": EVIL, "lastTransitionTime": "2026-11-27T00:00:00Z"}  # fmt: skip
+    status = {"observedGeneration": 1, "conditions": [progressing]}
+    found = rollout.announce({**CLUSTER, "status": status})
+    rollout._show("text", False, Key("n", "a"), found)
+
+
+SINKS = {
+    "doctor": of_doctor,
+    "probe": lambda _: doctor._say(EVIL),
+    "status": of_status,
+    "live table": of_a_live_table,
+    "lines of up": lambda console: view.View(console, plain=True).say(EVIL),
+    "check": of_check,
+    "rollout": of_rollout,
+    "error": lambda _: _say(UserError(EVIL, Exit.MACHINE)),
+    "table": lambda console: console.print(view.conditions_table([view.Condition(*[EVIL] * 4)])),
+}
+
+
+@pytest.mark.parametrize("sink", SINKS)
+def test_what_others_write_cannot_change_the_terminal(
+    sink: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    written = Terminal()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{name}", written)
+    for name, value in {"TERM": "xterm", "COLUMNS": "200"}.items():
+        monkeypatch.setenv(name, value)
+    SINKS[sink](output.console())
+    text = written.getvalue()
+    assert "pwned" in text
+    for bad in ("\x1b]", "\x07", "\x1b[2J", "\x1b\\", "\x9b"):
+        assert bad not in text

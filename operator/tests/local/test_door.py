@@ -108,7 +108,7 @@ async def test_nothing_is_written(tmp_path: Path, api: LocalApi) -> None:
     assert api.list("Pod") == before
 
 
-@pytest.mark.parametrize("sent", [None, "", "Bearer x", "Bearer é", "Basic x"])
+@pytest.mark.parametrize("sent", [None, "", "Bearer x", "Bearer é", "Basic x", "Bearer \udcff"])
 async def test_whoever_lacks_the_token_reads_nothing(
     tmp_path: Path, api: LocalApi, sent: str | None
 ) -> None:
@@ -120,6 +120,17 @@ async def test_whoever_lacks_the_token_reads_nothing(
             async with http.get(url, headers=headers, ssl=False) as answer:
                 assert answer.status == 401
                 assert "one" not in await answer.text()
+
+
+async def test_a_fault_of_ours_is_an_answer_and_no_line_in_the_terminal(
+    tmp_path: Path, api: LocalApi, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(tmp_path, api) as (client, door):
+        door._api = None  # type: ignore[assignment]
+        with pytest.raises(ApiError, match="AttributeError") as error:
+            await client.call("GET", POD.path("ns"))
+    assert error.value.reason == "InternalError"
+    assert caplog.text == ""
 
 
 async def test_the_kubeconfig_is_for_this_user_and_goes_with_the_run(

@@ -11,6 +11,8 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from pdcluster_operator.cli.output import plain
+
 GAP = 2
 INDENT = 2
 LEAST_TEXT = 24
@@ -32,7 +34,7 @@ class Columns:
 
     def add(self, *cells: str | Text) -> None:
         """Add a row; one cell for each header."""
-        self._rows.append([cell if isinstance(cell, Text) else Text(cell) for cell in cells])
+        self._rows.append([_clean(cell) for cell in cells])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield one :class:`rich.text.Text` a line."""
@@ -65,6 +67,11 @@ class Columns:
         short = text.copy()
         short.truncate(width, overflow="ellipsis")
         return [short]
+
+
+def _clean(cell: str | Text) -> Text:
+    """Return what is printed: its width counts."""
+    return Text(plain(cell)) if isinstance(cell, str) else Text(plain(cell.plain), cell.style)
 
 
 def _padded(row: Sequence[Text], widths: Sequence[int]) -> Iterator[Text]:

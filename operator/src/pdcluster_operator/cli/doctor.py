@@ -130,7 +130,7 @@ def _accepted(file: str, document: Any) -> Cluster:
 
 
 def _say(line: str) -> None:
-    click.echo(f"probe: {line}", err=True)
+    click.echo(output.plain(f"probe: {line}"), err=True)
 
 
 def _show(form: str, about: str, rows: list[Row], probe: Probe | None = None) -> Exit:

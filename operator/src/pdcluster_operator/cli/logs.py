@@ -3,7 +3,9 @@
 import asyncio
 import heapq
 import re
+import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -42,6 +44,8 @@ ROLES = ("prefill", "decode", "router")
 COMPONENT = "app.kubernetes.io/component"
 OURS = (ENGINE_CONTAINER, ROUTER_CONTAINER)
 MOST_PODS = 256
+MOST_BYTES = 256 * 1024 * 1024
+"""Of memory for the lines of all logs. Each log has an equal share."""
 AT_ONCE = 16
 """So many logs are read at once, unless they are followed."""
 TAIL = 1000
@@ -80,6 +84,11 @@ class Line(NamedTuple):
     time: str
     source: Source
     text: str
+
+    @property
+    def size(self) -> int:
+        """The bytes of memory that it takes."""
+        return sum(map(sys.getsizeof, (self, self.time, self.text)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +174,8 @@ async def show(client: KubeClient, key: Key, part: Part, roles: Sequence[str]) -
         await Follower(client, key, roles, part, complain).run(printer)
     else:
         limit = asyncio.Semaphore(AT_ONCE)
-        read = (_read(client, key, source, part, limit, complain) for source in sources)
+        each = MOST_BYTES // len(sources)
+        read = (_read(client, key, source, part, limit, complain, each) for source in sources)
         for line in merged(await asyncio.gather(*read)):
             printer.print(line)
     if complaints and not printer.printed:
@@ -231,20 +241,24 @@ async def _read(
     part: Part,
     limit: asyncio.Semaphore,
     complain: Complain,
-) -> list[Line]:
+    most_bytes: int = MOST_BYTES,
+) -> Sequence[Line]:
     """Read one log as a whole. Its end counts if it is longer than is kept."""
-    kept: list[Line] = []
+    kept: deque[Line] = deque()
+    size, left_out = 0, False
     async with limit:
         try:
             async for line in lines_of(client, key, source, part):
                 kept.append(line)
-                if len(kept) >= 2 * MOST_LINES:
-                    del kept[:MOST_LINES]
+                size += line.size
+                while size > most_bytes or len(kept) > MOST_LINES:
+                    size -= kept.popleft().size
+                    left_out = True
         except ApiError as error:
             _refused(source, error, complain)
-    if len(kept) > MOST_LINES:
-        complain(f"{source.label}: only its last {MOST_LINES:,} lines are shown")
-    return kept[-MOST_LINES:]
+    if left_out:
+        complain(f"{source.label}: only its last {len(kept):,} lines are shown")
+    return kept
 
 
 MOST_LINES = 20_000
@@ -253,7 +267,8 @@ MOST_LINES = 20_000
 
 def _refused(source: Source, error: ApiError, complain: Complain) -> None:
     # A pod goes at any time, and the former log of a container with it.
-    if not (isinstance(error, NotFound) or source.former):
+    gone = isinstance(error, NotFound) or (source.former and error.reason != "LineTooLong")
+    if not gone:
         complain(f"{source.label}: {error}")
 
 

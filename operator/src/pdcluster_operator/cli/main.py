@@ -183,7 +183,9 @@ def _say(error: Exception) -> int:
         code, said = Exit.MACHINE, f"error: {NO_LOCAL_MODE}"
     else:
         raise error
-    print(said, file=sys.stderr)
+    from pdcluster_operator.cli.output import plain
+
+    print(plain(said), file=sys.stderr)
     return int(code)
 
 

@@ -8,15 +8,27 @@ and everything else that a command says then goes to standard error.
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
 API_VERSION = "cli.pdcluster.dev/v1"
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class CleanConsole(Console):
+    """Prints texts of others, too: what they hold cannot change the terminal."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Yield the parts; those that rich itself makes to move the cursor stay as they are."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else plain(text), style, control)
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -25,7 +37,7 @@ def console(*, stderr: bool = False) -> Console:
     In a terminal, lines are broken between words; in a pipe, they stay whole.
     """
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, highlight=False, soft_wrap=not stream.isatty())
+    return CleanConsole(file=stream, highlight=False, soft_wrap=not stream.isatty())
 
 
 def hanging(console: Console, label: str | Text, body: Text) -> None:
@@ -41,6 +53,8 @@ def hanging(console: Console, label: str | Text, body: Text) -> None:
 
 def plain(text: str) -> str:
     """Return a text without colours, and without what else could change a terminal."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() or c in "\t\n" else "?" for c in COLOUR.sub("", text))
 
 

@@ -241,7 +241,7 @@ async def go_back(client: KubeClient, key: Key, *, dry_run: bool) -> Exit:
     await change_spec(client, live, found.spec, dry_run=dry_run)
     note = " (dry run: nothing was written)" if dry_run else ""
     print(f"{OBJECT}/{key.name} rolled back{note}")
-    print(f"changed: {', '.join(found.fields)}")
+    print(outputs.plain(f"changed: {', '.join(found.fields)}"))
     for role, revision in found.revisions.items():
         print(f"{role}: engines of revision {revision}")
     return _done(live)
@@ -279,7 +279,7 @@ def _show(output: str, watch: bool, key: Key, found: Announcement) -> None:
     outputs.show(
         output,
         Rollout(key.namespace, key.name, state, found.line),
-        lambda _: print(f'PDCluster "{key.name}": {found.line}', flush=True),
+        lambda _: print(outputs.plain(f'PDCluster "{key.name}": {found.line}'), flush=True),
         one_of_many=watch,
     )
 

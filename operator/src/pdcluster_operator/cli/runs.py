@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,14 +31,15 @@ class Run(NamedTuple):
 def new_run_folder(cluster: str) -> Path:
     """Make a folder for logs and volumes in the user's cache; remove those of old, ended runs."""
     base = _base()
-    base.mkdir(parents=True, exist_ok=True)
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
     finished = sorted(
-        (run for run in base.iterdir() if not _lives(run)), key=lambda run: run.stat().st_mtime
+        (run for run in base.iterdir() if _is_ours(run) and not _lives(run)),
+        key=lambda run: run.stat().st_mtime,
     )
     for run in finished[: max(0, len(finished) - KEPT_RUNS + 1)]:
         shutil.rmtree(run, ignore_errors=True)
     folder = base / f"{cluster}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     return folder
 
 
@@ -77,8 +79,18 @@ def _reachable() -> Iterator[Run]:
     """Yield each run that has opened its door and has not ended."""
     for kubeconfig in _base().glob(f"*/{KUBECONFIG}"):
         folder = kubeconfig.parent
-        if _lives(folder):
+        if _is_ours(folder) and _is_ours(kubeconfig) and _lives(folder):
             yield Run(folder.name.rsplit("-", 3)[0], folder)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether nobody else wrote it: the cache may be shared, and a kubeconfig can run programs."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:  # the run has ended
+        return False
+    shared = stat.S_ISLNK(found.st_mode) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return found.st_uid == os.geteuid() and not shared
 
 
 def _lives(run: Path) -> bool:

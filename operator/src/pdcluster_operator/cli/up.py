@@ -155,6 +155,8 @@ def run(options: Options) -> Exit:
     )
     with views.View(console, plain=options.plain) as view:
         logging.basicConfig(level=logging.WARNING, handlers=[_ToView(view)], force=True)
+        # Anybody on this machine can send a request that is none.
+        logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
         local = local_cluster.LocalCluster(folder, connector, view.say)
         return asyncio.run(UpRun(options, cluster, view, local, folder).main(document))
 

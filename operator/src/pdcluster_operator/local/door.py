@@ -109,7 +109,7 @@ class Door:
         )
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        sent = request.headers.get("Authorization", "").encode()
+        sent = request.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(sent, f"Bearer {self._token}".encode()):
             return refusal(401, "Unauthorized", "the token is not that of this run")
         if request.method != "GET":
@@ -119,6 +119,8 @@ class Door:
             return await self._read(request)
         except ValueError as error:
             return refusal(400, "BadRequest", str(error))
+        except Exception as error:  # noqa: BLE001 - else aiohttp would log it
+            return refusal(500, "InternalError", type(error).__name__)
 
     async def _read(self, request: web.Request) -> web.StreamResponse:
         found = PATH.fullmatch(request.path)

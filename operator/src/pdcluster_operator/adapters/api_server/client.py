@@ -50,22 +50,18 @@ limit 275 (``operator/tests/adapters/test_overloaded_server.py``)."""
 JSON = "application/json"
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
-NO_ANSWER, OK = 0, 200
-NOT_FOUND, CONFLICT, INVALID, TOO_MANY = 404, 409, 422, 429
+NO_ANSWER, OK, NOT_FOUND, CONFLICT, INVALID, TOO_MANY = 0, 200, 404, 409, 422, 429
 TERMINATING = "NamespaceTerminating"
 LEVELS = 200
-"""What is deeper is cut off, in a document that cannot be read otherwise.
-
-The deepest field that Kubernetes knows is not half as deep, so it refuses what remains of a field.
-"""
+"""What is deeper is cut off, in a document that cannot be read otherwise. The deepest field that
+Kubernetes knows is not half as deep, so it refuses what remains of a field."""
 SHORTEST, LONGEST = 0.5, 10.0
 """Bounds of the seconds that a server may ask for."""
 MOST_PATIENCE = 30.0
 """How long one call waits in all. Each refusal of another call makes it wait longer.
 
 If a webhook refuses all objects of one kind, the status has to say so within a minute
-(``operator/tests/adapters/test_overloaded_server.py``).
-"""
+(``operator/tests/adapters/test_overloaded_server.py``)."""
 SPREAD = 0.5
 """Calls that waited together are sent within this share of the time that was asked for."""
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
@@ -181,6 +177,9 @@ class KubeClient:
                     raise classified(response.status, _document(await response.read()))
                 async for line in response.content:
                     yield line
+        except aiohttp.http_exceptions.HttpProcessingError as error:
+            said = f"GET {path}: a line is longer than {2 * HALF_A_LINE:,} bytes"
+            raise interfaces.ApiError("LineTooLong", said) from error
         except (TimeoutError, ValueError, aiohttp.ClientError, OSError) as error:
             said = str(error) or type(error).__name__
             raise interfaces.ApiError("ApiServerUnreachable", f"GET {path}: {said}") from error
