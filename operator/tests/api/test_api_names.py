@@ -15,6 +15,7 @@ from pdcluster_operator.api.object_names import (
     is_connector_name,
     is_group_of,
     name_errors,
+    namespace_errors,
     role_selector,
     start_group_name,
 )
@@ -30,6 +31,10 @@ def test_the_longest_name_of_a_cluster_leaves_room_for_kubernetes_own_words() ->
     assert message.startswith("has 35 characters; 34 are allowed")
     assert "at most 34" in remedy
     assert len(list(name_errors("C" * 35))) == 2, "both at once"
+    assert list(name_errors(12)) == [("must be text", "Write it in quotes.")]
+    assert list(namespace_errors("n" * 63)) == []
+    for namespace in (7, "", "n" * 64, "a/b", "-a", "A"):
+        assert len(list(namespace_errors(namespace))) == 1
     name = EngineName("ns", longest, Role.PREFILL, "abcde", 999)
     assert len(name.stateful_set) == 52, "Kubernetes makes a label of 63 characters of it"
 

@@ -21,6 +21,7 @@ import pytest
 from played_server import Answer, kubeconfig, serving, status
 
 from pdcluster_operator.adapters.api_server import client, kubeconfig as connecting
+from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER
 from pdcluster_operator.cli.commands import Command
 from pdcluster_operator.cli.main import COMMANDS, main, pdcluster
 
@@ -261,8 +262,75 @@ def test_ctrl_c_while_it_waits(
     assert (printed.out, printed.err) == ("", "")
 
 
+@pytest.mark.parametrize("name", ["", "a/b", "..", "x?y", "Tiny"])
+@every_name
+def test_a_name_that_no_pdcluster_can_have_asks_nothing(
+    words: tuple[str, ...], name: str, ended: Callable[..., tuple[int, str]]
+) -> None:
+    with serving(clusters_of("tiny")) as server:
+        code, said = ended(tuple(name if one == "tiny" else one for one in words), server.url)
+    assert (code, server.asked) == (2, [])
+    assert f"for NAME: {name!r} " in said
+
+
+@pytest.mark.parametrize("namespace", ["", "a/b", "..", "x?y"])
+@every_line
+def test_a_namespace_that_cannot_be_asks_nothing(
+    words: tuple[str, ...], namespace: str, ended: Callable[..., tuple[int, str]]
+) -> None:
+    with serving(clusters_of("tiny")) as server:
+        code, said = ended((*words, "-n", namespace), server.url)
+    assert (code, server.asked) == (2, [])
+    assert f"{namespace!r} must be 1 to 63 lower-case letters" in said
+
+
+def test_the_page_of_no_pdcluster_is_not_that_of_all(ended: Callable[..., tuple[int, str]]) -> None:
+    assert ended(("ui", ""))[0] == ended(("ui", "", "--local"))[0] == 2
+
+
+def test_a_path_quotes_what_a_kubeconfig_names() -> None:
+    path = PDCLUSTER.path("a/b?", "x/../y")
+    assert path.endswith("/namespaces/a%2Fb%3F/pdclusters/x%2F..%2Fy")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("until: 2026-02-30", "day is out of range for month"),
+        (f"seed: {'1' * 4301}", "4300 digits"),
+        ("on: !!bool perhaps", "perhaps"),
+        ("at: !!timestamp soon", ""),
+        ("n: !!int ''", ""),
+    ],
+)
+def test_a_value_that_yaml_cannot_make(
+    line: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.yaml").write_text(Path(EXAMPLE).read_text())
+    (file := tmp_path / "b.yaml").write_text(f"{line}\n")
+    assert main(["lint", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert f"{file} is not YAML: a date, a number or a tag" in text
+    assert says in text
+    assert "write text in quotes" in text
+
+
 @every_report
-@pytest.mark.parametrize("answer", [forbidden, expired, broken, lambda *_: (404, "none")])
+@pytest.mark.parametrize("answer", [expired, broken, lambda *_: (200, "<html>"), None])
+def test_no_report_without_an_api_server(
+    command: str,
+    answer: Callable[[str, str], Answer] | None,
+    ended: Callable[..., tuple[int, str]],
+) -> None:
+    with serving(answer or forbidden) as server:
+        url = server.url if answer else "http://127.0.0.1:1"
+        code, said = ended((command,), url)
+    assert code == 4
+    assert said.startswith("error: the API server: ")
+
+
+@every_report
+@pytest.mark.parametrize("answer", [forbidden])
 def test_a_report_of_a_bad_day(
     command: str,
     answer: Callable[[str, str], Answer],

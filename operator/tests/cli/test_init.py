@@ -173,6 +173,13 @@ def test_what_is_missing_is_named_when_nobody_can_be_asked() -> None:
         run(*FLAGS, "--gpus", "1")
 
 
+@pytest.mark.parametrize("option", ["--itl-ms", "--ttft-ms", "--link-gb"])
+def test_nan_is_no_number(option: str) -> None:
+    done = CliRunner().invoke(init, [option, "nan"])
+    assert done.exit_code == 2
+    assert "is not a number" in done.output
+
+
 def test_a_file_that_exists_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     assert run(*FLAGS, "--output-file", str(file)) == ("", "")

@@ -32,13 +32,17 @@ CONNECTOR_LENGTH = 16
 """Digits of a connector's digest in a name."""
 
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_DNS_1123 = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _SHARED_CONNECTOR = re.compile(rf"pdcluster-connector-[0-9a-f]{{{CONNECTOR_LENGTH}}}")
 
 
 def name_errors(name: object) -> Iterator[tuple[str, str]]:
     """Yield (message, remedy) of each error in a cluster's name."""
-    if not isinstance(name, str) or not name:
+    if name is None or name == "":
         yield "is missing", "Give the cluster a name."
+        return
+    if not isinstance(name, str):
+        yield "must be text", "Write it in quotes."
         return
     if not _DNS_1035.fullmatch(name):
         message = "must start with a letter and hold only lower-case letters, digits and hyphens"
@@ -46,6 +50,15 @@ def name_errors(name: object) -> Iterator[tuple[str, str]]:
     if len(name) > NAME_LIMIT:
         message = f"has {len(name)} characters; {NAME_LIMIT} are allowed: pods' names contain it"
         yield message, f"Choose a name of at most {NAME_LIMIT} characters."
+
+
+def namespace_errors(namespace: object) -> Iterator[tuple[str, str]]:
+    """Yield (message, remedy) of the error in a namespace's name, if it has one."""
+    if not isinstance(namespace, str):
+        yield "must be text", "Write it in quotes."
+    elif not _DNS_1123.fullmatch(namespace):
+        message = "must be 1 to 63 lower-case letters, digits and hyphens, with no hyphen at an end"
+        yield message, "Name a namespace of the cluster."
 
 
 @dataclass(frozen=True, slots=True, order=True)

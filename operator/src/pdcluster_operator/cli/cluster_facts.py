@@ -15,6 +15,7 @@ from pdcluster_operator.runtime.interfaces import ApiError
 MOST_NODES, MOST = "5000", "500"
 SECONDS, MOST_REVIEW_SECONDS = 15.0, 30.0
 OURS = {"labelSelector": "app.kubernetes.io/part-of=pdcluster"}
+FORBIDDEN = ("Forbidden", "Http403")
 QUESTIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "version": ("/version", {}),
     "nodes": ("/api/v1/nodes", {"limit": MOST_NODES}),
@@ -42,7 +43,16 @@ OPERATOR = ("list pdcluster.dev/pdclusters", "patch pdcluster.dev/pdclusters/sta
 async def gather(
     client: KubeClient, namespace: str, cluster: Cluster | None, operator_class: str | None
 ) -> ClusterFacts:
-    """Ask everything side by side, each question for ``SECONDS`` at most."""
+    """Ask everything side by side, each question for ``SECONDS`` at most.
+
+    Raises:
+        ApiError: the API server does not answer at all. What it forbids is unknown.
+    """
+    try:
+        await client.call("GET", "/version")
+    except ApiError as error:
+        if error.reason not in FORBIDDEN:
+            raise
     claims: Mapping[str, tuple[str, Mapping[str, str]]] = {
         f"claim {name}": (f"/api/v1/namespaces/{{namespace}}/persistentvolumeclaims/{name}", {})
         for name in claims_of(cluster)

@@ -6,6 +6,7 @@ below them, and no word is cut.
 
 import functools
 import importlib
+import math
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 from click.shell_completion import CompletionItem
+
+from pdcluster_operator.api.object_names import name_errors, namespace_errors
 
 NARROW = 60
 """In a narrower terminal, an explanation stands below what it explains."""
@@ -169,8 +172,34 @@ class Target:
     local: bool = False
 
 
+class Namespace(click.ParamType[str, str]):
+    """The name of a namespace. An empty one would address all of them."""
+
+    name = "namespace"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Refuse what no namespace can have as its name."""
+        for message, _ in namespace_errors(value):
+            self.fail(f"{value!r} {message}", param, ctx)
+        return value
+
+
+class Finite(click.FloatRange):
+    """A number within bounds. ``nan`` is within all of Click's bounds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuse what is no number."""
+        if not math.isfinite(number := super().convert(value, param, ctx)):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
+
+
 namespace_option = click.option(
-    "-n", "--namespace", metavar="NAMESPACE", help="default: the one of the context"
+    "-n",
+    "--namespace",
+    type=Namespace(),
+    metavar="NAMESPACE",
+    help="default: the one of the context",
 )
 context_option = click.option(
     "--context", metavar="CONTEXT", help="of the kubeconfig; default: its current one"
@@ -187,6 +216,16 @@ def _complete_name(
     return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
+def check_name(name: str, *, local: bool = False) -> None:
+    """Refuse a NAME that no PDCluster can have: an empty one would address all of them.
+
+    With ``local``, it may be a run's folder.
+    """
+    for message, _ in name_errors(name):
+        if not (local and name):
+            raise click.BadParameter(f"{name!r} {message}", param_hint="NAME")
+
+
 def target(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the argument NAME and the options that say where the PDCluster is.
 
@@ -198,6 +237,7 @@ def target(command: Callable[..., Any]) -> Callable[..., Any]:
     @context_option
     @functools.wraps(command)
     def with_target(name: str, namespace: str | None, context: str | None, **options: Any) -> Any:
+        check_name(name, local=bool(options.get("local")))
         return command(target=Target(name, namespace, context), **options)
 
     return with_target

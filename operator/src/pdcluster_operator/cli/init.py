@@ -18,7 +18,7 @@ from pdcluster_operator.api.schema.crd import to_yaml
 from pdcluster_operator.api.spec.engine_types import SharedEngine
 from pdcluster_operator.api.spec.resources import GPU_RESOURCE
 from pdcluster_operator.cli import model_shape, sizing
-from pdcluster_operator.cli.commands import Command
+from pdcluster_operator.cli.commands import Command, Finite
 from pdcluster_operator.cli.exits import Exit, UserError
 
 GIB = 1 << 30
@@ -247,7 +247,7 @@ ASKED: dict[str, tuple[str, click.ParamType[Any, str]]] = {
     "fabric": ("Fabric between the nodes", click.Choice(list(sizing.FABRICS))),
 }
 TOKENS = click.IntRange(1, 100_000_000)
-MILLISECONDS = click.FloatRange(0.001, 3_600_000)
+MILLISECONDS = Finite(0.001, 3_600_000)
 
 
 # fmt: off
@@ -260,7 +260,7 @@ MILLISECONDS = click.FloatRange(0.001, 3_600_000)
 @click.option("--nodes", type=click.IntRange(1, 10_000), default=1, show_default=True,
               help="how many nodes have these GPUs")
 @click.option("--fabric", type=ASKED["fabric"][1], help="what KV moves over")
-@click.option("--link-gb", type=click.FloatRange(0.001, 10_000), metavar="GB/S",
+@click.option("--link-gb", type=Finite(0.001, 10_000), metavar="GB/S",
               help="a measured rate of the fabric; `pdcluster doctor --probe` measures it")
 @click.option("--prompt-tokens", type=TOKENS, default=4096, show_default=True,
               help="tokens of a long prompt")

@@ -94,7 +94,7 @@ def read_documents(file: str) -> list[Document]:
         raise UserError(f"{file} is larger than {MAX_BYTES >> 20} MiB", Exit.MANIFEST)
     try:
         bodies = list(yaml.safe_load_all(data))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except Exception as error:  # `2026-02-30` raises ValueError, `!!bool x` KeyError, and so on
         hint = "; render templates first, and lint what comes out" if b"{{" in data else ""
         said = f"{file} is not YAML: {_first_problem(error)}{hint}"
         raise UserError(said, Exit.MANIFEST) from error
@@ -158,4 +158,7 @@ def _first_problem(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    if not isinstance(error, yaml.YAMLError | UnicodeDecodeError | RecursionError):
+        said = f"a date, a number or a tag has a value that does not exist ({error})"
+        return f"{said}; write text in quotes"
     return str(error).splitlines()[0]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from pdcluster_operator.api import object_names
 from pdcluster_operator.api.object_names import KIND as CLUSTER_KIND
@@ -45,10 +46,10 @@ class Kind:
         parts = ["", "apis", self.group] if self.group else ["", "api"]
         parts.append(self.version)
         if namespace is not None:
-            parts += ["namespaces", namespace]
+            parts += ["namespaces", quote(namespace, safe="")]
         parts.append(self.plural)
         if name is not None:
-            parts.append(name)
+            parts.append(quote(name, safe=""))
         return "/".join(parts)
 
 

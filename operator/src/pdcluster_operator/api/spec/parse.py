@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Rule, did_you_mean, quoted, shown
-from pdcluster_operator.api.object_names import API_VERSION, KIND, name_errors
+from pdcluster_operator.api.object_names import API_VERSION, KIND, name_errors, namespace_errors
 from pdcluster_operator.api.spec import fields as spec_fields, pod_templates, resources
 from pdcluster_operator.api.spec.autoscaling_types import EngineBounds
 from pdcluster_operator.api.spec.engine_types import EngineOverride, Model, ModelSource, RoleSpec
@@ -64,8 +64,7 @@ def parse_cluster(manifest: object) -> ParseResult:
     if not isinstance(metadata, Mapping):
         metadata = {}
     name = metadata.get("name")
-    for message, remedy in name_errors(name):
-        reader.error("metadata.name", name, Rule.NAME_UNUSABLE, message, remedy)
+    _check_names(reader, name, metadata.get("namespace"))
     if "spec" not in manifest:
         reader.error("spec", "", Rule.REQUIRED, "is missing", "Give at least spec.model.source.")
     spec = reader.read_object(Spec, manifest.get("spec", {}), "spec")
@@ -78,6 +77,14 @@ def parse_cluster(manifest: object) -> ParseResult:
         spec=spec,
     )
     return ParseResult(cluster, tuple(reader.errors[:MAX_ERRORS]))
+
+
+def _check_names(reader: "Reader", name: object, namespace: object) -> None:
+    for message, remedy in name_errors(name):
+        reader.error("metadata.name", name, Rule.NAME_UNUSABLE, message, remedy)
+    if namespace is not None:
+        for message, remedy in namespace_errors(namespace):
+            reader.error("metadata.namespace", namespace, Rule.NAME_UNUSABLE, message, remedy)
 
 
 def _text(value: object) -> str:

@@ -11,7 +11,7 @@ from pdcluster_operator.adapters.api_server.kubeconfig import (
     find_configuration,
     namespace_of_context,
 )
-from pdcluster_operator.cli.commands import Command, context_option, namespace_option
+from pdcluster_operator.cli.commands import Command, check_name, context_option, namespace_option
 from pdcluster_operator.cli.connection import connected, read_named
 from pdcluster_operator.cli.exits import Exit
 from pdcluster_operator.cli.runs import find_run
@@ -66,6 +66,8 @@ def ui(
     """Serve the page until Ctrl-C."""
     if local and context is not None:
         raise click.UsageError("--local and --context name two different places")
+    if name is not None:
+        check_name(name, local=local)
     run = find_run(name or "") if local else None
     kubeconfig = run.kubeconfig if run else None
     own = namespace or namespace_of_context(context, kubeconfig)
