@@ -111,6 +111,35 @@ def ended(
     return run
 
 
+@pytest.mark.parametrize(
+    ("text", "context", "says"),
+    [
+        (None, (), "set KUBECONFIG"),
+        ("\n", (), "it is empty"),
+        ("", ("--context", "there"), "it is empty"),
+        (None, ("--context", "their"), "it has no context 'their'; there are: there"),
+    ],
+)
+def test_a_kubeconfig_says_what_it_lacks(
+    text: str | None,
+    context: tuple[str, ...],
+    says: str,
+    ended: Callable[..., tuple[int, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = kubeconfig(tmp_path, "http://127.0.0.1:1")
+    if not context:
+        file.unlink()
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setenv("KUBECONFIG", str(file))
+    code, said = ended(("status", "tiny", *context))
+    assert code == 6
+    assert says in said
+    assert ("ServiceAccount" in said) is (text is None and not context)
+
+
 @every_line
 @pytest.mark.parametrize("kind", ["missing", "folder", "garbage", "no context"])
 def test_a_kubeconfig_that_cannot_be_used(

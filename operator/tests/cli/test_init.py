@@ -180,6 +180,13 @@ def test_nan_is_no_number(option: str) -> None:
     assert "is not a number" in done.output
 
 
+def test_a_file_without_a_name_is_refused() -> None:
+    flags = ["--model", "qwen2.5-7b", "--gpus", "8", "--gpu-type", "L40S-48GB", "--fabric", "none"]
+    done = CliRunner().invoke(init, [*flags, "--output-file", ""])
+    assert isinstance(done.exception, UserError)
+    assert str(done.exception) == "--output-file is empty: name a file"
+
+
 def test_a_file_that_exists_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     assert run(*FLAGS, "--output-file", str(file)) == ("", "")

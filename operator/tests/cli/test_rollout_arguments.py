@@ -86,9 +86,9 @@ UP = up_command.Options("f", None, 32, 900, None, plain=False, ui=False)
         (("plan", "f", "-o", "steps"), ("show_plan", "f", "text")),
         (("plan", "f", "-o", "yaml"), ("show_plan", "f", "yaml")),
         (("up", "f"), ("run", UP)),
-        (("up", "f", "--once", "p", "--max-tokens", "1", "--timeout", "2", "--model-dir", "/m",
+        (("up", "f", "--once", "p", "--max-tokens", "1", "--timeout", "2m", "--model-dir", "/m",
           "--plain"),
-         ("run", up_command.Options("f", "p", 1, 2, Path("/m"), plain=True, ui=False))),
+         ("run", up_command.Options("f", "p", 1, 120, Path("/m"), plain=True, ui=False))),
     ],
 )  # fmt: skip
 def test_each_command_line_calls_what_it_says(

@@ -346,6 +346,8 @@ def _write(text: str, file: str | None) -> None:
     if file is None:
         sys.stdout.write(text)
         return
+    if not file:
+        raise UserError("--output-file is empty: name a file", Exit.USAGE)
     try:
         with Path(file).open("x", encoding="utf-8") as opened:
             opened.write(text)

@@ -24,7 +24,7 @@ from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Cluster, Visibility
 from pdcluster_operator.cli import lint, manifests, once, output, plan, view as views
-from pdcluster_operator.cli.commands import Command, positive
+from pdcluster_operator.cli.commands import Command, duration, positive
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.runs import new_run_folder
 from pdcluster_operator.local import cluster as local_cluster
@@ -71,7 +71,7 @@ class Options:
     file: str
     once: str | None
     max_tokens: int
-    timeout: int
+    timeout: float
     model_dir: Path | None
     plain: bool
     ui: bool
@@ -94,10 +94,10 @@ class Options:
 )
 @click.option(
     "--timeout",
-    type=positive,
-    default=900,
-    metavar="SECONDS",
-    help="with --once: give up if not Ready by then (default 900)",
+    type=duration,
+    default="15m",
+    metavar="DURATION",
+    help="with --once: give up if not Ready after this time, such as 90s or 30m (default 15m)",
 )
 @click.option(
     "--model-dir",

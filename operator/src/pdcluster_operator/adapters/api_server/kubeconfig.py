@@ -1,6 +1,7 @@
 """Where the API server is, and who asks: a pod's ServiceAccount, or a kubeconfig."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.request import getproxies
 
@@ -38,7 +39,8 @@ async def find_configuration(
             config.load_incluster_config(  # type: ignore[no-untyped-call]
                 client_configuration=configuration
             )
-        elif any(one.expanduser().exists() for one in map(Path, filter(None, files.split(":")))):
+        elif found := [one for one in _paths(files) if one.exists()]:
+            _check(found, context)
             await config.load_kube_config(  # type: ignore[no-untyped-call]
                 config_file=files, context=context, client_configuration=configuration
             )
@@ -46,7 +48,9 @@ async def find_configuration(
             raise FileNotFoundError("there is no such file")
     except Exception as error:  # a file may be anything, and the library raises anything then
         named, why = ACCOUNT if in_pod else files, " ".join(str(error).split())
-        remedy = "run in a pod with a ServiceAccount, or set KUBECONFIG"
+        remedy = "correct it, or set KUBECONFIG to another file"
+        if in_pod or isinstance(error, FileNotFoundError):
+            remedy = "run in a pod with a ServiceAccount, or set KUBECONFIG"
         raise NotConnected(f"cannot reach the API server: {named}: {why}; {remedy}") from error
     return configuration
 
@@ -62,6 +66,23 @@ def namespace_of_context(context: str | None, kubeconfig: str | None = None) -> 
         return str(chosen.get("namespace") or DEFAULT_NAMESPACE)
     except Exception:  # noqa: BLE001 - a file may be anything; who connects says what is wrong
         return own_namespace() or DEFAULT_NAMESPACE
+
+
+def _paths(files: str) -> list[Path]:
+    return [Path(one).expanduser() for one in files.split(":") if one]
+
+
+def _check(files: Sequence[Path], context: str | None) -> None:
+    """Raise ValueError if kubeconfigs are empty, or lack a context. The library says neither."""
+    if all(one.is_file() and not one.read_bytes().strip() for one in files):
+        raise ValueError("this is no kubeconfig: it is empty")
+    if context is not None:
+        known, _ = config.list_kube_config_contexts(  # type: ignore[no-untyped-call]
+            ":".join(map(str, files))
+        )
+        names = [str(one["name"]) for one in known]
+        if context not in names:
+            raise ValueError(f"it has no context {context!r}; there are: {', '.join(names)}")
 
 
 def _files(kubeconfig: str | None) -> str:
