@@ -336,6 +336,30 @@ def test_a_load_that_goes_up_and_down_causes_few_writes() -> None:
     assert writes(made, 240, wild) <= 24
 
 
+def test_near_a_limit_the_advice_is_as_steady_as_the_condition() -> None:
+    made = world("Advise", decode={"replicas": 2})
+    minutes(made, 5, busy)
+    said = set()
+    for minute in range(20):
+        gap = 0.041 if minute % 2 else 0.039
+        assert writes(made, 1, lambda role, gap=gap: busy(role, gap=gap)) == 0 or minute < 2
+        said.add(made.cluster["status"]["scaling"]["decode"])
+    assert said == {2}
+    is_(made, TARGETS_MET, "True", "TargetsMet")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("amounts", [
+    {"requests": 1e-320, "busy_seconds": 60}, {"running": 1e-320, "waiting": 1e18},
+    {"receives": 1e-320, "receive_seconds": 1e18, "gaps": 1e-320, "gap_seconds": 1e18},
+])  # fmt: skip
+def test_no_load_stops_a_plan(role: str, amounts: dict[str, float]) -> None:
+    made = world()
+    odd = LoadReport(1, **amounts)
+    minutes(made, 8, lambda one: odd if one == role else busy(one), come=False)
+    jsonschema.validate(json.loads(json.dumps(made.cluster)), SCHEMA)
+
+
 def test_what_is_remembered_is_bounded() -> None:
     made = world()
     for _ in range(120):

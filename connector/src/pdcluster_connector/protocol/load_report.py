@@ -33,7 +33,7 @@ class LoadReport(Struct, frozen=True, omit_defaults=True):
         received_bytes: of KV.
     """
 
-    seconds: Annotated[float, Meta(gt=0, le=86_400)]
+    seconds: Annotated[float, Meta(ge=1, le=86_400)]
     busy_seconds: Sum = 0.0
     tokens: Sum = 0.0
     requests: Sum = 0.0

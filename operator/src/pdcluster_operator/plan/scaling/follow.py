@@ -35,6 +35,8 @@ from pdcluster_operator.plan.types import Manifest, Observed, Scale
 LOOK_SECONDS = 60.0
 """A launcher tells the load of the last minute, and the operator reads it once a minute."""
 RENEW_SECONDS = 600.0
+SMALLEST, LARGEST = 1e-9, 1e20
+"""What is less than the one was not measured, and nothing is more than the other."""
 DIFFERENT = 0.25
 """By this share a measured value has to change before it is written again."""
 
@@ -104,12 +106,12 @@ def follow(
     advice = advise(window, goal)
     steps, words = _steps(observed, moment, advice) if applies else ((), "")
     verdict = _verdict(advice, words)
-    if last is not None and last.outlook is not advice.outlook and before:
-        # Only what was seen twice is said: near a limit, each minute may say something else.
-        old = find_condition(status, ConditionType.SCALING_TARGETS_MET)
-        if old:
-            verdict = Verdict(Status(old["status"]), old["reason"], old["message"])
     fields = _fields(before, advice, moment, now)
+    new = last is not None and last.outlook is not advice.outlook
+    old = find_condition(status, ConditionType.SCALING_TARGETS_MET)
+    if new and old and before and not steps and _is_allowed(before, goal):
+        # Only what was seen twice is said: near a limit, each minute may say something else.
+        verdict, fields = Verdict(Status(old["status"]), old["reason"], old["message"]), before
     return Scaling(window, fields, verdict, steps, LOOK_SECONDS)
 
 
@@ -179,14 +181,14 @@ def role_load(reports: Iterable[LoadReport]) -> RoleLoad:
     reports = tuple(reports)
     return RoleLoad(
         engines=len(reports),
-        busy=sum(min(1.0, one.busy_seconds / one.seconds) for one in reports),
-        tokens=sum(one.tokens / one.seconds for one in reports),
-        requests=sum(one.requests / one.seconds for one in reports),
+        busy=_sum(min(1.0, one.busy_seconds / one.seconds) for one in reports),
+        tokens=_sum(one.tokens / one.seconds for one in reports),
+        requests=_sum(one.requests / one.seconds for one in reports),
         first_token=_mean(reports, "first_token_seconds", "requests"),
         gap=_mean(reports, "gap_seconds", "gaps"),
-        running=sum(one.running for one in reports),
-        waiting=sum(one.waiting for one in reports),
-        kv=sum(one.kv for one in reports),
+        running=_sum(one.running for one in reports),
+        waiting=_sum(one.waiting for one in reports),
+        kv=_sum(one.kv for one in reports),
     )
 
 
@@ -194,16 +196,22 @@ def transfer_load(decodes: Iterable[LoadReport]) -> TransferLoad:
     """Return what decode engines received, of their reports."""
     decodes = tuple(decodes)
     return TransferLoad(
-        rate=sum(one.received_bytes / one.seconds for one in decodes),
+        rate=_sum(one.received_bytes / one.seconds for one in decodes),
         seconds=_mean(decodes, "receive_seconds", "receives"),
-        in_flight=sum(one.receive_seconds / one.seconds for one in decodes),
+        in_flight=_sum(one.receive_seconds / one.seconds for one in decodes),
     )
 
 
 def _mean(reports: Iterable[LoadReport], total: str, number: str) -> float:
     reports = tuple(reports)
-    count: float = sum(getattr(one, number) for one in reports)
-    return sum(getattr(one, total) for one in reports) / count if count else 0.0
+    count = _sum(getattr(one, number) for one in reports)
+    return _sum(getattr(one, total) for one in reports) / count if count else 0.0
+
+
+def _sum(values: Iterable[float]) -> float:
+    """Return a sum with which one can reckon: none so small or large that a quotient overflows."""
+    found = sum(values)
+    return min(found, LARGEST) if found >= SMALLEST else 0.0
 
 
 def _steps(observed: Observed, moment: Moment, advice: Advice) -> tuple[tuple[Scale, ...], str]:
