@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from math import ceil, inf
+from math import ceil
 
 from pdcluster_operator.api.spec.autoscaling_types import Limit
 from pdcluster_operator.plan.moments import Goal, Moment, RoleLoad
@@ -125,7 +125,7 @@ def _of_role(window: Sequence[Moment], goal: Goal, role: int, limit: Limit) -> _
     ceiling = _ceiling(window, role)
     if ceiling is not None and number > ceiling:
         # Only growth is stopped, or given up: an engine less would be one that serves.
-        number, outlook = min(number, present, _kept(window, role)), Outlook.NO_ENGINES
+        number, outlook = min(number, _kept(window, role)), Outlook.NO_ENGINES
         why = f"{name} engines that were asked for did not come"
     elif more > allowed.most:
         outlook, why = Outlook.BOUNDED, f"spec.autoscaling.{name}.max allows {allowed.most}"
@@ -291,13 +291,13 @@ def _is_ours(before: Moment, one: Moment, role: int) -> bool:
     return one.wanted[role] in [at.asked[role] for at in (before, one) if at.asked is not None]
 
 
-def _kept(window: Sequence[Moment], role: int) -> float:
-    """Return how many engines stay when others did not come; infinity if no growth is known.
+def _kept(window: Sequence[Moment], role: int) -> int:
+    """Return how many engines stay when others did not come: all, if no growth is known.
 
     Growth is given up as far as it did not come. Engines that were missing before it, and those
     that came and have died, are no part of it. Numbers of others stay unless they follow advice.
     """
-    kept, most = inf, window[-1].came[role]
+    kept, most = window[-1].wanted[role], window[-1].came[role]
     for before, one in reversed(list(pairwise(window))):
         most = max(most, one.came[role])
         ours = one.asked is None or _is_ours(before, one, role)

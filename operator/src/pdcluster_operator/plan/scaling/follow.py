@@ -109,7 +109,7 @@ def follow(
     fields = _fields(before, advice, moment, now)
     new = last is not None and last.outlook is not advice.outlook
     old = find_condition(status, ConditionType.SCALING_TARGETS_MET)
-    if new and old and before and not steps and _is_allowed(before, goal):
+    if new and old and before and _is_allowed(before, goal):
         # Only what was seen twice is said: near a limit, each minute may say something else.
         verdict, fields = Verdict(Status(old["status"]), old["reason"], old["message"]), before
     return Scaling(window, fields, verdict, steps, LOOK_SECONDS)
