@@ -42,6 +42,7 @@ def calls(code: str, resource: str = "pods") -> str:
 
 
 WAITING, RUNNING = "vllm:num_requests_waiting", "vllm:num_requests_running"
+USED = "vllm:kv_cache_usage_perc"
 AVAILABLE, UNAVAILABLE = (
     condition("Available", "True", "Serving"),
     condition("Available", "False", "NoVerifiedPair"),
@@ -50,6 +51,8 @@ FAULTS = f'pdcluster_kv_step_faults_total{{{OURS},pdcluster_dev_engine="e",metho
 STANDING = {
     of_role(WAITING, "decode"): "3x30",
     of_role("pdcluster_kv_leases_held", "prefill"): "2x30",
+    of_role(RUNNING, "decode"): "1x30",
+    of_role(USED, "decode"): "0.8x30",
 }
 RECEIVED = of_role("pdcluster_kv_received_bytes_total", "decode")
 
@@ -75,6 +78,10 @@ CASES = {
         10,
         {
             "it never served": {UNAVAILABLE: "1x30"},
+            "nobody wants engines": {
+                AVAILABLE: "1x5 stale",
+                condition("Available", "False", "ScaledToZero"): "_x6 1x30",
+            },
             "nobody knows": {
                 AVAILABLE: "1x5 stale",
                 condition("Available", "Unknown", "LauncherUnreachable"): "_x6 1x30",
@@ -149,6 +156,7 @@ CASES = {
         10,
         {
             "KV moves": {**STANDING, RECEIVED: "0+1000x30"},
+            "decode is full": {**STANDING, RECEIVED: "1000x30", of_role(USED, "decode"): "0.95x30"},
             "nothing waits": {
                 **STANDING,
                 of_role(WAITING, "decode"): "3 3 0 3 3 3 0 3 3 3 3 0 3 3 3",
@@ -276,6 +284,12 @@ def test_an_alert_fires_on_its_fault_and_not_on_what_is_near(rendered, tmp_path,
         for series in case.quiet.values()
     ]
     check(tmp_path, rendered, wrong, *near)
+
+
+def test_engines_whose_kv_is_full_of_requests_that_wait_for_kv_stand_still(rendered, tmp_path):
+    series = {of_role(USED, "decode"): "0.95x30", of_role(RUNNING, "decode"): "0x30"}
+    full = {**STANDING, RECEIVED: "1000x30", **series}
+    check(tmp_path, rendered, group(full, "PDClusterTransfersStandStill", **{"10m": True}))
 
 
 SAID = {

@@ -144,6 +144,20 @@ def test_the_rule_object_has_the_alerts_of_the_file(helm):
 
 
 @pytest_helm
+def test_logs_are_read_in_one_namespace_which_is_that_of_the_release(helm):
+    rendered = one(helm.objects(*RULES_ON, namespace="elsewhere"), "PrometheusRule")["spec"]
+    of_chart = [rule for group in rendered["groups"] for rule in group["rules"]]
+    for rules, namespace in ((alerts(), "pdcluster-system"), (of_chart, "elsewhere")):
+        said = [rule["annotations"]["description"] for rule in rules]
+        logs = [text for text in said if "kubectl logs" in text]
+        assert not [text for text in logs if " -A" in text], "kubectl logs has no -A"
+        ours = [text for text in logs if "component=" in text]
+        components = {re.findall(r"component=(\w+)", text)[0] for text in ours}
+        assert components == {"operator", "webhook"}
+        assert all(f" -n {namespace} " in text for text in ours)
+
+
+@pytest_helm
 @pytest.mark.parametrize("end", ["", "/"])
 def test_runbooks_are_where_the_values_say(helm, end):
     url = f"monitoring.rules.runbooks=https://docs.example.org/pd{end}"

@@ -49,7 +49,8 @@ TRUNCATED_WEIGHTS = (
     "safetensors_rust.SafetensorError: Error while deserializing header: incomplete metadata, file "
     "not fully covered"
 )
-KUBECTL = {"auth", "describe", "get", "logs", "scale"}
+KUBECTL = {"auth", "describe", "get", "logs"}
+"""What only looks: who runs the next command has not decided yet."""
 
 
 def test_every_reason_and_rule_has_an_entry_and_nothing_else_has() -> None:
@@ -127,6 +128,11 @@ def test_names_are_put_where_they_belong() -> None:
     assert links == "pdcluster links llama --local"
     pods = next_step("ImageUnavailable", "llama", "team-a", local=True)
     assert pods == "pdcluster logs llama --local --since 10m"
+    for reason in ("InsufficientCapacity", "TemplateRefused", "Invalid", "BadRequest"):
+        against = next_step(reason, "llama", "team-a", file="a.yaml")
+        assert against == "pdcluster plan a.yaml -n team-a --against"
+        local = next_step(reason, "llama", "team-a", file="a.yaml", local=True)
+        assert local == "pdcluster plan a.yaml"
     gpus = next_step("GpuMissing", "llama", "team-a", local=True)
     assert gpus == "pdcluster doctor --machine"
     unknown = next_step("OfANewerVersion", "llama", "team-a")

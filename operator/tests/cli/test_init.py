@@ -108,6 +108,16 @@ def test_the_manifest_has_what_the_arithmetic_says() -> None:
     assert spec["engine"]["maxModelLen"] >= 8512
 
 
+def test_surge_needs_a_node_with_room_for_an_engine_of_each_role() -> None:
+    # Nodes of 3 GPUs have room for one engine of 2: the third GPU is of no use.
+    flags = ["--model", "llama-3.1-8b", "--gpu-type", "L4-24GB", "--fabric", "none"]
+    out, _ = run(*flags, "--gpus", "12", "--nodes", "4")
+    spec = yaml.safe_load(out)["spec"]
+    assert spec["decode"]["parallelism"]["tensor"] == 2
+    assert spec["prefill"]["replicas"] + spec["decode"]["replicas"] == 4
+    assert spec["rollout"]["type"] != "Surge"
+
+
 def test_longer_prompts_bring_prefill_engines_and_longer_answers_decode_engines() -> None:
     shape = shape_of_family(FAMILIES["llama-3.1-8b"])
     counts = [

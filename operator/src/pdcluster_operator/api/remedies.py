@@ -140,7 +140,8 @@ def next_step(
 
 def _locally(command: str) -> str:
     if "FILE" in command or "doctor" in command:
-        return command.replace("doctor -n NAMESPACE", "doctor --machine").replace(" --against", "")
+        command = command.replace("doctor -n NAMESPACE", "doctor --machine")
+        return command.replace(" -n NAMESPACE --against", "")
     found = _WITH_LOCAL.match(command)
     return f"{found[1]} --local{command[found.end() :]}" if found else LOCAL_LOGS
 

@@ -97,7 +97,8 @@ def manifest(
 
 def _rollout(sized: sizing.Sizing, wish: sizing.Wish) -> str:
     """Return the way to replace engines that needs no more GPUs than there are."""
-    if wish.gpus - sized.tensor * (sized.prefill + sized.decode) >= 2 * sized.tensor:
+    places = sizing.places(wish, sized.tensor)  # of GPUs on one node, not just any
+    if places - sized.prefill - sized.decode >= 2:
         return "Surge"
     return "Replace" if min(sized.prefill, sized.decode) > 1 else "Recreate"
 

@@ -140,7 +140,7 @@ def size(shape: Shape, wish: Wish) -> Sizing:
             f"{shape.longest:,} tokens (max_position_embeddings); ask for fewer"
         )
     fitting = [one for one in _tensors(shape, wish) if _room(shape, wish, memory, one) > 0]
-    enough = [one for one in fitting if _engines(wish, one) >= 2]
+    enough = [one for one in fitting if places(wish, one) >= 2]
     if not enough:
         raise Impossible(_why_nothing_fits(shape, wish, memory, fitting))
     sized = [_sizing(shape, wish, memory, one) for one in enough]
@@ -154,7 +154,8 @@ def _tensors(shape: Shape, wish: Wish) -> list[int]:
     return [one for one in powers if shape.heads % one == 0 and (one <= node or one % node == 0)]
 
 
-def _engines(wish: Wish, tensor: int) -> int:
+def places(wish: Wish, tensor: int) -> int:
+    """Return how many engines the nodes have room for. Each fills GPUs of one node, or nodes."""
     node = wish.gpus_of_node
     return wish.nodes * (node // tensor) if tensor <= node else wish.nodes // (tensor // node)
 
@@ -175,7 +176,7 @@ def _why_nothing_fits(shape: Shape, wish: Wish, memory: int, fitting: list[int])
         held = f"{counted(wish.nodes, 'node')} with {counted(wish.gpus_of_node, 'GPU')}"
         return (
             f"--gpus = {wish.gpus}: P/D needs two engines of {counted(fitting[0], 'GPU')} for this "
-            f"model, and {held} have room for {_engines(wish, fitting[0])}; give more or larger "
+            f"model, and {held} have room for {places(wish, fitting[0])}; give more or larger "
             "GPUs, or take a smaller or quantized model"
         )
     most = max(_tensors(shape, wish))
@@ -190,7 +191,7 @@ def _why_nothing_fits(shape: Shape, wish: Wish, memory: int, fitting: list[int])
 
 
 def _sizing(shape: Shape, wish: Wish, memory: int, tensor: int) -> Sizing:
-    engines, room = _engines(wish, tensor), _room(shape, wish, memory, tensor)
+    engines, room = places(wish, tensor), _room(shape, wish, memory, tensor)
     nodes = max(1, tensor // wish.gpus_of_node)
     kv_prompt = shape.kv_bytes * wish.prompt_tokens
     # With MLA, each rank reads all of it. Otherwise the ranks share it.
