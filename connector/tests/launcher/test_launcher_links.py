@@ -47,7 +47,6 @@ def test_before_any_report():
         "shards": "0/2",
         "bytes_per_second": 0.0,
         "canary": {"state": "Pending", "bytes": 0, "message": ""},
-        "descriptors": 0,
     }
 
 

@@ -205,7 +205,7 @@ def test_a_model_has_exactly_one_source(source, message):
         ("a-", "letters"),
         ("a.b", "letters"),
         ("l" * 35, "35 characters"),
-        (7, "missing"),
+        (7, "must be text"),
     ],
 )
 def test_names_that_cannot_be_used(name, said):

@@ -169,6 +169,9 @@ async def test_a_line_that_is_too_long_is_said_and_what_came_before_is_shown(
                 [complaint] = said
                 assert complaint.startswith(f"{source.label}: GET ")
                 assert complaint.endswith("a line is longer than 8,192 bytes")
+                with pytest.raises(ApiError) as refused:
+                    _ = [one async for one in real.lines("/log", {})]
+                assert refused.value.reason == "LineTooLong"
 
 
 async def test_a_log_that_cannot_be_read_hides_no_other() -> None:

@@ -266,7 +266,7 @@ def _ended(pod: Mapping[str, Any]) -> dict[str, Any] | None:
             words = str(ended.get("message") or "")
             try:
                 document = json.loads(words)
-            except ValueError:
+            except (ValueError, RecursionError):
                 why = words[-MOST_WORDS:].strip() or describe_end(ended)
                 return {"error": " ".join(why.split())}
             return document if isinstance(document, dict) else {"error": words[:MOST_WORDS]}

@@ -55,7 +55,11 @@ def plain(text: str) -> str:
     """Return a text without colours, and without what else could change a terminal."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in "\t\n" else "?" for c in COLOUR.sub("", text))
+    # A byte that is no UTF-8 stays what it is: the stream escapes it.
+    return "".join(
+        c if c.isprintable() or c in "\t\n" or "\ud800" <= c <= "\udfff" else "?"
+        for c in COLOUR.sub("", text)
+    )
 
 
 def document(facts: msgspec.Struct) -> dict[str, Any]:

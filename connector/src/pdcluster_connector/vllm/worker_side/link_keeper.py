@@ -25,6 +25,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Self
 
 import aiohttp
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from pdcluster_connector.certificate_files import Tls
@@ -186,7 +187,7 @@ class LinkKeeper:
                 state=documents.LinkState.ESTABLISHED,
                 message=outcome.notice,
                 bytes_per_second=outcome.bytes_per_second,
-                descriptors=outcome.descriptors,
+                descriptors=outcome.descriptors or UNSET,
                 establishment=next(_ESTABLISHMENTS),
             )
         if report != self.report:
