@@ -41,11 +41,8 @@ def autoscaler(kind: str, least: int, most: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.timeout(600)
-def test_autoscalers_scale_both_roles_and_read_what_exists(real, operator, namespace):
-    operator.start()
-    create(real, namespace, cluster())
-    until(lambda: len(owned(real, namespace, "StatefulSet")) == 2, 60, operator.said)
+def create_scaler(real, namespace) -> str:
+    """Create the PrefillScaler of `tiny` with one engine; the path of the namespace's scalers."""
     scalers = f"{GROUP}/namespaces/{namespace}/prefillscalers"
     body = {
         "apiVersion": "pdcluster.dev/v1alpha1",
@@ -54,6 +51,15 @@ def test_autoscalers_scale_both_roles_and_read_what_exists(real, operator, names
         "spec": {"replicas": 1},
     }
     assert real.call("POST", scalers, body)[0] == 201
+    return scalers
+
+
+@pytest.mark.timeout(600)
+def test_autoscalers_scale_both_roles_and_read_what_exists(real, operator, namespace):
+    operator.start()
+    create(real, namespace, cluster())
+    until(lambda: len(owned(real, namespace, "StatefulSet")) == 2, 60, operator.said)
+    scalers = create_scaler(real, namespace)
 
     def engines(role: str) -> list[str]:
         return [one for one in owned(real, namespace, "StatefulSet") if f"-{role}-" in one]
@@ -99,14 +105,7 @@ def test_autoscalers_scale_both_roles_and_read_what_exists(real, operator, names
 @pytest.mark.timeout(600)
 def test_the_operator_itself_sets_the_numbers_of_both_roles(real, operator, namespace):
     """With spec.autoscaling. No engine runs here, so the bounds alone say what is needed."""
-    scalers = f"{GROUP}/namespaces/{namespace}/prefillscalers"
-    body = {
-        "apiVersion": "pdcluster.dev/v1alpha1",
-        "kind": "PrefillScaler",
-        "metadata": {"name": "tiny"},
-        "spec": {"replicas": 1},
-    }
-    assert real.call("POST", scalers, body)[0] == 201
+    scalers = create_scaler(real, namespace)
     bounds = {"prefill": {"min": 2, "max": 3}, "decode": {"min": 3, "max": 4}}
     operator.start()
     create(real, namespace, cluster(autoscaling={**bounds, "itlMs": 40, "mode": "Apply"}))

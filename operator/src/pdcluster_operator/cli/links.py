@@ -255,4 +255,4 @@ def _cells(link: Link) -> Iterator[str | Text]:
     age = link.proof_seconds
     yield "" if age is None else f"< {status_facts.duration(max(1, age))}"
     yield f"{link.descriptors:,}" if link.descriptors else ""
-    yield outputs.plain(": ".join(filter(None, (link.reason, link.message))))
+    yield ": ".join(filter(None, (link.reason, link.message)))

@@ -58,7 +58,7 @@ def _parts(facts: Status, now: float) -> Iterator[RenderableType]:
         yield Text()
         table = Columns("FAILED", "AGO", "REASON", "MESSAGE")
         for one in facts.failures:
-            table.add(one.about, _ago(one.time, now), one.reason, plain(one.message))
+            table.add(one.about, _ago(one.time, now), one.reason, one.message)
         yield table
     yield from _steps(facts)
 
@@ -123,7 +123,7 @@ def _engines(facts: Status) -> Columns:
             doing = f"{doing}; last end: {one.ended}" if doing else f"last end: {one.ended}"
         if not one.wanted:
             doing = f"an older engine{f': {doing}' if doing else ''}"
-        table.add(one.name, _styled(one.state), str(one.restarts), plain(doing))
+        table.add(one.name, _styled(one.state), str(one.restarts), doing)
     return table
 
 
@@ -137,7 +137,7 @@ def _conditions(facts: Status, now: float) -> Columns:
         said += f" {one.message}"
         done = (one.type, one.reason) == ("Progressing", "Complete")
         status = Text(one.status) if done else _styled(one.status)
-        table.add(one.type, status, since, one.reason, "" if told else plain(one.message))
+        table.add(one.type, status, since, one.reason, "" if told else one.message)
     return table
 
 
