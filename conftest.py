@@ -103,6 +103,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(why)
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around all fixtures
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """End the run if a test leaves UCX or NIXL a path that goes with it.
+
+    UCX ends a process that inherits a path of a log which it cannot open.
+    """
+    before = _transport_paths()
+    result = yield
+    if left := _transport_paths() - before:
+        pytest.exit(f"{item.nodeid} leaves in the environment: {dict(left)}")
+    return result
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around all others: it prints last
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
@@ -130,6 +143,11 @@ def needs(item: pytest.Item) -> list[str]:
     """Return the features that a test needs. An engine of local mode has several processes."""
     named = [feature for mark in item.iter_markers("needs") for feature in mark.args]
     return [*named, "rings"] if item.get_closest_marker("local") else named
+
+
+def _transport_paths() -> set[tuple[str, str]]:
+    ours = (one for one in os.environ.items() if one[0].startswith(("UCX_", "NIXL_")))
+    return {(name, value) for name, value in ours if value.startswith("/")}
 
 
 def _may_be_selected(expression: str, marks: set[str], ours: list[str]) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from loopback import free_ports
 from pdcluster_connector.nixl_io.probe_memory import HostMemory
 from pdcluster_connector.testing.nixl import Behaviour, Fabric
-from pdcluster_connector.vllm.fabric_probe import ProbeError, main, read, serve, transports_in
+from pdcluster_connector.vllm.fabric_probe import ProbeError, read, serve, transports_in
 
 MIB = 1 << 20
 # What UCX 1.23 wrote of reads between two processes of a node, shortened, and of its own agent.
@@ -104,23 +104,30 @@ def test_a_peer_that_is_no_probe_is_refused(fabric: Fabric, said: bytes) -> None
     thread.join(30)
 
 
+def program(*arguments: str) -> list[str]:
+    """Return a command line: the probe sets UCX's variables for its own process alone."""
+    return [sys.executable, "-m", "pdcluster_connector.vllm.fabric_probe", *arguments]
+
+
+def environment() -> dict[str, str]:
+    sources = str(Path(sys.modules[read.__module__].__file__ or "").parents[2])
+    return {**os.environ, "UCX_TLS": "tcp", "PYTHONPATH": sources}
+
+
 @pytest.mark.nixl
 def test_two_processes_move_bytes_over_the_transport_that_is_allowed(tmp_path: Path) -> None:
     (port,) = free_ports(1)
-    program = [sys.executable, "-m", "pdcluster_connector.vllm.fabric_probe"]
-    sources = str(Path(sys.modules[main.__module__].__file__ or "").parents[2])
-    environment = {**os.environ, "UCX_TLS": "tcp", "PYTHONPATH": sources}
     common = ("--mib", "4")
     served = subprocess.Popen(
-        [*program, "serve", "--host", "127.0.0.1", "--port", str(port), *common], env=environment
+        program("serve", "--host", "127.0.0.1", "--port", str(port), *common), env=environment()
     )
     words = tmp_path / "words"
-    reader = [*program, "read", "--peer", f"127.0.0.1:{port}", "--seconds", "0.2", *common]
+    reader = program("read", "--peer", f"127.0.0.1:{port}", "--seconds", "0.2", *common)
     with served:
         try:
             done = subprocess.run(
                 [*reader, "--last-words", str(words)],
-                env=environment, capture_output=True, text=True, timeout=120, check=False,
+                env=environment(), capture_output=True, text=True, timeout=120, check=False,
             )  # fmt: skip
             assert served.wait(60) == 0
         finally:
@@ -133,12 +140,14 @@ def test_two_processes_move_bytes_over_the_transport_that_is_allowed(tmp_path: P
 
 
 @pytest.mark.nixl
-def test_a_peer_that_does_not_answer_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_peer_that_does_not_answer_is_named(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     words = tmp_path / "words"
-    told = ["--last-words", str(words), "--mib", "1", "--patience", "0.1"]
-    assert main(["read", "--peer", f"127.0.0.1:{port}", *told]) == 1
+    told = ("--last-words", str(words), "--mib", "1", "--patience", "0.1")
+    done = subprocess.run(
+        program("read", "--peer", f"127.0.0.1:{port}", *told),
+        env=environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
     assert f"127.0.0.1:{port} cannot be reached" in json.loads(words.read_text())["error"]
-    assert "cannot be reached" in capsys.readouterr().out
+    assert "cannot be reached" in done.stdout
