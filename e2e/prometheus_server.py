@@ -10,7 +10,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -63,12 +63,12 @@ def promtool(*words: str | Path) -> str:
 
 
 class Prometheus:
-    """A Prometheus that scrapes every second. Use as a context manager.
+    """A Prometheus that scrapes every three seconds. Use as a context manager.
 
     Args:
         folder: for its data and its log.
         targets: the labels of each target, by its host:port.
-        rules: files of rules, which it evaluates every second.
+        rules: files of rules, which it evaluates as often.
     """
 
     def __init__(
@@ -81,11 +81,10 @@ class Prometheus:
         self.url = f"http://{address}"
         scraped = [{"targets": [at], "labels": dict(of)} for at, of in self._targets.items()]
         config = {
-            "global": {
-                "scrape_interval": "1s",
-                "scrape_timeout": "1s",
-                "evaluation_interval": "1s",
-            },
+            # On a busy machine, an engine's page may take more than a second.
+            "global": dict.fromkeys(
+                ("scrape_interval", "scrape_timeout", "evaluation_interval"), "3s"
+            ),
             "rule_files": [str(path) for path in self._rules],
             "scrape_configs": [{"job_name": "pdcluster", "static_configs": scraped}],
         }
@@ -133,6 +132,29 @@ class Prometheus:
     def samples(self, expression: str) -> list[dict[str, Any]]:
         """Return the samples that an expression has now."""
         return list(self.ask("query", query=expression)["result"])
+
+    def rules(self) -> list[dict[str, Any]]:
+        """Return every rule, with how its last evaluation went and the alerts that it has."""
+        return [rule for group in self.ask("rules")["groups"] for rule in group["rules"]]
+
+    def alerts_of(self, name: str) -> list[dict[str, Any]]:
+        """Return the alerts of a rule that are pending or firing."""
+        return [alert for rule in self.rules() if rule["name"] == name for alert in rule["alerts"]]
+
+    def wait_for_samples(
+        self, queries: Mapping[str, str], meanwhile: Callable[[], object], seconds: float = 120
+    ) -> float:
+        """Return the seconds until each query has had samples; on failure, name those without."""
+        left = dict(queries)
+
+        def none_left() -> bool:
+            meanwhile()
+            for where in [where for where, query in left.items() if self.samples(query)]:
+                del left[where]
+            return not left
+
+        shown = partial(json.dumps, left, indent=1)
+        return until("samples of some queries", none_left, seconds, shown)
 
     def wait_for(self, what: str, holds: Callable[[], Any], seconds: float = 60) -> None:
         """Wait until something holds; on failure, show the targets."""

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 from chart_helm import one
-from test_chart_monitoring import ALERTS, RULES_ON, alerts
 
+from monitoring_files import ALERTS, alerts
 from prometheus_server import promtool
 
 pytestmark = pytest.mark.helm
@@ -233,7 +233,10 @@ CASES = {
     "PDClusterWebhookCertificateExpires": Case(
         {"pdcluster_webhook_certificate_expiry_seconds": "604000x90"},
         61,
-        {"a week and an hour": {"pdcluster_webhook_certificate_expiry_seconds": "620000x90"}},
+        {
+            "a week and an hour": {"pdcluster_webhook_certificate_expiry_seconds": "620000x90"},
+            "the webhook's own process": {"pdcluster_webhook_certificate_expiry_seconds": "0x90"},
+        },
     ),
 }
 LAST = 30
@@ -264,11 +267,18 @@ def group(series: Series, name: str, **firing: bool) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def rendered(helm) -> str:
-    return yaml.safe_dump(one(helm.objects(*RULES_ON), "PrometheusRule")["spec"])
+    objects = helm.objects("--set", "monitoring.rules.enabled=true")
+    return yaml.safe_dump(one(objects, "PrometheusRule")["spec"])
 
 
-def test_promtool_finds_no_fault_in_the_file():
+def test_promtool_finds_no_fault_in_the_files(tmp_path):
     promtool("check", "rules", ALERTS)
+    # Debian's Prometheus is built without its client of Kubernetes.
+    text = ALERTS.with_name("scrape.yaml").read_text()
+    (tmp_path / "scrape.yaml").write_text(
+        text.replace("kubernetes_sd_configs:\n      - role: pod", "static_configs: []")
+    )
+    promtool("check", "config", tmp_path / "scrape.yaml")
 
 
 def test_each_alert_has_a_case():

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import yaml
-from chart_helm import CHART, HelmError, of_kind, one
+from chart_helm import HelmError, of_kind, one
 from dev.dashboards import boards
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
 from metrics_page import PAGE, documented
+from monitoring_files import ALERTS, DASHBOARDS, alerts, expressions, panels, selectors
 from pdcluster_operator.api.remedies import Severity, table
 
-FILES = CHART / "files"
-ALERTS = FILES / "prometheus" / "alerts.yaml"
-DASHBOARDS = {path.stem: path for path in sorted((FILES / "dashboards").glob("*.json"))}
 RULES_ON = ("--set", "monitoring.rules.enabled=true")
 DASHBOARDS_ON = ("--set", "monitoring.dashboards.enabled=true")
-METRIC = re.compile(r"\b(?:pdcluster_(?!dev_)|vllm:|vllm_router_)\w+")
 SELECTED = re.compile(r"(\w+)\s*(?:=|!=|=~|!~)\"")
 GROUPED = re.compile(r"\b(?:by|on|ignoring) \(([^)]*)\)")
 # Those that Prometheus and the monitors add, and those that every metric of vLLM has.
@@ -30,26 +25,6 @@ ADDED = {
     *("namespace", "pdcluster_dev_cluster", "pdcluster_dev_role", "pdcluster_dev_engine"),
     *("le", "model_name", "engine"),
 }
-
-
-def alerts() -> list[dict[str, Any]]:
-    groups = yaml.safe_load(ALERTS.read_text())["groups"]
-    return [rule for group in groups for rule in group["rules"]]
-
-
-def panels(name: str) -> Iterator[dict[str, Any]]:
-    for panel in json.loads(DASHBOARDS[name].read_text())["panels"]:
-        yield from [panel, *panel.get("panels", ())]
-
-
-def expressions() -> dict[str, str]:
-    """Every query of every dashboard and alert, by where it stands."""
-    found = {rule["alert"]: rule["expr"] for rule in alerts()}
-    for name in DASHBOARDS:
-        for panel in panels(name):
-            for target in panel.get("targets", ()):
-                found[f"{name}/{panel['title']}/{target['refId']}"] = target["expr"]
-    return found
 
 
 def labels_of_metrics() -> set[str]:
@@ -60,7 +35,7 @@ def labels_of_metrics() -> set[str]:
 
 @pytest.mark.parametrize(("where", "expression"), expressions().items(), ids=expressions())
 def test_a_query_asks_for_metrics_and_labels_that_the_page_describes(where, expression):
-    names = METRIC.findall(expression)
+    names = [selector.partition("{")[0] for selector in selectors(expression)]
     assert names or expression.startswith("up{"), "it asks for something of ours"
     for name in names:
         assert re.sub(r"_(bucket|sum|count)$", "", name) in documented(), name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import yaml
 from chart_helm import CHART, HelmError, of_kind
@@ -67,6 +69,39 @@ def test_each_engine_and_each_router_has_one_monitor(helm, plan):
             spec = found[name]
             assert spec["podMetricsEndpoints"][0]["port"] in ports
             assert set(spec["podTargetLabels"]) <= set(labels)
+
+
+def relabelled(labels, port):
+    """The labels that scrape.yaml gives a port of a pod; None if it drops it."""
+    known = {re.sub(r"\W", "_", f"__meta_kubernetes_pod_label_{k}"): v for k, v in labels.items()}
+    known["__meta_kubernetes_pod_container_port_name"] = port
+    known |= {"__meta_kubernetes_namespace": "ns", "__meta_kubernetes_pod_name": "p"}
+    path = CHART / "files" / "prometheus" / "scrape.yaml"
+    [job] = yaml.safe_load(path.read_text())["scrape_configs"]
+    for rule in job["relabel_configs"]:
+        read = ";".join(known.get(name, "") for name in rule.get("source_labels", ()))
+        action, regex = rule.get("action", "replace"), rule.get("regex", "(.*)")
+        if action == "labelmap":
+            found = {re.fullmatch(regex, name): value for name, value in known.items()}
+            known |= {match[1]: value for match, value in found.items() if match}
+        elif action == "replace":
+            known[rule["target_label"]] = read
+        elif (action == "drop") == bool(re.fullmatch(regex, read)):
+            return None
+    return {name: value for name, value in known.items() if not name.startswith("__")}
+
+
+@pytest.mark.parametrize("plan", ["tiny-cpu", "two-nodes", "data-parallel"])
+def test_a_prometheus_without_its_operator_finds_the_same_pods_and_labels(helm, plan):
+    found = monitors(helm, *ON.values())
+    for _, _, labels, ports in pods(plan):
+        monitored = [spec for spec in found.values() if selects(spec["selector"], labels)]
+        given = relabelled(labels, "metrics")
+        assert (given is not None) == bool(monitored)
+        assert not any(relabelled(labels, port) for port in ports - {"metrics"})
+        for spec in monitored:
+            wanted = {re.sub(r"\W", "_", name): labels[name] for name in spec["podTargetLabels"]}
+            assert given == {**wanted, "namespace": "ns", "pod": "p"}
 
 
 def test_the_operators_own_pods_are_not_taken_for_engines(helm):

@@ -23,9 +23,11 @@ import psutil
 import yaml
 from reply import Reply, answer
 
+from loopback import free_ports
 from models.tiny import model_path
 from pdcluster_connector.protocol.engine_id import OPERATOR_NAME
 from pdcluster_operator.adapters.connector_bundle import build_connector
+from pdcluster_operator.adapters.metrics import Metrics, PageOptions, serve_pages
 from pdcluster_operator.api.object_names import HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.cli.view import Snapshot, take_snapshot
@@ -106,6 +108,10 @@ def condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     return found[0] if found else {"status": "Unknown", "reason": "", "message": ""}
 
 
+async def _ready() -> None:
+    """Say that nothing is wrong."""
+
+
 class LocalRun:
     """Use as a context manager; ends every process on the way out."""
 
@@ -114,6 +120,7 @@ class LocalRun:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.said: list[str] = []
+        self._stack = contextlib.AsyncExitStack()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -134,11 +141,26 @@ class LocalRun:
         self._key = self._local.apply(self._document)
 
     async def _stop(self) -> None:
+        await self._stack.aclose()
         await self._local.stop(10.0)
         await self._local.__aexit__(None, None, None)
 
     def _call(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
+
+    def serve_metrics(self) -> int:
+        """Serve the operator's metrics until the run ends, as its process does; return the port."""
+        health, port = free_ports(2)
+        metrics = Metrics()
+
+        async def serve() -> None:
+            metrics.loop = self._local.loop
+            metrics.loop._worked = metrics.reconciled
+            pages = PageOptions(host="127.0.0.1", health_port=health, metrics_port=port)
+            await serve_pages(self._stack, pages, _ready, metrics)
+
+        self._call(serve())
+        return port
 
     def apply(self, document: dict[str, Any]) -> None:
         """Change the PDCluster, as ``kubectl apply`` would."""

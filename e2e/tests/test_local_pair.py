@@ -19,8 +19,10 @@ import pytest
 from kv_load import Load, moved, text
 from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, condition, manifest
 from reply import Reply
+from scraped_pair import asked, prometheus
 
 from metrics_page import documented
+from monitoring_files import expressions
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.engine_id import engine_name
 from pdcluster_operator.api.object_names import (
@@ -411,3 +413,26 @@ def test_both_engines_say_what_they_did_in_the_last_minute(run: LocalRun) -> Non
         assert told["first_token_seconds"] > 0
     assert told["received_bytes"] > 0
     assert 0 < told["receive_seconds"] <= told["first_token_seconds"]
+
+
+@pytest.mark.soak
+def test_every_query_of_dashboards_and_alerts_has_samples_of_a_running_pair(run: LocalRun) -> None:
+    """scraped_pair.py lists those that cannot have samples here. Prometheus runs them all."""
+    run.wait_ready(RECOVERY_SECONDS)
+    with prometheus(run) as scraper:
+
+        def prompts() -> None:
+            for role in ("router", "decode"):  # its KV is transferred, and is not
+                run.complete(text(60, time.monotonic_ns()), role=role, tokens=4)
+
+        took = scraper.wait_for_samples(asked(), prompts)
+        print(f"samples of {len(asked())} queries after {took:.1f} s")
+        for query in expressions().values():  # those that have none are at least read
+            scraper.samples(query.replace("$__rate_interval", "1m"))
+        scraper.wait_for(
+            "alert on local prefill", lambda: scraper.alerts_of("PDClusterLocalPrefill")
+        )
+        assert {rule["health"] for rule in scraper.rules()} == {"ok"}
+        link = 'pdcluster_kv_link_bytes_total{prefill="prefill/0"}'
+        [moved_bytes] = scraper.samples(f"sum({link}) / sum(pdcluster_kv_received_bytes_total)")
+        assert float(moved_bytes["value"][1]) == 1, "all KV came over the only link"

@@ -26,6 +26,7 @@ from rights import CERTIFICATE_RULES, RBAC, SUBJECT
 
 from conftest import may
 from loopback import free_ports
+from monitoring_files import ALERTS, alerts, expressions
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
 from pdcluster_operator.adapters.own_secrets import (
@@ -35,6 +36,7 @@ from pdcluster_operator.adapters.own_secrets import (
     renew_certificate,
 )
 from pdcluster_operator.api.rules.engines import MOST_LINKS
+from prometheus_server import Prometheus
 
 pytestmark = pytest.mark.cluster
 
@@ -337,7 +339,9 @@ async def test_what_somebody_did_to_the_bundle_or_the_secret_is_put_right(
     assert (await keep(time.time()))["tls.crt"] != first["tls.crt"]
 
 
-async def test_the_operator_keeps_the_certificate_by_itself(real, namespace, configuration):
+@pytest.fixture
+def keeper(real, namespace, configuration):
+    """The operator's process, which keeps the webhook's certificate; not started yet."""
     operator = Operator(
         real,
         "run",
@@ -346,24 +350,28 @@ async def test_the_operator_keeps_the_certificate_by_itself(real, namespace, con
         f"--webhook-configuration={configuration[0]}",
         f"--webhook-service={namespace}/hook",
         f"--webhook-secret={namespace}/tls",
-    ).start()
-    try:
-        folder = real.folder / f"kept-{namespace}"
-        folder.mkdir()
-        until(lambda: publish(real, namespace, folder).get("ca.crt"), 60, operator.said)
-        kept = f"{CONFIGURATIONS}/{configuration[0]}"
-        until(
-            lambda: real.call("GET", kept)[1]["webhooks"][0]["clientConfig"]["caBundle"],
-            60,
-            operator.said,
-        )
-        until(
-            lambda: operator.metric("pdcluster_webhook_certificate_expiry_seconds") > time.time(),
-            60,
-            operator.said,
-        )
-    finally:
-        operator.stop()
+        "--allow-host-path-models",
+    )
+    yield operator
+    operator.stop()
+
+
+async def test_the_operator_keeps_the_certificate_by_itself(real, namespace, configuration, keeper):
+    operator = keeper.start()
+    folder = real.folder / f"kept-{namespace}"
+    folder.mkdir()
+    until(lambda: publish(real, namespace, folder).get("ca.crt"), 60, operator.said)
+    kept = f"{CONFIGURATIONS}/{configuration[0]}"
+    until(
+        lambda: real.call("GET", kept)[1]["webhooks"][0]["clientConfig"]["caBundle"],
+        60,
+        operator.said,
+    )
+    until(
+        lambda: operator.metric("pdcluster_webhook_certificate_expiry_seconds") > time.time(),
+        60,
+        operator.said,
+    )
 
 
 async def test_the_same_rule_stands_in_the_status_when_no_webhook_is_there(
@@ -502,3 +510,35 @@ def test_each_release_judges_the_pdclusters_of_its_own_class(real, namespace, tw
     assert judges_change(operatorClass=None) == ["plain"]
     assert judges_change(decode={"replicas": 2}) == []
     delete(real, namespace)
+
+
+async def test_every_query_about_the_operator_has_samples(
+    real, namespace, webhook, keeper, tmp_path
+):
+    """Those about engines have them in e2e/tests/test_local_pair.py, which has no API server."""
+    no_samples = {
+        "pdcluster_local_prefill_share": "no engine runs here",
+        "pdcluster_unlisted_namespace": "the operator may list its namespace",
+    }
+    [down] = [rule["expr"] for rule in alerts() if rule["alert"] == "PDClusterOperatorDown"]
+    asked = {
+        where: query.replace("$__rate_interval", "1m")
+        for where, query in expressions().items()
+        if where.startswith("operator/") and not any(part in query for part in no_samples)
+    }
+    assert len(asked) > 10
+    operator = keeper.start()
+    create(real, namespace, cluster())
+    shown = {f"127.0.0.1:{process.metrics}": {} for process in (operator, webhook)}
+    with Prometheus(tmp_path, shown, [ALERTS]) as scraper:
+
+        def changes() -> None:
+            tried(real, namespace, cluster(**BAD))
+            edit(real, namespace, {"decode": {"replicas": time.monotonic_ns() % 3 + 1}})
+
+        scraper.wait_for_samples(asked, changes)
+        assert scraper.samples(down) == []
+        assert scraper.alerts_of("PDClusterWebhookCertificateExpires") == []
+        operator.stop()
+        scraper.wait_for("alert on no operator", lambda: scraper.samples(down))
+        assert {rule["health"] for rule in scraper.rules()} == {"ok"}

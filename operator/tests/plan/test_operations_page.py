@@ -142,7 +142,7 @@ def test_the_table_of_downloads_is_computed() -> None:
 def test_a_section_names_tests_that_exist_or_says_that_there_are_none(title: str) -> None:
     names = re.findall(r"<!-- tested: (\w+) -->", SECTIONS[title])
     assert names, "name the tests of what this section says"
-    folders = ("operator/tests", "connector/tests", "e2e/tests")
+    folders = ("operator/tests", "connector/tests", "charts/tests", "e2e/tests")
     known = {
         name
         for folder in folders
