@@ -42,7 +42,7 @@ def test_every_error_names_path_value_rule_and_remedy(capsys: pytest.CaptureFixt
     assert len(blocks) >= 5
     for block in blocks:
         path, what, remedy = block.splitlines()[:3]
-        assert re.match(r"[a-zA-Z.\[\]0-9]+", path)
+        assert re.match(r"five-mistakes.yaml:\d+: [a-zA-Z.\[\]0-9]+", path)
         assert re.search(r"\[[A-Z]\w+\]$", what)
         assert remedy.strip()[-1] in ".?"
     for value in ("Tiny_Bad", "models/tiny", "-1", "--kv-transfer-config {}", "prefill 16"):
@@ -56,7 +56,9 @@ def test_several_files_and_documents(tmp_path: Path, capsys: pytest.CaptureFixtu
     both.write_text(f"{good}---\n{service}---\n{(GOLDEN / 'five-mistakes.yaml').read_text()}")
     assert main(["lint", "warnings.yaml", str(both)]) == 1
     printed = capsys.readouterr().out
-    assert printed.count("(warned)") == 2
+    assert printed.count("warnings.yaml (warned)") == 1
+    assert f"{both} (warned)" in printed
+    assert f"{both}, document 3 (Tiny_Bad)" in printed
     assert printed.count("(Tiny_Bad)") == 1
     assert printed.splitlines()[-1] == "skipped 1 object of other kinds: Service s"
 
@@ -103,6 +105,12 @@ def test_a_folder_is_searched_for_yaml(
             1,
             "must be PDCluster [NotAllowed]",
         ),
+        ("kind: PdCluster\n", 1, "-:1: kind = PdCluster"),
+        ("kind: PdCluster\n", 1, "-:1: apiVersion\n          is missing [Required]"),
+        ("kind: PdCluster\n", 1, "Write apiVersion: pdcluster.dev/v1alpha1."),
+        ("apiVersion: v1\nkind: PDClusters\n", 1, "-:2: kind = PDClusters"),
+        ("apiVersion: v1\nkind: PDClusters\n", 1, "Write kind: PDCluster."),
+        ("apiVersion: pdcluster.dev/v1beta1\nkind: PDCluster\n", 1, "-:1: apiVersion = pdclu"),
         ("kind: PrefillScaler\napiVersion: pdcluster.dev/v1alpha1\n", 1, "PrefillScaler"),
     ],
 )
@@ -149,7 +157,8 @@ def test_the_document_has_what_the_text_has(capsys: pytest.CaptureFixture[str]) 
     assert len(report["findings"]) == 13
     for one in report["findings"]:
         value = f" = {one['value']}" if one["value"] else ""
-        assert f"  {one['severity'].lower():8}{one['path']}{value}\n" in text
+        where = f"{one['file']}:{one['line']}: "
+        assert f"  {one['severity'].lower():8}{where}{one['path']}{value}\n" in text
         assert f"{'':10}{one['message']} [{one['rule']}]\n" in text
         assert one["remedy"] in text
 
@@ -162,7 +171,7 @@ def test_the_document_has_what_the_text_has(capsys: pytest.CaptureFixture[str]) 
         ("a: [1,", "is not YAML: line"),
         ("a: b: c", "line 1, column 5"),
         ("\x00", "is not YAML"),
-        ("just words", "must"),
+        ("just words", "a manifest is an object"),
         ("[1, 2]", "object"),
     ],
 )
@@ -273,3 +282,143 @@ def test_lint_starts_without_what_only_an_operator_needs() -> None:
         [sys.executable, "-c", program], capture_output=True, check=False, text=True
     )
     assert (run.returncode, run.stderr) == (0, "")
+
+
+LINES = """\
+# a comment
+x: &engine
+  args: [--a, --b]
+---
+apiVersion: pdcluster.dev/v1alpha1
+kind: PDCluster
+metadata:
+  labels: {app: one, app.kubernetes.io/name: two}
+spec:
+  decode: &role
+    engine:
+      env:
+      - name: A
+        value: b
+      - {name: B, value: c}
+    resources:
+      limits:
+        nvidia.com/gpu: 1
+  prefill:
+    <<: *role
+    replicas: 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        (".", 5),
+        ("apiVersion", 5),
+        ("metadata.labels.app", 8),
+        ("metadata.name", 7),
+        ("spec.decode.engine.env[0]", 13),
+        ("spec.decode.engine.env[0].value", 14),
+        ("spec.decode.engine.env[1].value", 15),
+        ("spec.decode.engine.env[7].value", 12),
+        ("spec.decode.resources.limits.nvidia.com/gpu", 18),
+        ("spec.prefill.resources.limits.nvidia.com/gpu", 18),
+        ("spec.prefill.replicas", 21),
+        ("spec.prefill.engine.extraArgs[2]", 11),
+        ("spec.router.replicas", 9),
+        ("status.x", 5),
+        ("port", 0),
+        ("--model-dir", 0),
+    ],
+)
+def test_a_path_has_its_line_or_that_of_the_nearest_field_around_it(
+    path: str, line: int, tmp_path: Path
+) -> None:
+    (file := tmp_path / "x.yaml").write_text(LINES)
+    [_, cluster] = manifests.read_documents(str(file))
+    assert cluster.line(path) == line
+
+
+def test_each_field_of_the_examples_is_found_in_its_own_line() -> None:
+    """The line that is said of a path begins with the path's last key, or an item's dash."""
+    files = sorted((GOLDEN.parents[3] / "examples").glob("*.yaml"))
+    count = 0
+    for file in files:
+        lines = file.read_text().splitlines()
+        for document in manifests.read_documents(str(file)):
+            for path, key in paths(document.body):
+                count += 1
+                text = lines[document.line(path) - 1]
+                assert re.search(rf"(^|[\s{{,\"']){re.escape(key)}[\"']?:", text), (path, text)
+    assert count > 200
+
+
+def paths(body: object, path: str = "") -> list[tuple[str, str]]:
+    found = []
+    if isinstance(body, dict):
+        for key, value in body.items():
+            here = f"{path}.{key}" if path else key
+            found += [(here, key), *paths(value, here)]
+    elif isinstance(body, list):
+        for place, value in enumerate(body):
+            found += paths(value, f"{path}[{place}]")
+    return found
+
+
+def test_a_key_that_stands_twice_is_refused_with_both_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = (GOLDEN / "warnings.yaml").read_text()
+    last = good.count("\n")
+    (file := tmp_path / "x.yaml").write_text(
+        f"{good}  router:\n    replicas: 1\n    resources: {{}}\n    replicas: 3\n"
+        "---\nkind: Service\nmetadata: {labels: {a: b, a: c}}\n"
+    )
+    for command in ("lint", "plan", "up"):
+        assert main([command, str(file)]) == 1
+        printed = capsys.readouterr().out
+        assert f"{file}:{last + 4}: spec.router.replicas\n" in printed
+        says = f"is given twice in one mapping, on lines {last + 2} and {last + 4} [Duplicate]"
+        assert printed.count("[Duplicate]") == printed.count(says) == 1
+        assert "UnknownField" not in printed
+    assert main(["lint", str(file), "-o", "json"]) == 1
+    [error] = json.loads(capsys.readouterr().out)["findings"][:1]
+    assert (error["rule"], error["line"], error["document"]) == ("Duplicate", last + 4, 1)
+
+
+def test_a_merged_key_may_be_given_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = (GOLDEN / "warnings.yaml").read_text()
+    (file := tmp_path / "x.yaml").write_text(
+        f"{good}  router: &r {{replicas: 1}}\n  prefill: {{<<: *r, replicas: 2}}\n"
+    )
+    assert main(["lint", str(file)]) == 0
+    assert "Duplicate" not in capsys.readouterr().out
+    assert manifests.read_cluster(str(file)).body["spec"]["prefill"]["replicas"] == 2
+
+
+LAUGHS = "".join(
+    f"l{n}: &l{n} " + ("[" + ", ".join([f"*l{n - 1}"] * 9) + "]" if n else "lol") + "\n"
+    for n in range(40)
+)
+MERGES = "".join(
+    f"l{n}: &l{n} " + (f"{{<<: [*l{n - 1}, *l{n - 1}]}}" if n else "{k: v}") + "\n"
+    for n in range(40)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (LAUGHS, "the aliases (*name) in document 1 of - stand for more than 8 MiB; write fewer"),
+        (MERGES, "the aliases (*name) in document 1 of - stand for more than 8 MiB; write fewer"),
+        (f"a: 1\n---\n{LAUGHS}", "in document 2 of -"),
+        ("a: &a\n  b: *a\n", "line 1: an alias stands inside of what it stands for"),
+        ("a: &a\n- [*a]\n", "line 1: an alias stands inside of what it stands for"),
+        ("[" * 5_000, "is not YAML"),
+    ],
+)
+def test_aliases_stand_for_a_bounded_number_of_values(
+    text: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert main(["lint", "-"]) == 1
+    assert says in capsys.readouterr().out

@@ -10,7 +10,6 @@ from rich.text import Text
 from pdcluster_connector.compat.findings import counted
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kubeconfig import namespace_of_context
-from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.resources import GPU_RESOURCE
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.cli import (
@@ -92,8 +91,9 @@ def doctor(machine: bool, output: str, file: str | None, probe: bool, **where: A
     """Print what is there and what is missing."""
     if machine and (where["namespace"] or where["context"] or probe):
         raise click.UsageError("--machine has no cluster; leave -n, --context and --probe out")
-    document = manifests.read_cluster(file) if file else None
-    cluster = _accepted(file, document) if file else None
+    read = manifests.read_cluster(file) if file else None
+    document = read.body if read else None
+    cluster = _accepted(read) if read else None
     if machine:
         from pdcluster_operator.cli import machine_checks
 
@@ -121,11 +121,11 @@ def doctor(machine: bool, output: str, file: str | None, probe: bool, **where: A
     return connected(where["context"], look)
 
 
-def _accepted(file: str, document: Any) -> Cluster:
-    cluster, findings = check_manifest(document)
+def _accepted(document: manifests.Document) -> Cluster:
+    cluster, findings = lint.judge(document)
     if not findings.ok:
-        lint.print_findings(output.console(stderr=True), file, findings)
-        raise UserError(f"{file} has errors; correct them first", Exit.MANIFEST)
+        lint.print_findings(output.console(stderr=True), document, findings)
+        raise UserError(f"{document.file} has errors; correct them first", Exit.MANIFEST)
     return cluster
 
 

@@ -4,6 +4,8 @@ Other commands use its functions that print findings.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import click
 import msgspec
@@ -14,6 +16,7 @@ from pdcluster_connector.compat.findings import counted
 from pdcluster_operator.api.findings import FieldError, Findings
 from pdcluster_operator.api.object_names import KIND
 from pdcluster_operator.api.rules import engines, validate
+from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.cli.commands import Command
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.manifests import Document, files_of, read_documents
@@ -22,7 +25,7 @@ from pdcluster_operator.cli.output import hanging, show
 NAMED = 5
 """So many objects of other kinds are named in a line."""
 DETAILS = """\
-Prints every error and warning with JSON path, value, rule and remedy.
+Prints every error and warning with file, line, JSON path, value, rule and remedy.
 
 Each FILE is a manifest in YAML, a folder (its *.yaml and *.yml, and those below it), or - for
 standard input. A file may hold several documents. Those of other kinds are named and skipped, so
@@ -40,10 +43,15 @@ EXAMPLES = (
 
 
 class Finding(msgspec.Struct, frozen=True, rename="camel"):
-    """One mistake or warning."""
+    """One mistake or warning.
+
+    ``line``: of the field in the file, from 1. If the file lacks the field, the line is that of the
+    nearest field around it.
+    """
 
     file: str
     document: int
+    line: int
     name: str
     severity: str
     path: str
@@ -111,7 +119,7 @@ def show_report(
         for number, (one, findings) in enumerate(checked):
             if number:
                 console.print()
-            print_findings(console, f"{one.file} ({one.name})" if one.name else one.file, findings)
+            print_findings(console, one, findings)
         if skipped:
             console.print(Text(_skipped(skipped), "dim"))
 
@@ -133,26 +141,42 @@ def show_report(
 
 def check(document: Document) -> Findings:
     """Apply the rules of admission, without an operator to ask what it admits."""
-    return validate.check_manifest(
-        document.body, host_paths=None, mounted_certificates=None, pod_groups=None
-    )[1]
+    return judge(document, host_paths=None, mounted_certificates=None, pod_groups=None)[1]
 
 
-def print_findings(console: Console, title: str, findings: Findings) -> None:
-    """Print a headline and every finding: path and value, message, remedy."""
+def judge(document: Document, **known: Any) -> tuple[Cluster, Findings]:
+    """Apply the rules of admission, and that of YAML: each key once in a mapping.
+
+    Args:
+        known: what the operator and the API server admit; see ``check_manifest``.
+    """
+    cluster, findings = validate.check_manifest(document.body, **known)
+    return cluster, replace(findings, errors=(*document.repeated, *findings.errors))
+
+
+def print_findings(
+    console: Console, document: Document, findings: Findings, where: str = ""
+) -> None:
+    """Print a headline and every finding: line, path and value, message, remedy."""
     kinds = ((findings.errors, "error", "red"), (findings.warnings, "warning", "yellow"))
     counts = ", ".join(counted(len(found), kind) for found, kind, _ in kinds if found)
-    console.print(Text(f"{title}: {counts or 'no errors'}", style="bold"))
+    console.print(Text(f"{document.title}{where}: {counts or 'no errors'}", style="bold"))
     for found, kind, style in kinds:
         for finding in found:
-            _print(console, kind, style, finding)
+            _print(console, kind, style, finding, located(document, finding))
     if open_questions := engines.unchecked_message(findings.unchecked):
         hanging(console, "  ", Text(open_questions, "dim"))
 
 
-def _print(console: Console, kind: str, style: str, finding: FieldError) -> None:
+def located(document: Document, finding: FieldError) -> str:
+    """Return ``file:line: `` of a finding; empty for what does not come from the file."""
+    line = document.line(finding.path)
+    return f"{document.file}:{line}: " if line else ""
+
+
+def _print(console: Console, kind: str, style: str, finding: FieldError, where: str) -> None:
     value = f" = {finding.value}" if finding.value else ""
-    hanging(console, Text(f"  {kind:8}", style), Text(f"{finding.path}{value}", "bold"))
+    hanging(console, Text(f"  {kind:8}", style), Text(f"{where}{finding.path}{value}", "bold"))
     hanging(console, " " * 10, Text(f"{finding.message} [{finding.rule}]"))
     if finding.remedy:
         hanging(console, " " * 10, Text(finding.remedy, "dim"))
@@ -192,4 +216,4 @@ def _checked(one: Document, findings: Findings) -> Checked:
 
 def _finding(one: Document, severity: str, error: FieldError) -> Finding:
     what = (error.path, error.value, str(error.rule), error.message, error.remedy)
-    return Finding(one.file, one.number, one.name, severity, *what)
+    return Finding(one.file, one.number, one.line(error.path), one.name, severity, *what)

@@ -1,9 +1,12 @@
 """Reads manifests: files, folders and standard input, with several documents in each.
 
-What is read is bounded: ``MAX_BYTES`` a file, ``MAX_FILES`` a folder.
+What is read is bounded: ``MAX_BYTES`` a file, ``MAX_FILES`` a folder. The aliases of a document may
+stand for ``MAX_EXPANDED`` characters. YAML's nodes are kept beside the values, because a node knows
+its line.
 """
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +15,17 @@ from typing import Any
 
 import yaml
 
+from pdcluster_operator.api.findings import FieldError, Rule, under
 from pdcluster_operator.api.object_names import GROUP, KIND, SCALER_KIND
 from pdcluster_operator.cli.exits import Exit, UserError
 
 MAX_BYTES = 4 << 20
+MAX_EXPANDED = 2 * MAX_BYTES
+"""Without aliases, no file of MAX_BYTES has so many."""
 MAX_FILES = 10_000
 ENDINGS = (".yaml", ".yml")
+_OF_A_MANIFEST = re.compile(r"(apiVersion|kind|metadata|spec|status)\b|[.]$")
+_OUR_KIND = re.compile(f"{KIND}s?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +34,14 @@ class Document:
 
     Attributes:
         number: of the YAML document in its file, from 1. The objects of a List share one.
+        repeated: the keys that a mapping has twice. Of their values, the body has the last.
     """
 
     file: str
     number: int
     body: Any
+    node: yaml.Node
+    repeated: tuple[FieldError, ...] = ()
 
     @property
     def name(self) -> str:
@@ -40,13 +51,47 @@ class Document:
         return name if isinstance(name, str) else ""
 
     @property
+    def title(self) -> str:
+        """What to call it: its file, which document of it, and the name of the object."""
+        number = f", document {self.number}" if self.number > 1 else ""
+        return f"{self.file}{number} ({self.name})" if self.name else f"{self.file}{number}"
+
+    @property
     def other_kind(self) -> str:
         """The kind of an object that is no PDCluster; empty for one that is, or should be."""
         body = self.body if isinstance(self.body, dict) else {}
         kind, group = body.get("kind"), str(body.get("apiVersion")).partition("/")[0]
         # A misspelt kind of our group is a mistake, and no object of somebody else.
-        known = group != GROUP or kind == SCALER_KIND
-        return kind if isinstance(kind, str) and kind != KIND and known else ""
+        if not isinstance(kind, str) or _OUR_KIND.fullmatch(kind):
+            return ""
+        return kind if group != GROUP or kind == SCALER_KIND else ""
+
+    def line(self, path: str) -> int:
+        """Return the line of a field, from 1, or of the nearest field around it that is there.
+
+        It is 0 for a path that is no field of a manifest, such as an option of the command.
+        """
+        node, rest = self.node, path
+        line = node.start_mark.line + 1 if _OF_A_MANIFEST.match(path) else 0
+        while rest and (step := _step(node, rest)) is not None:
+            line, node, rest = step
+        return line
+
+
+def _step(node: yaml.Node, path: str) -> tuple[int, yaml.Node, str] | None:
+    """Follow a path by one key or index: its line, its node and the rest; None if it ends here."""
+    if isinstance(node, yaml.SequenceNode) and (found := re.match(r"\[(\d+)\][.]?", path)):
+        place = int(found[1])
+        if place < len(node.value):
+            item = node.value[place]
+            return item.start_mark.line + 1, item, path[found.end() :]
+    if isinstance(node, yaml.MappingNode):
+        # Keys hold dots, too: the longest one that fits is meant. The last one of a name counts.
+        fitting = [pair for pair in reversed(node.value) if under(path, str(pair[0].value))]
+        if fitting:
+            key, value = max(fitting, key=lambda pair: len(pair[0].value))
+            return key.start_mark.line + 1, value, path[len(key.value) :].removeprefix(".")
+    return None
 
 
 def files_of(path: str) -> list[str]:
@@ -93,22 +138,19 @@ def read_documents(file: str) -> list[Document]:
     if len(data) > MAX_BYTES:
         raise UserError(f"{file} is larger than {MAX_BYTES >> 20} MiB", Exit.MANIFEST)
     try:
-        bodies = list(yaml.safe_load_all(data))
+        documents = list(_documents(file, data))
+    except UserError:
+        raise
     except Exception as error:  # `2026-02-30` raises ValueError, `!!bool x` KeyError, and so on
         hint = "; render templates first, and lint what comes out" if b"{{" in data else ""
         said = f"{file} is not YAML: {_first_problem(error)}{hint}"
         raise UserError(said, Exit.MANIFEST) from error
-    documents = [
-        Document(file, number, one)
-        for number, body in enumerate(bodies, 1)
-        for one in _objects(body)
-    ]
     if not documents:
         raise UserError(f"{file} is empty", Exit.MANIFEST)
     return documents
 
 
-def read_cluster(file: str) -> Any:
+def read_cluster(file: str) -> Document:
     """Return the one PDCluster of a file; other kinds beside it are left out.
 
     Raises:
@@ -116,8 +158,8 @@ def read_cluster(file: str) -> Any:
     """
     documents = read_documents(file)
     if len(documents) == 1:
-        return documents[0].body
-    clusters = [one.body for one in documents if not one.other_kind]
+        return documents[0]
+    clusters = [one for one in documents if not one.other_kind]
     if not clusters:
         raise UserError(
             f"none of the {len(documents)} objects in {file} is a {KIND}; add one, with "
@@ -133,16 +175,100 @@ def read_cluster(file: str) -> Any:
     return clusters[0]
 
 
-def _objects(body: Any) -> Iterator[Any]:
+class _Loader(yaml.SafeLoader):
+    """Composes nodes, and notes the keys that a mapping has twice.
+
+    ``repeated`` has those of one document by the mapping's ``id``: the key, its first line, and the
+    line of another.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.repeated: dict[int, list[tuple[str, int, int]]] = {}
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Compose a mapping, and compare its own keys, before others are merged into it."""
+        node = super().compose_mapping_node(anchor)
+        first: dict[str, yaml.Node] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                before = first.setdefault(key.value, key)
+                if before is not key:
+                    lines = before.start_mark.line + 1, key.start_mark.line + 1
+                    self.repeated.setdefault(id(node), []).append((key.value, *lines))
+        return node
+
+
+def _documents(file: str, data: bytes) -> Iterator[Document]:
+    loader, number = _Loader(data), 0
+    while loader.check_node() and (node := loader.get_node()) is not None:
+        number += 1
+        if _characters(node, {}) > MAX_EXPANDED:
+            raise UserError(
+                f"the aliases (*name) in document {number} of {file} stand for more than "
+                f"{MAX_EXPANDED >> 20} MiB; write fewer of them",
+                Exit.MANIFEST,
+            )
+        body = loader.construct_document(node)
+        for part, one in _objects(node, body):
+            yield Document(file, number, one, part, _repeated(part, loader.repeated))
+        loader.repeated.clear()
+
+
+def _characters(node: yaml.Node, known: dict[int, int]) -> int:
+    """Count what a node stands for if each alias were written out: characters, and 1 a node.
+
+    Raises:
+        YAMLError: a node holds itself.
+    """
+    if id(node) not in known:
+        known[id(node)] = -1
+        children = node.value if isinstance(node, yaml.CollectionNode) else ()
+        if isinstance(node, yaml.MappingNode):
+            children = [part for pair in node.value for part in pair]
+        text = len(node.value) if isinstance(node, yaml.ScalarNode) else 0
+        known[id(node)] = 1 + text + sum(_characters(child, known) for child in children)
+    if known[id(node)] < 0:
+        line = node.start_mark.line + 1
+        raise yaml.YAMLError(f"line {line}: an alias stands inside of what it stands for")
+    return known[id(node)]
+
+
+def _repeated(
+    node: yaml.Node, repeated: dict[int, list[tuple[str, int, int]]]
+) -> tuple[FieldError, ...]:
+    """Return the repeated keys of an object, each once."""
+    seen: set[int] = set()
+
+    def look(node: yaml.Node, path: str) -> Iterator[FieldError]:
+        if id(node) in seen:
+            return
+        seen.add(id(node))
+        dot = f"{path}." if path else ""
+        for key, first, line in repeated.get(id(node), ()):
+            message = f"is given twice in one mapping, on lines {first} and {line}"
+            yield FieldError(f"{dot}{key}", "", Rule.DUPLICATE, message, "Keep one of them.")
+        if isinstance(node, yaml.SequenceNode):
+            for place, item in enumerate(node.value):
+                yield from look(item, f"{path}[{place}]")
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                yield from look(value, f"{dot}{key.value}")
+
+    return tuple(look(node, "")) if repeated else ()
+
+
+def _objects(node: yaml.Node, body: Any) -> Iterator[tuple[yaml.Node, Any]]:
     """Yield a document; of a List, as kubectl prints it, each of its items."""
     if (
         isinstance(body, dict)
         and body.get("kind") == "List"
         and isinstance(body.get("items"), list)
     ):
-        yield from body["items"]
+        [*_, items] = [value.value for key, value in node.value if key.value == "items"]
+        yield from zip(items, body["items"], strict=True)
     elif body is not None:
-        yield body
+        yield node, body
 
 
 def _raise(error: OSError) -> None:

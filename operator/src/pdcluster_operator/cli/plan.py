@@ -96,10 +96,10 @@ def show_plan(file: str, output: str) -> exits.Exit:
 
 def read_accepted(file: str, output: str) -> dict[str, Any] | None:
     """Return the PDCluster of a file. If it has errors, print all findings, and return None."""
-    body: dict[str, Any] = manifests.read_cluster(file)
-    document = manifests.Document(file, 1, body)
+    document = manifests.read_cluster(file)
     findings = lint.check(document)
     if findings.ok:
+        body: dict[str, Any] = document.body
         return body
     lint.show_report(output, [(document, findings)])
     return None

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Container
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.api.findings import Findings, under
 from pdcluster_operator.api.object_names import HTTP_PORT
-from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Cluster, Visibility
 from pdcluster_operator.cli import lint, manifests, once, output, plan, view as views
@@ -123,16 +122,18 @@ def run(options: Options) -> Exit:
             Exit.MACHINE,
         )
     console = output.console()
-    document = with_model(manifests.read_cluster(options.file), options.model_dir)
-    cluster, findings = check_manifest(document, one_node=True)
+    read = manifests.read_cluster(options.file)
+    document = with_model(read.body, options.model_dir)
+    cluster, findings = lint.judge(replace(read, body=document), one_node=True)
     if not findings.ok:
-        lint.print_findings(console, options.file, findings)
+        lint.print_findings(console, read, findings)
         return Exit.MANIFEST
     for warning in findings.warnings:
         # --model-dir replaced the source, so a warning about the source is of no use.
         replaced = options.model_dir is not None and under(warning.path, "spec.model.source")
         if not replaced:
-            console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+            said = f"warning: {lint.located(read, warning)}{warning}"
+            console.print(Text(said, style="yellow"), soft_wrap=True)
     connector = plan.shipped_connector()
     document = with_names(document)
     facts = gather(
@@ -142,7 +143,7 @@ def run(options: Options) -> Exit:
         cluster, facts, once=options.once is not None, model_flag=options.model_dir is not None
     )
     if lacks:
-        lint.print_findings(console, f"{options.file} on this machine", Findings(tuple(lacks)))
+        lint.print_findings(console, read, Findings(tuple(lacks)), " on this machine")
         on_line = all(lack.rule in COMMAND_LINE for lack in lacks)
         return Exit.USAGE if on_line else Exit.MACHINE
     folder = new_run_folder(cluster.name)

@@ -53,10 +53,12 @@ def parse_cluster(manifest: object) -> ParseResult:
         reader.error("", manifest, Rule.WRONG_TYPE, "a manifest is an object", "Write a mapping.")
         manifest = {}
     for key, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
-        if manifest.get(key) != wanted:
-            reader.error(
-                key, manifest.get(key), Rule.NOT_ALLOWED, f"must be {wanted}", f"Write {wanted}."
-            )
+        given = manifest.get(key)
+        if given is None:
+            reader.error(key, "", Rule.REQUIRED, "is missing", f"Write {key}: {wanted}.")
+        elif given != wanted:
+            remedy = f"Write {key}: {wanted}."
+            reader.error(key, given, Rule.NOT_ALLOWED, f"must be {wanted}", remedy)
     for key in manifest:
         if key not in ("apiVersion", "kind", "metadata", "spec", "status"):
             reader.unknown("", key, ["apiVersion", "kind", "metadata", "spec"])
