@@ -76,7 +76,10 @@ def test_a_resource_whose_name_is_no_text_gets_an_answer():
     assert errors({"limits": {8: 1}}, overlay={"limits": {None: 1, 8: 1}})
 
 
-@pytest.mark.parametrize("name", ["nvidia.com/mig-1g.10gb", "nvidia.com/gpu.shared"])
+@pytest.mark.parametrize(
+    "name",
+    ["nvidia.com/mig-1g.10gb", "nvidia.com/gpu.shared", "nvidia.com/GB200", "google.com/tpu"],
+)
 def test_parts_of_gpus_are_gpus_and_get_no_others_beside_them(name):
     assert given({"limits": {name: 1}})["limits"] == {name: "1"}
     assert given(overlay={"limits": {name: 1}})["limits"] == {name: 1}
@@ -95,10 +98,80 @@ def test_slices_of_several_sizes_are_added_up():
 @pytest.mark.parametrize(
     ("name", "is_one"),
     [("nvidia.com/gpu", True), ("amd.com/gpu", True), ("gpu.intel.com/i915", True),
-     ("rdma/ib", False), ("cpu", False), ("nvidia.com/hostdev", False), ("gpu", False)],
+     ("rdma/ib", False), ("cpu", False), ("nvidia.com/hostdev", False), ("gpu", False),
+     *((name, True) for name in (
+         "nvidia.com/gpu.shared", "nvidia.com/pgpu", "nvidia.com/GB200", "nvidia.com/mig-7g.80gb",
+         "nvidia.com/TU104GL_TESLA_T4", "nvidia.com/GRID_T4-1Q", "nvidia.com/H100",
+         "amd.com/cpx_nps4",
+         "gpu.intel.com/xe", "gpu.intel.com/tiles", "habana.ai/gaudi", "google.com/tpu",
+         "huawei.com/Ascend910", "aws.amazon.com/neuron", "aws.amazon.com/neuroncore",
+         "volcano.sh/vgpu-number", "volcano.sh/vgpu-memory", "aliyun.com/gpu-mem", "hygon.com/dcu",
+         "deviceclass.resource.kubernetes.io/gpu.nvidia.com",
+     )),
+     *((name, False) for name in (
+         "nvidia.com/MT2892_FAMILY", "nvidia.com/CX7", "nvidia.com/BF3", "nvidia.com/rdma_shared",
+         "nvidia.com/roce_gdr", "amd.com/nic", "amd.com/xilinx-u280", "vpc.amazonaws.com/efa",
+         "openshift.io/mlx5", "intel.com/sriov_rdma", "habana.ai/nic", "google.com/nic",
+         # HAMi's shares stand beside nvidia.com/gpu.
+         "nvidia.com/gpumem", "nvidia.com/gpucores", "memory", "hugepages-2Mi",
+         "deviceclass.resource.kubernetes.io/rdma.dranet",
+     ))],
 )  # fmt: skip
 def test_which_resources_are_gpus(name, is_one):
     assert is_accelerator(name) is is_one
+    added = given({"limits": {name: 1}} if "/" in name else {})["limits"]
+    assert ("nvidia.com/gpu" in added) is (not is_one or name == "nvidia.com/gpu")
+
+
+@pytest.mark.parametrize(
+    "share", ["volcano.sh/vgpu-memory", "gpu.intel.com/millicores", "aliyun.com/gpu-mem",
+              "aws.amazon.com/neuron", "koordinator.sh/gpu-core"],
+)  # fmt: skip
+def test_a_share_of_a_gpu_is_not_counted_against_the_parallelism(share):
+    assert not errors({"limits": {share: 40}}, tensor=4)
+    assert given({"limits": {share: 40}}, tensor=4)["limits"] == {share: "40"}
+
+
+CLAIMED = {"name": "engine", "resources": {"claims": [{"name": "devices"}]}}
+
+
+@pytest.mark.parametrize(
+    ("containers", "path"),
+    [
+        ([CLAIMED], "spec.containers[0].resources.claims"),
+        ([{"name": "sidecar", "image": "x"}, CLAIMED], "spec.containers[1].resources.claims"),
+        ([{"name": "engine"}], "spec.resourceClaims"),
+        ([{**CLAIMED, "name": "sidecar", "image": "x"}], None),  # the claim is the sidecar's
+    ],
+)
+def test_gpus_that_are_added_beside_a_claim_are_named(containers, path):
+    claim = [{"name": "devices", "resourceClaimName": "gpus"}]
+    made = manifest(tensor=2)
+    made["spec"]["prefill"]["podTemplate"] = {
+        "spec": {"resourceClaims": claim, "containers": containers}
+    }
+
+    def found():
+        _, findings = check_manifest(made)
+        assert findings.ok, findings.errors
+        return [one for one in findings.warnings if one.rule == "GpuBesideClaim"]
+
+    wanted = [] if path is None else [f"spec.prefill.podTemplate.{path}"]
+    assert [one.path for one in found()] == wanted
+    for one in found():
+        assert "adds nvidia.com/gpu: 2" in one.message
+    # Each way out that the remedy names, and each other accelerator.
+    for limits in ({"nvidia.com/gpu": 2}, {"amd.com/gpu": 2}):
+        made["spec"]["prefill"]["resources"] = {"limits": limits}
+        assert found() == []
+    made["spec"]["prefill"]["resources"] = {}
+    ours = next((one for one in containers if one["name"] == "engine"), None)
+    if ours is not None:
+        none = {**ours.get("resources", {}), "limits": {"nvidia.com/gpu": 0}}
+        containers[containers.index(ours)] = {**ours, "resources": none}
+        assert found() == []
+    made["spec"]["transfer"]["device"] = "CPU"
+    assert found() == []
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ class Rule(StrEnum):
     UNREADABLE_FLAG = "UnreadableFlag"
     NODES_DIVIDE_WORKERS = "NodesDivideWorkers"
     GPU_COUNT_MISMATCH = "GpuCountMismatch"
+    GPU_BESIDE_CLAIM = "GpuBesideClaim"
     TOO_MANY_LINKS = "TooManyLinks"
     CONFLICTING_SETTINGS = "ConflictingSettings"
     TRANSPORT_WITHOUT_CUDA = "TransportWithoutCuda"

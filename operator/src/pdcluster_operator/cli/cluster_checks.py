@@ -23,7 +23,6 @@ from pdcluster_operator.api.spec.types import Cluster, Role
 LEAST_KUBERNETES = (1, 30)
 """As the chart's ``kubeVersion`` says."""
 RDMA = re.compile(r"rdma|roce|infiniband|/ib|hca|efa|mlnx|mlx|sriov|_vf")
-OTHER_ACCELERATORS = ("habana.ai/gaudi", "aws.amazon.com/neuron", "google.com/tpu")
 ENFORCING = ("calico", "canal", "cilium", "antrea", "weave", "kube-router", "ovn", "anetd",
              "romana", "azure-npm", "kube-network-policies")  # fmt: skip
 """Parts of the names of DaemonSets whose networks enforce NetworkPolicies."""
@@ -199,7 +198,7 @@ def _devices(facts: ClusterFacts, cluster: Cluster | None) -> Iterator[Row]:
                 offers[name].append(count)
     wanted = device_needs(cluster) if cluster else {}
     kinds = (
-        ("GPUs", _is_accelerator, "engines keep weights and KV in their memory",
+        ("GPUs", resources.is_accelerator, "engines keep weights and KV in their memory",
          "Install the device plugin of your GPUs, such as NVIDIA's GPU operator."),
         ("RDMA devices", RDMA.search, "without them KV goes over TCP, which is slow",
          "Install an RDMA device plugin, and name its resource in transfer.rdma."),
@@ -212,10 +211,6 @@ def _devices(facts: ClusterFacts, cluster: Cluster | None) -> Iterator[Row]:
             yield Row(check, Verdict.WARNING, "no node offers one", why, remedy)
     for name, pods in wanted.items():
         yield from _enough(name, pods, offers.get(name, []))
-
-
-def _is_accelerator(name: str) -> bool:
-    return resources.is_accelerator(name) or name in OTHER_ACCELERATORS
 
 
 def _offer(name: str, counts: list[int]) -> str:

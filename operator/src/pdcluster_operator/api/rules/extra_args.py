@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping
 from pdcluster_connector.compat.supported import ANY_VERSION, REFUSED_FLAGS
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.api.findings import FieldError, Rule, shown
+from pdcluster_operator.api.rules import network
 from pdcluster_operator.api.rules.pod_template import env_source_errors
 from pdcluster_operator.api.spec.fields import camel
 from pdcluster_operator.api.spec.flags import OWNED_FLAGS, Flag, owned_flag, parse_flags
 from pdcluster_operator.api.spec.pod_templates import containers, pod_templates
 from pdcluster_operator.api.spec.resolve import READ_FLAGS, engine_places, flag_path, resolve_engine
+from pdcluster_operator.api.spec.resources import gpu_transports
 from pdcluster_operator.api.spec.types import Cluster, Device, Role
 
 OWNED_PREFIX = "PDCLUSTER_"
@@ -26,8 +28,6 @@ TYPED_FLAGS = {
     "--attention-backend": "attention_backend",
 }
 CHECKED_FLAGS = READ_FLAGS | TYPED_FLAGS.keys()
-# Transports of UCX with which it recognises GPU memory.
-CUDA_TRANSPORTS = {"cuda", "cuda_copy", "cuda_ipc", "all"}
 
 
 def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
@@ -188,29 +188,40 @@ def _eager_pipeline(cluster: Cluster) -> Iterator[FieldError]:
         )
 
 
+def variables(cluster: Cluster) -> Iterator[tuple[network.Variable, frozenset[str]]]:
+    """Yield the variables of all engine settings, each with the transports that its GPUs need."""
+    gpus = {role: gpu_transports(cluster, role) for role in Role}
+    for path, engine in engine_places(cluster):
+        for place, var in enumerate(engine.env):
+            reached = [role for role in Role if _reaches(cluster, path, var.name, role)]
+            needed = [gpus[role] for role in reached] or [frozenset[str]()]
+            yield (f"{path}.env[{place}]", var.name, var.value), frozenset.intersection(*needed)
+
+
+def _reaches(cluster: Cluster, path: str, name: str, role: Role) -> bool:
+    """Whether a variable at ``path`` comes to a role's engines. A role's own wins."""
+    own = any(var.name == name for var in cluster.spec.role(role).engine.env)
+    return path == f"spec.{role}.engine" or (path == "spec.engine" and not own)
+
+
+def transport_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield each UCX_TLS with which engines on NVIDIA's GPUs do not start."""
+    return (found for certain, found in _transports(cluster) if certain)
+
+
+def _transports(cluster: Cluster) -> Iterator[tuple[bool, FieldError]]:
+    backends = cluster.spec.transfer.backends
+    for variable, gpus in variables(cluster):
+        yield from network.transport_findings([variable], gpus if "UCX" in backends else ())
+
+
 def variable_warnings(cluster: Cluster) -> Iterator[FieldError]:
     """Yield variables that UCX or vLLM accept, but that harm or have no effect here."""
-    on_gpus = cluster.spec.transfer.device is Device.CUDA
-    variables = (
-        (f"{path}.env[{place}]", var.name, var.value)
-        for path, engine in engine_places(cluster)
-        for place, var in enumerate(engine.env)
-    )
-    for here, name, value in variables:
-        if name == "UCX_TLS" and on_gpus and value is not None:  # else a Secret or the like has it
-            transports = set(value.split(","))
-            if not value.startswith("^") and not transports & CUDA_TRANSPORTS:
-                yield FieldError(
-                    f"{here}.value",
-                    shown(value),
-                    Rule.TRANSPORT_WITHOUT_CUDA,
-                    "without a CUDA transport UCX does not recognise GPU memory",
-                    "Add cuda_copy and cuda_ipc.",
-                    ("spec.transfer.device",),
-                )
+    yield from (found for certain, found in _transports(cluster) if not certain)
+    for (path, name, _), _ in variables(cluster):
         if name.startswith("VLLM_NIXL_SIDE_CHANNEL_"):
             yield FieldError(
-                f"{here}.name",
+                f"{path}.name",
                 name,
                 Rule.CONFLICTING_SETTINGS,
                 "belongs to vLLM's stock connector and does nothing here",

@@ -1,13 +1,13 @@
 """Rules of the network: peers of NetworkPolicies, NIXL's backends, and RDMA."""
 
 import ipaddress
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from pdcluster_connector.compat.supported import why_not
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.spec import pod_templates, resources, router_types, types
 from pdcluster_operator.api.spec.router_types import SelectorOperator
-from pdcluster_operator.api.spec.types import Device, Role
+from pdcluster_operator.api.spec.types import Role
 
 WITH_VALUES = (SelectorOperator.IN, SelectorOperator.NOT_IN)
 
@@ -94,15 +94,17 @@ def backend_errors(cluster: types.Cluster) -> Iterator[FieldError]:
 def rdma_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
     """Yield a warning if engines span machines without RDMA: their KV goes over TCP."""
     transfer = cluster.spec.transfer
-    if transfer.device is not Device.CUDA or transfer.rdma is not None:
+    if transfer.rdma is not None:
         return
     for role in Role:
         spec = cluster.spec.role(role)
-        _, overlay = pod_templates.engine_container(cluster, role)
-        devices = {*spec.resources.limits, *pod_templates.amounts(overlay, "limits")}
-        if spec.parallelism.nodes > 1 and all(
-            resources.is_accelerator(name) for name in devices if "/" in name
-        ):
+        other = any(
+            "/" in name and not resources.is_accelerator(name)
+            for name in resources.device_limits(cluster, role)
+        )
+        # A claim may be for NICs, and a privileged container sees all devices of its node.
+        known = not (other or resources.claims(cluster, role) or _privileged(cluster, role))
+        if spec.parallelism.nodes > 1 and resources.gpu_transports(cluster, role) and known:
             yield FieldError(
                 "spec.transfer.rdma",
                 "",
@@ -113,3 +115,50 @@ def rdma_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
                 (f"spec.{role}.parallelism", f"spec.{role}.resources"),
             )
             return
+
+
+def _privileged(cluster: types.Cluster, role: Role) -> bool:
+    _, container = pod_templates.engine_container(cluster, role)
+    return pod_templates.as_mapping(container.get("securityContext")).get("privileged") is True
+
+
+Variable = tuple[str, str, str | None]
+"""Path of its entry, name, and value; None if a Secret or the like has the value."""
+
+
+def transport_findings(
+    variables: Iterable[Variable], gpus: Collection[str]
+) -> Iterator[tuple[bool, FieldError]]:
+    """Yield (whether engines certainly do not start, the finding) for each UCX_TLS without GPUs.
+
+    UCX compares the names as they are written, blanks too, and takes ``all`` only if it stands
+    alone. Of the transports that its names ``cuda``, ``rocm`` and ``ze`` stand for, only the one
+    that ends with ``_copy`` finds out that an address is GPU memory (ucp_tl_aliases in
+    ucp_context.c; detect_mem_types). NIXL 1.5 ends the engine if there are NVIDIA GPUs and no such
+    transport.
+
+    Args:
+        gpus: whose transports may be needed, as ``gpu_transports`` returns them.
+    """
+    for path, name, value in variables:
+        if name != "UCX_TLS" or value is None or not gpus:
+            continue
+        denied, names = value.startswith("^"), value.removeprefix("^").split(",")
+        listed = {gpu for gpu in gpus if {gpu, f"{gpu}_copy", f"\\{gpu}_copy"} & {*names}}
+        if value == "all" or (listed != {*gpus} if denied else listed):
+            continue
+        ways = " or ".join(f"{gpu}_copy" for gpu in sorted(gpus))
+        certain = {*gpus} == {"cuda"}
+        ends = ", and NIXL ends the engine at its start" if certain else ""
+        yield (
+            certain,
+            FieldError(
+                f"{path}.value",
+                shown(value),
+                Rule.TRANSPORT_WITHOUT_CUDA,
+                f"without {ways} UCX takes GPU memory for host memory{ends}",
+                "Remove UCX_TLS: UCX then chooses the fastest transport that works."
+                + ("" if denied else f" Or add {ways} to it, without blanks."),
+                ("spec.transfer.device", "spec.transfer.backends"),
+            ),
+        )

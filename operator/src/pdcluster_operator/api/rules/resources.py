@@ -58,9 +58,10 @@ def resource_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def resource_warnings(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield engines whose pods request no memory: a node may have too little for them."""
+    """Yield engines whose pods request no memory, or perhaps twice as many GPUs as are meant."""
     for role in Role:
         engine = resolve_engine(cluster, role)
+        yield from _beside_claims(cluster, engine)
         if not any("memory" in _amounts(cluster, engine, kind) for kind in KINDS):
             yield FieldError(
                 f"spec.{role}.resources.requests.memory",
@@ -71,6 +72,23 @@ def resource_warnings(cluster: Cluster) -> Iterator[FieldError]:
                 "Request what the weights and the KV cache on the host need.",
                 (f"spec.{role}.resources", f"spec.{role}.podTemplate"),
             )
+
+
+def _beside_claims(cluster: Cluster, engine: Engine) -> Iterator[FieldError]:
+    path = resources.claims(cluster, engine.role)
+    added = resources.added_limits(cluster, engine).get(resources.GPU_RESOURCE)
+    if path and added is not None:
+        gpu, limits = resources.GPU_RESOURCE, f"spec.{engine.role}.resources.limits"
+        yield FieldError(
+            path,
+            "",
+            Rule.GPU_BESIDE_CLAIM,
+            f"the operator adds {gpu}: {added} to the pod, and if the claim is for GPUs, too, the "
+            "pod takes twice as many",
+            f"If it is, write {gpu}: 0 in the limits of the pod template's container engine. If "
+            f"it is for something else, write {gpu}: {added} in {limits}.",
+            (limits, f"spec.{engine.role}.parallelism", "spec.transfer.device"),
+        )
 
 
 def _amounts(cluster: Cluster, engine: Engine, kind: str) -> dict[str, Amount]:
@@ -160,7 +178,7 @@ def _gpus(engine: Engine, limits: dict[str, Amount]) -> Iterator[FieldError]:
     if engine.parallelism.workers % engine.parallelism.nodes:
         return  # NodesDivideWorkers reports it
     wanted = workers_per_pod(engine)
-    named = {name: amount for name, amount in limits.items() if resources.is_accelerator(name)}
+    named = {name: one for name, one in limits.items() if resources.counts_accelerators(name)}
     numbers = [amount.number or Decimal(0) for amount in named.values()]
     if not named or sum(numbers) == wanted:
         return

@@ -97,6 +97,7 @@ def _errors(cluster: Cluster) -> Iterator[FieldError]:
     yield from engines.numbered_image_errors(cluster)
     yield from network.backend_errors(cluster)
     yield from extra_args.start_errors(cluster)
+    yield from extra_args.transport_errors(cluster)
     yield from certificates.mount_errors(cluster)
     spec = cluster.spec
     yield from network.peer_errors("spec.monitoring.scrapeFrom", spec.monitoring.scrape_from)

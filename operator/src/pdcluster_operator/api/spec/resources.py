@@ -1,10 +1,12 @@
 """Resources of pods: quantities, kinds of resources, and the limits that the operator adds."""
 
 import re
+from dataclasses import dataclass
 from decimal import Decimal
+from functools import lru_cache
 
-from pdcluster_operator.api.spec import engine_types, resolve, router_types, types
-from pdcluster_operator.api.spec.pod_templates import amounts, engine_container
+from pdcluster_operator.api.spec import engine_types, pod_templates, resolve, router_types, types
+from pdcluster_operator.api.spec.pod_templates import amounts, as_list, as_mapping, engine_container
 from pdcluster_operator.api.spec.types import Device, Role
 
 _SUFFIXES = {
@@ -45,11 +47,61 @@ GPU_RESOURCE = "nvidia.com/gpu"
 STANDARD = frozenset({"cpu", "memory", "ephemeral-storage"})
 
 
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """A kind of accelerator.
+
+    Attributes:
+        transports: UCX's name of the transports that reach its memory: ``cuda``, ``rocm`` or
+            ``ze``; empty where UCX has none, or the resource does not say whose device it is.
+        counted: whether one piece of it serves one worker. Memory, cores and tiles do not.
+    """
+
+    transports: str = ""
+    counted: bool = True
+
+
+# Names of resources, as device plugins, schedulers and operators give them; the first match counts.
+# A share of a device is written beside a number of devices, or instead of it.
+ACCELERATORS: tuple[tuple[str, Accelerator], ...] = (
+    (r"gpu\.intel\.com/(i915|xe)", Accelerator("ze")),
+    (r"gpu\.intel\.com/.+", Accelerator("ze", counted=False)),
+    (r"volcano\.sh/vgpu-number", Accelerator("cuda")),
+    (r"volcano\.sh/vgpu-.+", Accelerator("cuda", counted=False)),
+    # KubeVirt and Kata name a GPU by its model, as in GB200 or TU104GL_TESLA_T4. ConnectX and
+    # BlueField are NICs in the same domain.
+    (r"nvidia\.com/([pv]?gpu([.-].+)?|mig-.+|GRID.+|(?!MT|CX|BF)[A-Z]{1,2}\d.*)",
+     Accelerator("cuda")),
+    # cpx, dpx, qpx and spx are the partitions of an Instinct.
+    (r"amd\.com/(gpu|[cdqs]px)([._-].+)?", Accelerator("rocm")),
+    # A Neuron device has several cores, and each of them may be a worker.
+    (r"aws\.amazon\.com/neuron(core|device)?", Accelerator(counted=False)),
+    (r"[^/]+/gpu[.-](core|mem|shared?-mem).*", Accelerator(counted=False)),
+    ((r"habana\.ai/gaudi|google\.com/tpu|huawei\.com/(Ascend|npu).*|cambricon\.com/v?mlu.*"
+      r"|hygon\.com/v?dcu.*|enflame\.com/(shared-)?gcu.*|(baidu|kunlunxin)\.com/v?xpu.*"
+      r"|(mthreads|metax-tech|iluvatar)\.(com|ai)/[sv]?gpu.*|qualcomm\.com/qaic.*"
+      r"|(furiosa|rebellions)\.ai/.+|tenstorrent\.com/.+"
+      # Dynamic resource allocation gives such a resource to each device class.
+      r"|deviceclass\.resource\.kubernetes\.io/.*(gpu|mig|tpu|gaudi|neuron).*"
+      r"|[^/]+/gpu([.-].+)?|[^/]+/mig-.+|gpu\.[^/]+/.+"), Accelerator()),
+)  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def accelerator(name: str) -> Accelerator | None:
+    """Return which kind of accelerator a resource stands for, or for a part of which; else None."""
+    return next((kind for names, kind in ACCELERATORS if re.fullmatch(names, name)), None)
+
+
 def is_accelerator(name: str) -> bool:
-    """Whether a resource stands for GPUs, or for parts of one (``nvidia.com/mig-1g.10gb``)."""
-    domain, slash, kind = name.partition("/")
-    parts = kind == "gpu" or kind.startswith(("gpu.", "gpu-", "mig-"))
-    return bool(slash) and (parts or domain.startswith("gpu."))
+    """Whether a resource stands for accelerators, or for parts of one."""
+    return accelerator(name) is not None
+
+
+def counts_accelerators(name: str) -> bool:
+    """Whether each piece of a resource is an accelerator, or a part that serves one worker."""
+    kind = accelerator(name)
+    return kind is not None and kind.counted
 
 
 def is_countable(name: str) -> bool:
@@ -67,10 +119,43 @@ def takes_no_gpus(cluster: types.Cluster, role: Role) -> bool:
     return bool(named) and all(parse_quantity(str(amount)) == 0 for amount in named)
 
 
+def claims(cluster: types.Cluster, role: Role) -> str:
+    """Return the path of the claims that may give devices to a role's engines; empty without."""
+    template = cluster.spec.role(role).pod_template
+    path, _ = engine_container(cluster, role)
+    claiming = {
+        entry.get("name"): where
+        for where, entry in pod_templates.containers(template)
+        if as_list(as_mapping(entry.get("resources")).get("claims"))
+    }
+    if pod_templates.ENGINE_CONTAINER in claiming:
+        return f"{path}.resources.claims"
+    unused = as_list(pod_templates.pod_spec(template).get("resourceClaims")) and not claiming
+    return f"spec.{role}.podTemplate.spec.resourceClaims" if unused else ""
+
+
+def device_limits(cluster: types.Cluster, role: Role) -> dict[str, object]:
+    """Return resource -> amount of a role's engines, as written, without what is added to them."""
+    _, overlay = engine_container(cluster, role)
+    return {**cluster.spec.role(role).resources.limits, **amounts(overlay, "limits")}
+
+
+def gpu_transports(cluster: types.Cluster, role: Role) -> frozenset[str]:
+    """Return UCX's names of the transports that may reach the memory of a role's GPUs.
+
+    Several if the spec does not say whose GPUs they are; none if UCX has no transport for them.
+    """
+    if cluster.spec.transfer.device is not Device.CUDA:
+        return frozenset()
+    if takes_no_gpus(cluster, role):
+        return frozenset({"cuda", "rocm", "ze"})
+    found = [kind for name in device_limits(cluster, role) if (kind := accelerator(name))]
+    return frozenset({kind.transports for kind in found} - {""} if found else {"cuda"})
+
+
 def added_limits(cluster: types.Cluster, engine: resolve.Engine) -> dict[str, str]:
     """Return the limits that the operator adds to the user's: GPUs and RDMA devices."""
-    _, overlay = engine_container(cluster, engine.role)
-    given = {*cluster.spec.role(engine.role).resources.limits, *amounts(overlay, "limits")}
+    given = device_limits(cluster, engine.role)
     added = {}
     on_gpus = cluster.spec.transfer.device is Device.CUDA
     gpus = resolve.workers_per_pod(engine) if on_gpus else 0

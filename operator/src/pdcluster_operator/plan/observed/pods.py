@@ -14,7 +14,7 @@ from pdcluster_operator.api import object_names
 from pdcluster_operator.api.conditions import StatusReason, Verdict, no, seconds
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER, as_mapping
-from pdcluster_operator.api.spec.resources import is_accelerator, parse_quantity
+from pdcluster_operator.api.spec.resources import counts_accelerators, parse_quantity
 from pdcluster_operator.plan.objects.ownership import engines_of
 from pdcluster_operator.plan.types import Manifest
 
@@ -222,6 +222,6 @@ def accelerators(template: Manifest) -> int:
     asked = 0
     for container in (template.get("spec") or {}).get("containers") or ():
         limits = (container.get("resources") or {}).get("limits") or {}
-        found = (parse_quantity(str(n)) for name, n in limits.items() if is_accelerator(name))
+        found = (parse_quantity(str(n)) for name, n in limits.items() if counts_accelerators(name))
         asked += sum(int(n) for n in found if n is not None)
     return asked
