@@ -164,7 +164,9 @@ def test_an_engine_that_was_ready_is_never_loading_again():
     assert readiness.loading
     readiness.healthy()
     readiness.unhealthy("/health did not answer in time")
-    assert readiness.report().state is EngineState.WARMING_UP
+    assert readiness.report().state is EngineState.FAILED
+    readiness.line("INFO 11-27 01:00:00 [x.py:1] Starting to load model")
+    assert readiness.report().state is EngineState.FAILED
     assert not readiness.loading
 
 

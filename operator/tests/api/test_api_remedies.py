@@ -31,6 +31,7 @@ from pdcluster_operator.api.remedies import Remedy, Severity, next_step, table
 from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.cli.main import pdcluster
 from pdcluster_operator.local.preflight import Lack
+from pdcluster_operator.plan.observed import engines, pods
 from pdcluster_operator.plan.observed.pods import describe_end
 
 ROOT = Path(__file__).parents[3]
@@ -171,13 +172,34 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> EngineReport:
     return readiness.report()
 
 
-def test_a_frozen_engine_is_found_although_its_state_says_that_it_starts(
+def test_a_frozen_engine_is_found_by_what_its_launcher_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     report = frozen(monkeypatch)
-    found = remedies.find(report.state, report.message)
+    found = remedies.find(engines.REPORTED_STATES[report.state], report.message)
     assert found, report.message
     assert found.name == "EngineFrozen"
+
+
+@pytest.mark.parametrize("message", ["", "starting vLLM", "KV cache for 8 tokens allocated"])
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("vLLM's process EngineCore was killed by SIGKILL", "EngineRestarted"),
+        ("ValueError: no", "EngineRestarted"),
+        ("OSError: [Errno 98] Address already in use", "PortInUse"),
+    ],
+)
+def test_an_engine_that_starts_again_does_not_only_start(
+    message: str, words: str, name: str
+) -> None:
+    container = {"name": "engine", "lastState": {"terminated": {"exitCode": 1, "message": words}}}
+    said = pods.started_again({"status": {"containerStatuses": [container]}}, message)
+    found = remedies.find("Starting", said)
+    assert found, said
+    assert found.name == name
+    assert found.severity is Severity.FAULT
+    assert remedies.find("Starting", message) is table()["Starting"]
 
 
 def test_a_symptom_is_found_in_what_our_programs_say(tmp_path: Path) -> None:

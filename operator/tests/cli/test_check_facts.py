@@ -193,13 +193,14 @@ def test_the_prompt_fills_blocks_and_fits(
         assert text.endswith(QUESTION) or len(text) < len(QUESTION)
 
 
-def result(path: KVPath, found: Any) -> Check:
+def result(path: KVPath, found: Any, *, local: bool = False) -> Check:
     return check.judge(
         Key("default", "tiny"),
         Check(
             name="tiny", namespace="default", verdict="", kv_moved=moved(path), prompt_characters=1,
             prompt_tokens=1, answer="", answer_tokens=16, kv_path=path, phases=[], comparison=found,
         ),
+        local=local,
     )  # fmt: skip
 
 
@@ -211,9 +212,23 @@ def test_the_verdict_and_the_exit_code() -> None:
     )
     assert (check.exit_of(good), good.next) == (Exit.DONE, "")
     wrong = result(path, compare(OURS, OTHER, DECODE))
-    assert wrong.verdict.endswith("but decode alone generates other tokens")
+    assert "but decode alone generates other tokens. " in wrong.verdict
+    assert "other weights" in wrong.verdict
     assert check.exit_of(wrong) is Exit.REQUEST_FAILED
-    assert wrong.next == "pdcluster links tiny -n default"
+    assert wrong.next.startswith(
+        "kubectl get statefulsets -l pdcluster.dev/cluster=tiny -n default"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [(OURS.path, OTHER), ({"outcome": "local", "reason": "NoTicket"}, ALONE)],
+    ids=["other tokens", "KV did not move"],
+)
+def test_a_local_run_is_told_a_command_that_finds_it(answer: dict, found: Any) -> None:
+    told = result(kv_path(answer, 0, (), ()), compare(OURS, found, DECODE), local=True)
+    assert "--local" in told.next.split()
+    assert "-n" not in told.next.split()
 
 
 @pytest.mark.parametrize("reason", ["NoTicket", "ShortPrompt", "LeaseExpired", "Forged"])

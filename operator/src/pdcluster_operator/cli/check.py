@@ -112,7 +112,7 @@ async def run(
             found = await Prompt(serving, reach, prompt, max_tokens).send()
         except UserError as error:
             raise UserError(reach.explain(str(error)), error.exit) from error
-    result = judge(key, found)
+    result = judge(key, found, local=local)
     output.show(form, result, lambda console: show(console, result))
     return exit_of(result)
 
@@ -242,7 +242,7 @@ def _both(pages: Sequence[Mapping[str, Page]]) -> tuple[Page, Page]:
     return before, after
 
 
-def judge(key: Key, found: facts.Check) -> facts.Check:
+def judge(key: Key, found: facts.Check, *, local: bool = False) -> facts.Check:
     """Add the verdict and the next command."""
     path, compared = found.kv_path, found.comparison
     if not found.kv_moved:
@@ -250,7 +250,7 @@ def judge(key: Key, found: facts.Check) -> facts.Check:
         known = find(reason)
         why = f" {known.cause}" if known else ""
         found.verdict = f"KV did not move ({reason}): decode computed the prompt itself.{why}"
-        found.next = next_step(reason, key.name, key.namespace) if known else ""
+        found.next = next_step(reason, key.name, key.namespace, local=local) if known else ""
         return found
     way = f"KV moved from {_short(path.prefill, 'prefill')} to {_short(path.decode, 'decode')}"
     if compared.equal or compared.explained_by_rounding:
@@ -258,7 +258,9 @@ def judge(key: Key, found: facts.Check) -> facts.Check:
         found.verdict = f"{way}, and decode alone generates {same}"
         return found
     found.verdict = f"{way}, but decode alone generates other tokens"
-    found.next = f"pdcluster links {key.name} -n {key.namespace}"
+    if known := find("TokensDiffer"):
+        found.verdict = f"{found.verdict}. {known.cause} {known.remedy}"
+    found.next = next_step("TokensDiffer", key.name, key.namespace, local=local)
     return found
 
 

@@ -150,7 +150,7 @@ class Readiness:
         """Take note that the API of an engine that was ready does not answer any more."""
         with self._lock:
             if self._progress.state is EngineState.READY:
-                self._progress = Progress(EngineState.WARMING_UP, message)
+                self._progress = Progress(EngineState.FAILED, message)
 
     def draining(self, message: str) -> None:
         """Ask for no new requests. Running requests and leases continue."""

@@ -7,6 +7,7 @@ until somebody removes the node. Its StatefulSet makes no other pod of that name
 as lost after a time, and its engine is replaced under another index.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Set as AbstractSet
 from typing import Any
 
@@ -28,7 +29,8 @@ WAITING_REASONS = {
 }
 OUR_CONTAINERS = (ENGINE_CONTAINER, ROUTER_CONTAINER)
 LONGEST_WORDS = 512
-OUT_OF_MEMORY = "OOMKilled"
+OUT_OF_MEMORY, KILLED = "OOMKilled", 137
+SAYS_KILLED = re.compile(r"SIGKILL|out of memory")
 MORE_MEMORY = (
     "out of memory: the kernel killed it; raise its memory limit (resources), or lower its KV cache"
 )
@@ -135,6 +137,9 @@ def describe_end(terminated: Mapping[str, Any]) -> str:
     how = f"exit code {terminated.get('exitCode')}"
     if reason not in ("", "Error", "Completed"):
         how += f", {reason}"
+    elif terminated.get("exitCode") == KILLED and not SAYS_KILLED.search(words):
+        # A launcher that is killed leaves no message: the kubelet takes the end of the log.
+        words = joined("killed by SIGKILL", words and f"its log ends with {words}")
     if reason == OUT_OF_MEMORY and not words.startswith("out of memory"):
         words = joined(MORE_MEMORY, words)
     return f"{words} ({how})" if words else how
