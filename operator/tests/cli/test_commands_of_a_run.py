@@ -30,7 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     def change(manifest: dict) -> None:
         manifest["spec"]["prefill"]["replicas"] = 2
 
-    up = Up(folder, "--plain", change=change)
+    up = Up(folder, "--plain", "--keep-going", change=change)
     up.until("Ctrl-C stops it")
     yield up
     up.process.send_signal(signal.SIGINT)

@@ -255,17 +255,52 @@ def test_ctrl_c_at_any_early_moment_leaves_nothing(start: Callable[..., Up]) -> 
         assert "Traceback" not in run.text()
 
 
-def test_an_engine_that_keeps_dying_ends_once_with_its_last_words(
-    start: Callable[..., Up], tmp_path: Path
+@pytest.mark.parametrize("once", [(), ("--once", "x")])
+def test_an_engine_that_keeps_dying_ends_the_run_with_its_last_words(
+    start: Callable[..., Up], tmp_path: Path, once: tuple[str, ...]
 ) -> None:
     (tmp_path / "fake").mkdir()
     (tmp_path / "fake/die").write_text("OSError: shard 3 is truncated")
-    run = start("--once", "x")
+    run = start(*once)
     assert run.wait() == 3, run.text()
+    assert run.left() == []
+    assert " wrote last:\n  OSError: shard 3 is truncated\nerror: tiny-" in run.text()
     last = run.text().strip().splitlines()[-1]
     assert last.startswith("error: tiny-")
     assert "died 2 times: OSError: shard 3 is truncated (exit code 1); see " in last
     assert "OSError: shard 3 is truncated" in Path(last.rpartition("; see ")[2]).read_text()
+
+
+def test_a_run_that_keeps_going_has_its_verdict_once_and_recovers(
+    start: Callable[..., Up], tmp_path: Path
+) -> None:
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake/die").write_text("OSError: shard 3 is truncated")
+    run = start("--keep-going")
+    run.until("prefill", 60)
+    text = run.until("starts again in 4 s")
+    (tmp_path / "fake/die").unlink()
+    run.until("Ctrl-C stops it.")
+    for role in ("prefill", "decode"):
+        assert len(re.findall(rf"tiny-{role}-\S+ died 2 times: OSError: shard", text)) == 1
+
+
+def test_a_process_that_is_stopped_is_named_and_goes_on(start: Callable[..., Up]) -> None:
+    run = start("--plain")
+    run.until("Ctrl-C stops it.")
+    [pid, *_] = [
+        pid
+        for pid in carrying(f"mark-{run.folder}")
+        if b"\0--engine\0default.tiny.prefill" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(pid, signal.SIGSTOP)
+    text = run.until(f"kill -CONT {pid} lets it go on")
+    assert re.search(r"tiny-prefill-\S+: Frozen - a signal \(SIGSTOP\) has stopped 1 process", text)
+    os.kill(pid, signal.SIGCONT)
+    deadline = time.monotonic() + 60
+    while not re.search(r"lets it go on(.|\n)*tiny-prefill-\S+: Ready", run.text()):
+        assert time.monotonic() < deadline, run.text()
+        time.sleep(0.05)
 
 
 def test_not_ready_in_time_says_what_it_waits_for(start: Callable[..., Up], tmp_path: Path) -> None:

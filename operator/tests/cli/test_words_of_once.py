@@ -252,7 +252,7 @@ def test_lines_are_for_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.lines() == ["[   2.5 s] tiny-0: Starting", "[   2.5 s] tiny-0: Starting - loading"]
 
 
-def test_what_it_waits_for_is_said_again_when_nothing_has_happened(
+def test_what_it_waits_for_is_said_once_after_a_while_and_again_when_it_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shown = Shown(monkeypatch)
@@ -263,7 +263,11 @@ def test_what_it_waits_for_is_said_again_when_nothing_has_happened(
         said += shown.lines()
         shown.now += 0.5
     text = "waiting for DecodeReady=False Starting: 0 of 1 engines are ready"
-    assert said == [f"[  15.5 s] {text}", f"[  31.0 s] {text}"]
+    assert said == [f"[  15.5 s] {text}"]
+    shown.view.show(snapshot(replace(CONDITIONS[1], message="x" * 500)))
+    [line] = shown.lines()
+    assert line.endswith("xxx…")
+    assert len(line) == len("[  35.0 s] ") + view.LONGEST_LINE
     shown.now += 60.0
     shown.view.show(snapshot(Condition("Ready", "True", "Ready", "")))
     assert shown.lines() == []
@@ -275,13 +279,19 @@ def test_a_condition_is_shown_when_its_status_or_reason_changes(
     shown = Shown(monkeypatch)
     accepted, decode, *_ = CONDITIONS
     shown.view.mark_as_shown(snapshot(accepted))
-    shown.view.show_conditions(snapshot(accepted, decode), {"DecodeReady", "Accepted"})
-    shown.view.show_conditions(snapshot(accepted, replace(decode, message="still")))
+    types = {"DecodeReady", "Accepted", "KVLinksEstablished"}
+    shown.view.show_conditions(snapshot(accepted, decode), types)
+    shown.view.show_conditions(snapshot(accepted, replace(decode, message="still")), types)
     shown.view.show_conditions(snapshot(replace(accepted, status="False")), {"DecodeReady"})
-    shown.view.show_conditions(snapshot(replace(decode, reason="LoadingWeights", message="")))
+    shown.view.show_conditions(
+        snapshot(replace(decode, reason="LoadingWeights", message="")), types
+    )
+    shown.view.show_conditions(snapshot(replace(decode, status="True", reason="Good")), types)
+    shown.view.show_conditions(snapshot(*CONDITIONS[2:]), types)  # it waits for engines
     assert shown.lines() == [
         "[   0.0 s] DecodeReady: False Starting - 0 of 1 engines are ready",
         "[   0.0 s] DecodeReady: False LoadingWeights",
+        "[   0.0 s] DecodeReady: True Good",
     ]
 
 
@@ -299,7 +309,7 @@ def engine(**parts: Any) -> dict[str, Any]:
     return made
 
 
-def line_of(found: dict[str, Any], *reports: EngineReport) -> PodLine:
+def line_of(found: dict[str, Any], *reports: EngineReport, stopped: Any = ()) -> PodLine:
     local: Any = SimpleNamespace(
         cluster=lambda _: {},
         loop=SimpleNamespace(
@@ -307,7 +317,10 @@ def line_of(found: dict[str, Any], *reports: EngineReport) -> PodLine:
                 engines=lambda _: {one.engine: one for one in reports}, links=lambda _: {}
             )
         ),
-        kubelet=SimpleNamespace(logs=lambda: {"tiny-decode-bbbbb-1-0": Path("/log")}),
+        kubelet=SimpleNamespace(
+            logs=lambda: {"tiny-decode-bbbbb-1-0": Path("/log")},
+            stopped=lambda: {"tiny-decode-bbbbb-1-0": stopped},
+        ),
         api=SimpleNamespace(list=lambda kind, namespace: [found, {"metadata": {"name": "x"}}]),
     )
     [line] = take_snapshot(local, Key("ns", "tiny")).pods
@@ -355,6 +368,13 @@ def test_what_a_pod_is_doing(
     assert line_of(going, *reports).state == "Terminating"
 
 
+def test_an_engine_with_a_stopped_process_is_frozen_whatever_its_launcher_said() -> None:
+    ready = EngineReport(ready=True, engine=DECODE, engine_id="")
+    line = line_of(engine(), ready, stopped=[7, 9])
+    assert line.state == "Frozen"
+    assert line.doing.endswith("kill -CONT 7 9 lets it go on")
+
+
 def test_the_line_of_a_pod_has_its_place_its_log_and_its_starts() -> None:
     line = line_of(engine(status=container(lastState=DIED)))
     assert line == PodLine(
@@ -377,7 +397,7 @@ def test_a_snapshot_has_the_conditions_and_the_links_of_all_decode_engines() -> 
     local: Any = SimpleNamespace(
         cluster=lambda _: {"status": {"conditions": [condition]}},
         loop=SimpleNamespace(monitor=monitor),
-        kubelet=SimpleNamespace(logs=dict),
+        kubelet=SimpleNamespace(logs=dict, stopped=dict),
         api=SimpleNamespace(list=lambda kind, namespace: []),
     )
     found = take_snapshot(local, Key("ns", "tiny"))

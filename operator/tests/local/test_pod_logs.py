@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pdcluster_operator.local import pod_logs
-from pdcluster_operator.local.pod_logs import Part, PodLogs
+from pdcluster_operator.local.pod_logs import Part, PodLogs, why
 
 
 class Clock:
@@ -63,3 +63,32 @@ async def test_the_last_lines_of_a_long_log(tmp_path: Path) -> None:
         assert await read(logs, tail=tail) == (lines[-tail:] if tail else [])
     log.write_text("".join(lines) + "no line feed")
     assert await read(logs, tail=2) == [lines[-1], "no line feed\n"]
+
+
+DEATH = r"""
+INFO 11-27 05:00:00 [utils.py:1] args: an error of no interest
+(APIServer pid=7) INFO 11-27 05:00:01 [core.py:1] loading
+(EngineCore pid=8) ERROR 11-27 05:00:02 [core.py:880] EngineCore failed to start.
+(EngineCore pid=8) ERROR 11-27 05:00:02 [core.py:880] Traceback (most recent call last):
+(EngineCore pid=8) ERROR 11-27 05:00:02 [core.py:880]   File "/x/core.py", line 9, in run
+(EngineCore pid=8) ERROR 11-27 05:00:02 [core.py:880]     raise ValueError("no layer lm_head")
+(EngineCore pid=8) ERROR 11-27 05:00:02 [core.py:880] ValueError: no layer lm_head
+(EngineCore pid=8) Traceback (most recent call last):
+(EngineCore pid=8)   File "/x/core.py", line 9, in run
+(EngineCore pid=8)     raise ValueError("no layer lm_head")
+(EngineCore pid=8) ValueError: no layer lm_head
+(APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above.
+"""
+
+
+def test_the_lines_that_say_why_are_those_without_frames_and_repetitions(tmp_path: Path) -> None:
+    log = tmp_path / "container.log"
+    assert why(log) == []
+    log.write_text("x\n" * 50_000 + DEATH)
+    assert why(log) == [
+        "EngineCore failed to start.",
+        "ValueError: no layer lm_head",
+        "RuntimeError: Engine core initialization failed. See root cause above.",
+    ]
+    log.write_text("loading\n  deeper\nready\n")
+    assert why(log) == ["loading", "ready"], "without an error, its last lines"

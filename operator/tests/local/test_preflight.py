@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fake_engine import fake_connector
-from manifests import tiny
+from manifests import safetensors, tiny
 from msgspec import structs
 
 from pdcluster_operator.api.findings import FieldError
@@ -21,12 +21,13 @@ from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.local import facts as gathered
 from pdcluster_operator.local.addresses import taken_everywhere
 from pdcluster_operator.local.facts import gather
-from pdcluster_operator.local.preflight import Facts, Folder, Host, judge
+from pdcluster_operator.local.model_files import Folder, read_folder
+from pdcluster_operator.local.preflight import Facts, Host, judge
 
 GIB = 1 << 30
 ON_CPU = {"vllm": "0.32.0+cpu", "nixl": "1.5.1"}
 ON_GPU = {"vllm": "0.32.0", "nixl": "1.5.1"}
-WHOLE = Folder("/model", "", frozenset({"config.json", "model.safetensors"}))
+WHOLE = Folder("/model", "")
 GOOD = Facts(
     python="/bin/python3",
     host=Host(
@@ -101,30 +102,136 @@ def test_a_python_that_cannot_be_asked_is_all_that_is_said_of_it(tmp_path: Path)
     assert list(told) == ["PythonSilent"]
 
 
-@pytest.mark.parametrize(
-    ("folder", "words"),
-    [
-        (Folder("/model", "does not exist"), "does not exist"),
-        (Folder("/model", "", frozenset({"readme"})), "holds no config.json"),
-        (Folder("/model", "", frozenset({"config.json"})), "holds no weights"),
-    ],
-)
-def test_model_folders_are_told_once_for_both_roles(
-    tmp_path: Path, folder: Folder, words: str
-) -> None:
+def test_a_model_folder_is_told_once_for_both_roles(tmp_path: Path) -> None:
     cluster, _ = check_manifest(tiny(tmp_path))
-    facts = replace(GOOD, models=dict.fromkeys(Role, folder))
+    facts = replace(GOOD, models=dict.fromkeys(Role, Folder("/model", "does not exist")))
     for flag, path in ((False, "spec.model.source.hostPath.path"), (True, "--model-dir")):
         (told,) = judge(cluster, facts, once=False, model_flag=flag)
         assert (told.path, told.value) == (path, "/model")
-        assert words in told.message
+        assert told.message == "the model's folder does not exist"
 
 
-def test_random_weights_need_no_files(tmp_path: Path) -> None:
-    facts = replace(GOOD, models={Role.PREFILL: Folder("/m", "", frozenset({"config.json"}))})
-    dummy = {"extraArgs": ["--load-format", "dummy"]}
-    assert found(tmp_path, facts, engine=dummy) == {}
-    assert "ModelUnusable" in found(tmp_path, facts, engine={"extraArgs": []})
+# A model's files.
+
+WEIGHTS = safetensors({"a": 64, "b": 128})
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4976698672\n"
+INDEX = {"weight_map": {f"layer.{n}": f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)}}
+FIRST, THIRD = "model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"
+SHARDS: dict[str, object] = {
+    "model.safetensors": None,
+    "model.safetensors.index.json": INDEX,
+    **dict.fromkeys(INDEX["weight_map"].values(), WEIGHTS),
+}
+
+
+def model_folder(tmp_path: Path, **files: object) -> Path:
+    """A whole model with these files changed: bytes, a document, a link, or None for none."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    whole = {"config.json": {}, "tokenizer.json": {}, "model.safetensors": WEIGHTS}
+    for name, content in {**whole, **files}.items():
+        if isinstance(content, Path):
+            (folder / name).symlink_to(content)
+        elif content is not None:
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            (folder / name).write_bytes(data)
+    return folder
+
+
+BROKEN: list[tuple[dict[str, object], str, str]] = [
+    ({"config.json": None}, "holds no config.json", "Name the folder"),
+    ({"config.json": b'{"architectures": ['}, "holds config.json, which is no JSON", "again"),
+    ({"config.json": [1]}, "holds config.json, which is no JSON object", "again"),
+    ({"config.json": POINTER}, "holds config.json as a pointer of Git LFS", "git lfs pull"),
+    ({"config.json": b" " * (33 << 20)}, "holds config.json of more than 32 MiB", "again"),
+    ({"config.json": Path("/no/blob")}, "config.json as a link to /no/blob", "file itself"),
+    ({"tokenizer.json": None}, "holds no tokenizer (tokenizer.json", "--tokenizer in extraArgs"),
+    ({"tokenizer.json": POINTER}, "holds tokenizer.json as a pointer of Git LFS", "git lfs pull"),
+    ({"model.safetensors": None}, "holds no weights (*.safetensors", "Name the folder"),
+    ({"model.safetensors": None, "pytorch_model.bin.index.json": INDEX, "a.bin": b""},
+     f"lacks {FIRST} and 2 more of the 3 files", "missing files"),
+    ({"model.safetensors": WEIGHTS[:-1]},
+     f"which is cut: it has {len(WEIGHTS) - 1} of {len(WEIGHTS)} bytes", "again"),
+    ({"model.safetensors": WEIGHTS + b"x"}, "is no whole safetensors file: it has", "again"),
+    ({"model.safetensors": WEIGHTS[:40]}, "is cut within its header (40 bytes)", "again"),
+    ({"model.safetensors": b""}, "of 0 bytes does not begin as a safetensors file", "again"),
+    ({"model.safetensors": b"<!doctype html><html>"}, "does not begin as a safetensors", "again"),
+    ({"model.safetensors": b"\x05" + bytes(7) + b"[[[[["}, "header is no list of", "again"),
+    ({"model.safetensors": b"\x07" + bytes(7) + b'{"a":1}'}, "header is no list of", "again"),
+    ({"model.safetensors": POINTER}, "model.safetensors as a pointer of Git LFS", "git lfs pull"),
+    ({**SHARDS, THIRD: None}, f"lacks {THIRD} of the 3 files that model.safe", "missing file."),
+    ({**SHARDS, FIRST: b"", THIRD: WEIGHTS[:-9]}, "file does; 1 other file too", "again"),
+    ({**SHARDS, "model.safetensors.index.json": {}}, "index.json without a weight_map", "again"),
+    ({**SHARDS, "model.safetensors.index.json": b"{"}, "index.json, which is no JSON", "again"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "words", "remedy"), BROKEN)
+def test_a_model_folder_is_told_by_the_file_that_is_broken(
+    tmp_path: Path, files: dict[str, object], words: str, remedy: str
+) -> None:
+    folder = read_folder(str(model_folder(tmp_path, **files)))
+    [told] = judged_folder(tmp_path, folder)
+    assert told.rule == "ModelUnusable"
+    assert words in told.message, told.message
+    assert remedy in told.remedy
+
+
+def judged_folder(tmp_path: Path, folder: Folder, **spec: Any) -> list[FieldError]:
+    cluster, _ = check_manifest(tiny(tmp_path / "manifest", **spec))
+    facts = replace(GOOD, models={Role.PREFILL: folder})
+    return judge(cluster, facts, once=False, model_flag=False)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        SHARDS,
+        # vLLM loads what the index names, and nothing else.
+        {**SHARDS, "consolidated.safetensors": b""},
+        {"model.safetensors": None, "pytorch_model.bin": b""},
+        {"model.safetensors": None, "model.gguf": b"", "tokenizer.json": None},
+        {"config.json": None, "params.json": {}, "tokenizer.json": None, "tekken.json": {}},
+    ],
+)
+def test_a_whole_model_folder_is_accepted(tmp_path: Path, files: dict[str, object]) -> None:
+    folder = read_folder(str(model_folder(tmp_path, **files)))
+    assert judged_folder(tmp_path, folder) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "lacking"),
+    [
+        (["--load-format", "dummy"], "model.safetensors"),
+        (["--tokenizer", "gpt2"], "tokenizer.json"),
+        (["--skip-tokenizer-init"], "tokenizer.json"),
+    ],
+)
+def test_what_a_flag_replaces_need_not_be_there(
+    tmp_path: Path, flags: list[str], lacking: str
+) -> None:
+    folder = read_folder(str(model_folder(tmp_path, **{lacking: None})))
+    assert judged_folder(tmp_path, folder, engine={"extraArgs": flags}) == []
+    assert len(judged_folder(tmp_path, folder)) == 1
+
+
+def test_a_hub_that_engines_must_not_ask_is_told_where_the_cache_is_empty(tmp_path: Path) -> None:
+    def told(environment: dict[str, str], **engine: object) -> list[tuple[str, str]]:
+        source = {"huggingFace": {"repo": "org/model"}}
+        document = tiny(tmp_path, model={"source": source}, engine=engine)
+        cluster, findings = check_manifest(document)
+        assert findings.ok, findings.errors
+        path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        facts = gather(document, cluster, fake_connector(), {**path, **environment}, ())
+        return [(f.rule, f.path) for f in judge(cluster, facts, once=True, model_flag=False)]
+
+    lack = [("ModelUnusable", "spec.model.source.huggingFace.repo")]
+    assert told({}) == told({"HF_HUB_OFFLINE": "0"}) == []
+    assert told({"HF_HUB_OFFLINE": "1"}) == lack
+    assert told({}, env=[{"name": "HF_HUB_OFFLINE", "value": "true"}]) == lack
+    online = [{"name": "HF_HUB_OFFLINE", "value": "0"}]
+    assert told({"HF_HUB_OFFLINE": "1"}, env=online) == []
 
 
 def test_memory_of_all_pods_together(tmp_path: Path) -> None:
@@ -236,7 +343,7 @@ def test_pods_are_asked_what_they_need(tmp_path: Path) -> None:
     assert [(finding.path, finding.value) for finding in facts.pods] == [
         ("spec.decode.podTemplate", "initContainers")
     ]
-    assert facts.models[Role.PREFILL].names == {"config.json", "model.safetensors"}
+    assert facts.models[Role.PREFILL] == read_folder(str(tmp_path / "model"))
     assert facts.models[Role.PREFILL].problem == ""
 
 

@@ -26,7 +26,7 @@ from pdcluster_operator.cli import lint, manifests, once, output, plan, view as 
 from pdcluster_operator.cli.commands import Command, duration, positive
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.runs import new_run_folder
-from pdcluster_operator.local import cluster as local_cluster
+from pdcluster_operator.local import cluster as local_cluster, pod_logs
 from pdcluster_operator.local.door import Door
 from pdcluster_operator.local.facts import gather
 from pdcluster_operator.local.preflight import COMMAND_LINE, judge
@@ -35,12 +35,13 @@ from pdcluster_operator.runtime.interfaces import Key
 LOOK_SECONDS = 0.3
 STOP_SECONDS = 10.0
 DEATHS = 2
-"""With --once: after so many deaths of a pod while it starts, ``up`` gives up."""
+"""After so many deaths of a pod in a row while it starts, ``up`` gives up."""
 CANNOT_START = ("CreateContainerConfigError", "Unschedulable")
 PATIENCE_SECONDS = 10.0
 """With --once: how long a pod may wait for something that this machine lacks."""
 ON_THE_WAY = ("Accepted", "KVLinksEstablished", "KVPathVerified")
 """Conditions that are shown while a cluster starts. The lines of the pods cover the others."""
+AFTERWARDS = (*ON_THE_WAY, "TransportHealthy", "Ready")
 
 DETAILS = """\
 FILE is a manifest in YAML; - is standard input.
@@ -52,6 +53,10 @@ kills them.
 Before the first process starts, it lists everything that this machine lacks: vLLM and NIXL, the
 model, GPUs, memory, ports, the router's program. It then exits with 6, or with 2 if the manifest
 rules out --once.
+
+An engine that dies twice in a row before it is ready ends the run with 3. The log's last lines that
+matter are printed, and its path. --keep-going lets the engine start again and again, as a cluster
+does.
 
 A manifest usually names a model folder of the nodes (model.source.hostPath). --model-dir puts a
 folder of this machine in its place, whatever source the manifest names.
@@ -72,6 +77,7 @@ class Options:
     max_tokens: int
     timeout: float
     model_dir: Path | None
+    keep_going: bool
     plain: bool
     ui: bool
 
@@ -103,6 +109,11 @@ class Options:
     type=click.Path(path_type=Path),
     metavar="DIR",
     help="serve the model in this folder, instead of the one that the manifest names",
+)
+@click.option(
+    "--keep-going",
+    is_flag=True,
+    help=f"without --once: go on when an engine has died {DEATHS} times while it starts",
 )
 @click.option(
     "--ui", is_flag=True, help="serve a page of it for your browser too, as pdcluster ui does"
@@ -205,6 +216,8 @@ class UpRun:
         self._folder = folder
         self._key = Key(cluster.namespace, cluster.name)
         self._interrupts = 0
+        self._served: dict[str, int] = {}
+        self._told: set[str] = set()
 
     async def main(self, document: dict[str, Any]) -> Exit:
         """Start everything, run, and end every process in any case."""
@@ -252,7 +265,7 @@ class UpRun:
             f"  pdcluster status {self._cluster.name} --local\n\nCtrl-C stops it."
         )
         self._view.mark_as_shown(snapshot)
-        await self._watch(lambda _: False)
+        await self._watch(lambda _: False, AFTERWARDS)
         return Exit.DONE
 
     async def _until_ready(self) -> None:
@@ -263,11 +276,6 @@ class UpRun:
             if snapshot.ready or deadline is None:
                 return snapshot.ready
             for pod in snapshot.pods:
-                if pod.state == "Died" and pod.restarts + 1 >= DEATHS:
-                    raise UserError(
-                        f"{pod.name} died {pod.restarts + 1} times: {pod.end}; see {pod.log}",
-                        Exit.NOT_READY,
-                    )
                 if pod.state in CANNOT_START and time.monotonic() > began + PATIENCE_SECONDS:
                     raise UserError(f"{pod.name} cannot start: {pod.doing}", Exit.MACHINE)
             if time.monotonic() > deadline:
@@ -283,15 +291,35 @@ class UpRun:
     async def _watch(
         self,
         settled: Callable[[views.Snapshot], bool],
-        types: Container[str] | None = None,
+        types: Container[str],
     ) -> None:
         while True:
             snapshot = views.take_snapshot(self._local, self._key)
             self._view.show(snapshot)
             if settled(snapshot):
                 return
+            for pod in snapshot.pods:
+                self._judge(pod)
             self._view.show_conditions(snapshot, types)
             await asyncio.sleep(LOOK_SECONDS)
+
+    def _judge(self, pod: views.PodLine) -> None:
+        """End the run if a pod died too often while it started; with --keep-going, say it once."""
+        if pod.state == "Ready":
+            self._served[pod.name] = pod.restarts + 1
+            self._told.discard(pod.name)
+        deaths = pod.restarts + 1 - self._served.get(pod.name, 0)
+        if pod.state != "Died" or deaths < DEATHS or pod.name in self._told:
+            return
+        self._told.add(pod.name)
+        if not self._options.keep_going:
+            self._view.finish()
+        if lines := pod_logs.why(pod.log) if pod.log else []:
+            self._print("\n  ".join([f"{pod.name} wrote last:", *lines]))
+        verdict = f"{pod.name} died {deaths} times: {pod.end}; see {pod.log}"
+        if not self._options.keep_going:
+            raise UserError(verdict, Exit.NOT_READY)
+        self._view.say(verdict)
 
     async def _ask(self, prompt: str) -> Exit:
         snapshot = views.take_snapshot(self._local, self._key)

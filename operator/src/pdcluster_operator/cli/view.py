@@ -1,7 +1,7 @@
 """What ``pdcluster up`` prints: the state of its cluster as a live table or as lines."""
 
 import time
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
+from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinkReport
 from pdcluster_operator.api.object_names import CLUSTER_LABEL, EngineName, engine_of, short
 from pdcluster_operator.cli.columns import Columns
@@ -20,6 +21,7 @@ from pdcluster_operator.plan.observed.pods import describe_end, is_pod_ready
 from pdcluster_operator.runtime.interfaces import Key
 
 WAITS_FOR_ENGINES = "waits until every engine answers"
+WAITING = "WaitingForEngines"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,9 @@ def take_snapshot(local: LocalCluster, key: Key) -> Snapshot:
     status = local.cluster(key).get("status") or {}
     conditions = msgspec.convert(status.get("conditions") or (), tuple[Condition, ...])
     reports, logs = local.loop.monitor.engines(key), local.kubelet.logs()
+    stopped = local.kubelet.stopped()
     pods = tuple(
-        _pod_line(pod, reports, logs)
+        _pod_line(pod, reports, logs, stopped.get(pod["metadata"]["name"], ()))
         for pod in local.api.list("Pod", key.namespace)
         if (pod["metadata"].get("labels") or {}).get(CLUSTER_LABEL) == key.name
     )
@@ -92,7 +95,10 @@ def take_snapshot(local: LocalCluster, key: Key) -> Snapshot:
 
 
 def _pod_line(
-    pod: Mapping[str, Any], reports: Mapping[str, EngineReport], logs: Mapping[str, Path]
+    pod: Mapping[str, Any],
+    reports: Mapping[str, EngineReport],
+    logs: Mapping[str, Path],
+    stopped: Sequence[int],
 ) -> PodLine:
     metadata, status, engine = pod["metadata"], pod.get("status") or {}, engine_of(pod)
     container = (status.get("containerStatuses") or [{}])[0]
@@ -100,6 +106,13 @@ def _pod_line(
     end = describe_end(ended) if ended else ""
     report = reports.get(engine.logical) if engine else None
     state, doing = _state(pod, container, end, engine, report)
+    if stopped and state != "Terminating":
+        pids = " ".join(map(str, stopped))
+        state = "Frozen"
+        doing = (
+            f"a signal (SIGSTOP) has stopped {counted(len(stopped), 'process')} of it, so nothing "
+            f"answers; kill -CONT {pids} lets it go on"
+        )
     return PodLine(
         name=metadata["name"],
         role=str(metadata["labels"].get("app.kubernetes.io/component", "")),
@@ -138,7 +151,7 @@ def _state(
 
 STYLES = {
     **dict.fromkeys(("True", "Ready", "Established", "Passed"), "green"),
-    **dict.fromkeys(("False", "Died", "Failed"), "red"),
+    **dict.fromkeys(("False", "Died", "Failed", "Frozen"), "red"),
     **dict.fromkeys(("Unknown", "Pending"), "yellow"),
 }
 
@@ -186,12 +199,16 @@ def waiting_for(snapshot: Snapshot) -> str:
     parts = [
         f"{c.type}={c.status} {c.reason}{': ' if c.message else ''}{c.message}"
         for c in snapshot.missing
-        if c.type not in {"Progressing", "Available"} and c.reason != "WaitingForEngines"
+        if c.type not in {"Progressing", "Available"} and c.reason != WAITING
     ]
     return "; ".join(parts) or next(
         (f"{c.type}={c.status} {c.reason}: {c.message}" for c in snapshot.missing),
         "the operator's first status",
     )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_LINE else text[: LONGEST_LINE - 1] + "…"
 
 
 def _styled(text: str, key: str) -> Text:
@@ -200,7 +217,8 @@ def _styled(text: str, key: str) -> Text:
 
 SPINNER_WIDTH = 2
 QUIET_SECONDS = 15.0
-"""After this time without a change, the plain view repeats the conditions that do not hold."""
+"""After this time without a line, the plain view says what it waits for, if that is new."""
+LONGEST_LINE = 200
 
 
 class View:
@@ -248,22 +266,30 @@ class View:
             pods = pods_table(snapshot.pods)
             self._live.update(Group(pods, Spinner("dots", first), *more))
         elif not snapshot.ready and time.monotonic() - self._spoken > QUIET_SECONDS:
-            self.say(f"waiting for {waiting}")
+            self._say_new("waiting", f"waiting for {waiting}")
 
-    def show_conditions(self, snapshot: Snapshot, types: Container[str] | None = None) -> None:
+    def show_conditions(self, snapshot: Snapshot, types: Container[str]) -> None:
         """Print conditions whose status or reason changed since the last call."""
         for condition in snapshot.conditions:
             subject = f"condition {condition.type}"
             state = f"{condition.status} {condition.reason}"
-            if (types is None or condition.type in types) and self._last.get(subject) != state:
-                self._last[subject] = state
-                detail = f" - {condition.message}" if condition.message else ""
-                self.say(f"{condition.type}: {state}{detail}")
+            if condition.type not in types or self._last.get(subject) == state:
+                continue
+            self._last[subject] = state
+            # The lines of the pods say why engines are not ready, and lint what is unchecked.
+            if condition.reason != WAITING:
+                detail = "" if condition.status == "True" else condition.message
+                self.say(_short(f"{condition.type}: {' - '.join(filter(None, (state, detail)))}"))
 
     def mark_as_shown(self, snapshot: Snapshot) -> None:
         """Remember that these conditions were shown: another output has printed them."""
         for condition in snapshot.conditions:
             self._last[f"condition {condition.type}"] = f"{condition.status} {condition.reason}"
+
+    def _say_new(self, subject: str, text: str) -> None:
+        if self._last.get(subject) != text:
+            self._last[subject] = text
+            self.say(_short(text))
 
     def _print_change(self, pod: PodLine) -> None:
         # A live table shows messages as they change; lines are for changes of state.

@@ -72,6 +72,12 @@ class Container:
         self.kill()
         await process.wait()
 
+    @property
+    def shim(self) -> int | None:
+        """The pid of its first process while that runs."""
+        process = self._process
+        return process.pid if process and process.returncode is None else None
+
     def kill(self) -> None:
         """SIGKILL to everything below, at once: the shim's pipe ends."""
         if self._process is not None and self._process.stdin is not None:

@@ -20,7 +20,8 @@ from pdcluster_operator.api.spec.resolve import engine_places
 from pdcluster_operator.api.spec.resources import parse_quantity
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.local.addresses import taken_everywhere
-from pdcluster_operator.local.preflight import VISIBLE, Facts, Folder, Host, Lack
+from pdcluster_operator.local.model_files import Folder, read_folder
+from pdcluster_operator.local.preflight import VISIBLE, Facts, Host, Lack
 from pdcluster_operator.plan.builders.secrets import CERTIFICATE_VOLUME, TICKET_KEY_VOLUME
 from pdcluster_operator.plan.rollout.desired import desire
 from pdcluster_operator.plan.types import ConnectorBundle, Manifest, Observed
@@ -28,12 +29,14 @@ from pdcluster_operator.plan.types import ConnectorBundle, Manifest, Observed
 MODULE = "pdcluster_connector.launcher.installed_versions"
 PATIENCE_SECONDS = 30.0
 MODEL = "model"
+OFFLINE, TRUE = "HF_HUB_OFFLINE", ("1", "ON", "YES", "TRUE")
 OWN_SECRETS = (TICKET_KEY_VOLUME, CERTIFICATE_VOLUME)
 """Volumes of Secrets that the operator makes."""
 FIELDS = {
     MODEL: "spec.model.source.persistentVolumeClaim",
     "cache": "spec.model.cache",
     "HF_TOKEN": "spec.model.source.huggingFace.tokenSecretRef",
+    "HF_HUB_OFFLINE": "spec.model.source.huggingFace.repo",
     "vllm-router": "spec.router",
     api_key.VARIABLE: "spec.router.apiKeySecretRef",
 }
@@ -62,7 +65,8 @@ def gather(
         if role is not None:
             asked[role] += sum(map(_memory, template["spec"]["containers"])) * copies
             if path := _model_path(template):
-                models[role] = _folder(path)
+                known = next((one for one in models.values() if one.path == path), None)
+                models[role] = known or read_folder(path)
     python, host, silence = ask_python(environment)
     return Facts(
         python=python,
@@ -104,6 +108,7 @@ def _pod_findings(
         *_node_problems(template["spec"]),
         *_program_problems(template["spec"], environment),
         *_variable_problems(template["spec"], environment),
+        *_download_problems(template["spec"], environment),
     ]
     for rule, subject, message, remedy in found:
         path = FIELDS.get(subject, f"spec.{owner}.podTemplate")
@@ -170,6 +175,22 @@ def _variable_problems(
             yield Lack.VARIABLE_MISSING, name, what, "Set it in your environment."
 
 
+def _download_problems(
+    spec: Manifest, environment: Mapping[str, str]
+) -> Iterator[tuple[Lack, str, str, str]]:
+    """A run's cache of the Hub begins empty, so engines without the Hub find no model there."""
+    volumes = {volume["name"]: volume for volume in spec.get("volumes") or ()}
+    given = {one["name"]: one.get("value") for one in spec["containers"][0].get("env") or ()}
+    offline = str({**environment, **given}.get(OFFLINE) or "")
+    if "emptyDir" in volumes.get("cache", {}) and offline.upper() in TRUE:
+        what = f"{OFFLINE}={offline} forbids a download, and the cache of this run is empty"
+        remedy = (
+            "Name the folder of a copy with --model-dir (downloads are in "
+            f"~/.cache/huggingface/hub/models--*/snapshots), or remove {OFFLINE}."
+        )
+        yield Lack.MODEL_UNUSABLE, OFFLINE, what, remedy
+
+
 def _memory(container: Manifest) -> int:
     """Return the bytes of memory that a container requests."""
     resources = container.get("resources") or {}
@@ -182,21 +203,6 @@ def _model_path(template: Manifest) -> str:
     volumes = template["spec"].get("volumes") or ()
     model: Manifest = next((volume for volume in volumes if volume.get("name") == MODEL), {})
     return str((model.get("hostPath") or {}).get("path") or "")
-
-
-def _folder(path: str) -> Folder:
-    if not Path(path).exists():
-        return Folder(path, "does not exist")
-    if not Path(path).is_dir():
-        return Folder(path, "is not a folder")
-    try:
-        names = frozenset(os.listdir(path))
-        os.stat(Path(path, "config.json"))
-    except FileNotFoundError:
-        return Folder(path, "", names)
-    except OSError as error:
-        return Folder(path, f"can't be read by this user ({error.strerror})")
-    return Folder(path, "", names)
 
 
 def ask_python(environment: Mapping[str, str]) -> tuple[str, Host, str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
-from pdcluster_operator.local import container_process
+from pdcluster_operator.local import container_process, shim
 from pdcluster_operator.local.addresses import AddressBook, PortBusyError
 from pdcluster_operator.local.api_server import LocalApi, Manifest
 
@@ -49,6 +49,14 @@ class Kubelet:
             run.name: container.log
             for run in self._pods.values()
             for container in run.containers[:1]
+        }
+
+    def stopped(self) -> dict[str, list[int]]:
+        """Return the processes of each pod that a signal has stopped: they wait for SIGCONT."""
+        known = shim.processes()
+        return {
+            run.name: [pid for one in run.containers for pid in shim.stopped(one.shim or -1, known)]
+            for run in self._pods.values()
         }
 
     async def stop(self, grace: float) -> None:

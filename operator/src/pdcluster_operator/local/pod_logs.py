@@ -7,6 +7,7 @@ second instead. A line has the time of the first look that found it.
 import asyncio
 import bisect
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
@@ -159,3 +160,37 @@ def _beginning(file: BinaryIO, tail: int | None) -> int:
                 return start + at + 1
         position = start
     return end if tail == 0 else 0
+
+
+MATTERS = re.compile(
+    r"\b(?:ERROR|CRITICAL|FATAL)\b|\b[\w.]*(?:Error|Exception|Fault)\b|\b(?:error|fatal|killed)\b"
+)
+NO_ERRORS = ("DEBUG ", "INFO ", "WARNING ")
+_PREFIX = re.compile(
+    r"\x1b\[[0-9;]*[A-Za-z]|^\([\w.\- ]+ pid=\d+\) ?|"
+    r"\b(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?"
+)
+_FRAME = re.compile(r"\s|Traceback |$|\^")
+LAST_LINES, LINE_LENGTH = 6, 200
+
+
+def why(log: Path) -> list[str]:
+    """Return the last lines of a log that say why its process ended, without frames and prefixes.
+
+    A log without errors has its last lines instead.
+    """
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - BLOCK))
+            text = file.read(BLOCK).decode(errors="replace")
+    except OSError:
+        return []
+    told, errors = [], []
+    for line in text.splitlines():
+        words = _PREFIX.sub("", _PREFIX.sub("", line)).rstrip()[:LINE_LENGTH]
+        if not _FRAME.match(words):
+            told.append(words)
+            if MATTERS.search(line) and not words.startswith(NO_ERRORS):
+                errors.append(words)
+    # Each process of an engine repeats the exception of the one below it.
+    return (list(dict.fromkeys(errors)) or told)[-LAST_LINES:]

@@ -18,6 +18,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_operator.api.findings import FieldError, shown
 from pdcluster_operator.api.spec.resolve import Engine, resolve_engine
 from pdcluster_operator.api.spec.types import Cluster, Device, Role
+from pdcluster_operator.local.model_files import Fault, Folder, Part
 
 
 class Lack(StrEnum):
@@ -309,48 +310,40 @@ def _devices(engine: Engine, host: Host) -> list[str]:
     )
 
 
-CONFIGS = frozenset({"config.json", "params.json"})
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 LOADED_FROM_FILES = ("auto", "safetensors")
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """A model's folder as it was found.
-
-    Attributes:
-        problem: why it can't be read; empty if it can.
-        names: of the files in it.
-    """
-
-    path: str
-    problem: str
-    names: frozenset[str] = frozenset()
 
 
 def model_findings(
     cluster: Cluster, models: Mapping[Role, Folder], *, from_flag: bool
 ) -> Iterator[FieldError]:
-    """Yield each model's folder that engines could not load.
+    """Yield what keeps engines from loading each model's folder.
 
     Args:
         models: the folder that each role's engines mount as their model.
         from_flag: whether ``--model-dir`` named the folder.
     """
+    name_it = "Name the folder that holds the model's config, tokenizer and weights"
+    name_it += "." if from_flag else " with --model-dir, or put them there."
     for role, folder in models.items():
-        load_format = resolve_engine(cluster, role).last("--load-format")
-        files = load_format is None or load_format.words[-1] in LOADED_FROM_FILES
-        what = folder.problem
-        if not what and not folder.names & CONFIGS:
-            what = "holds no config.json"
-        elif not what and files and not any(name.endswith(WEIGHTS) for name in folder.names):
-            what = f"holds no weights (*{', *'.join(WEIGHTS)})"
-        if what:
-            yield FieldError(
-                "--model-dir" if from_flag else "spec.model.source.hostPath.path",
-                shown(folder.path),
-                Lack.MODEL_UNUSABLE,
-                f"the model's folder {what}",
-                "Name the folder that holds the model's config, tokenizer and weights"
-                + ("." if from_flag else " with --model-dir, or put them there."),
-            )
+        needed = _needed(resolve_engine(cluster, role))
+        faults = [Fault(Part.CONFIG, folder.problem)] if folder.problem else folder.faults
+        for fault in faults:
+            if fault.part in needed:
+                yield FieldError(
+                    "--model-dir" if from_flag else "spec.model.source.hostPath.path",
+                    shown(folder.path),
+                    Lack.MODEL_UNUSABLE,
+                    f"the model's folder {fault.what}",
+                    fault.remedy or name_it,
+                )
+
+
+def _needed(engine: Engine) -> set[Part]:
+    """Return the parts that vLLM loads from the model's folder."""
+    load_format = engine.last("--load-format")
+    needed = {Part.CONFIG}
+    if load_format is None or load_format.words[-1] in LOADED_FROM_FILES:
+        needed.add(Part.WEIGHTS)
+    if engine.last("--tokenizer") is None and engine.last("--skip-tokenizer-init") is None:
+        needed.add(Part.TOKENIZER)
+    return needed

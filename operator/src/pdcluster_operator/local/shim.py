@@ -20,18 +20,32 @@ import sys
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def children() -> list[int]:
-    """Pids of the direct children of this process, adopted ones included."""
-    found, me = [], os.getpid()
+def processes() -> dict[int, tuple[int, str]]:
+    """Return the parent and the state of every process, by its pid."""
+    found = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
                 with open(f"/proc/{entry}/stat", "rb") as file:
-                    parent = int(file.read().rpartition(b")")[2].split()[1])
-            except (OSError, ValueError, IndexError):
+                    state, parent = file.read().rpartition(b")")[2].split()[:2]
+            except (OSError, ValueError):
                 continue
-            if parent == me:
-                found.append(int(entry))
+            found[int(entry)] = int(parent), state.decode()
+    return found
+
+
+def children() -> list[int]:
+    """Pids of the direct children of this process, adopted ones included."""
+    me = os.getpid()
+    return [pid for pid, (parent, _) in processes().items() if parent == me]
+
+
+def stopped(shim: int, known: dict[int, tuple[int, str]]) -> list[int]:
+    """Return those of the known processes below a shim that a signal has stopped (SIGSTOP)."""
+    found, below = [], {shim}
+    while below:
+        below = {pid for pid, (parent, _) in known.items() if parent in below}
+        found += [pid for pid in sorted(below) if known[pid][1] in "tT"]
     return found
 
 
