@@ -82,6 +82,57 @@ def config_of_any(command: EngineCommand) -> dict:
     return json.loads(value if equals else words[place + 1])
 
 
+OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+
+
+def several(*children: object, kv_role: str = "kv_both") -> str:
+    extra = {"connectors": list(children)}
+    return json.dumps(
+        {"kv_connector": "MultiConnector", "kv_role": kv_role, "kv_connector_extra_config": extra}
+    )
+
+
+def test_ours_is_found_beside_vllms_offloading_connector():
+    ours = {**json.loads(CONFIG), "kv_connector_extra_config": {"side_channel_port": 5700}}
+    command = read("m", "--kv-transfer-config", several(ours, OFFLOADING))
+    assert (command.side_channel_port, command.recomputes) == (5700, False)
+    # vLLM hands the id on to every connector. A child that has one of its own stops the start.
+    config = config_of(command)
+    assert config.pop("engine_id") == "a.b/0123456789abcdef"
+    assert config == json.loads(several(ours, OFFLOADING))
+    assert command.offload_folder == "/dev/shm/vllm_offload_a.b"
+    assert read("m", "--kv-transfer-config", several(ours)).offload_folder == ""
+    assert read("m", "--kv-transfer-config", CONFIG).offload_folder == ""
+
+
+@pytest.mark.parametrize(
+    ("role", "config", "said"),
+    [
+        ("prefill", several(OFFLOADING), "must be the first of MultiConnector's connectors"),
+        ("prefill", several(), "connectors, not missing; vLLM loads from the first"),
+        ("prefill", several(7), "connectors of MultiConnector must be JSON objects"),
+        (
+            "prefill",
+            several(json.loads(CONFIG), OFFLOADING, kv_role="kv_producer"),
+            "kv_role of MultiConnector is 'kv_producer', but must be 'kv_both'",
+        ),
+        (
+            "decode",
+            several({**json.loads(CONFIG), "kv_role": "kv_consumer"}, OFFLOADING),
+            "a decode engine cannot have the OffloadingConnector",
+        ),
+        (
+            "decode",
+            several(json.loads(CONFIG)),
+            "kv_role is 'kv_producer', but --role decode needs 'kv_consumer'",
+        ),
+    ],
+)
+def test_connectors_that_do_not_fit_together(role, config, said):
+    with pytest.raises(ArgumentError, match=said):
+        read("m", "--kv-transfer-config", config, role=role)
+
+
 def test_an_engine_id_of_the_user_is_replaced():
     given_id = json.dumps({**json.loads(CONFIG), "engine_id": "mine"})
     assert config_of(read("m", "--kv-transfer-config", given_id))["engine_id"].startswith("a.b/")

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from pdcluster_connector.launcher.before_start import (
     Port,
     memory_problems,
     model_problems,
+    offload_problems,
     port_problems,
     shm_problems,
 )
@@ -159,6 +161,23 @@ def test_an_address_of_another_machine(host):
 
 
 # Shared memory: any file system will do.
+
+
+def test_the_folder_of_offloaded_kv_is_made_for_us_alone(tmp_path):
+    folder = tmp_path / "vllm_offload_ns.c.prefill.r.0"
+    assert list(offload_problems("")) == []
+    for _ in range(2):  # also after a restart
+        assert list(offload_problems(str(folder))) == []
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o777)
+    (problem,) = offload_problems(str(folder))
+    assert (
+        problem == f"{folder}, for offloaded KV, is open to another user of this machine; remove it"
+    )
+    folder.rmdir()
+    folder.write_text("")
+    (problem,) = offload_problems(str(folder))
+    assert "cannot be made (file exists); remove what is there" in problem
 
 
 def test_shared_memory_that_is_missing(tmp_path):

@@ -33,6 +33,8 @@ class InventedWorker:
         self.found_gone: dict[str, Failure] = {}
         self.told_gone: dict[str, Failure] = {}
         self.loads = self.stores = 0  # of an offloading connector
+        self.stores_slowly = False  # its stores do not end any more
+        self.flushed: set[int] = set()
 
     def step(self, raw: bytes) -> KVConnectorOutput:
         orders = pickle.loads(raw)
@@ -61,18 +63,18 @@ class InventedWorker:
         )
 
     def step_both(self, raw: bytes) -> KVConnectorOutput:
-        """A step below MultiConnector with an offloading connector, which ends jobs at once."""
+        """A step below MultiConnector with an offloading connector, which ends its jobs."""
         ours, offloading = pickle.loads(raw).metadata
         output = self.step(pickle.dumps(ours))
         self.loads += len(offloading.load_jobs)
         self.stores += len(offloading.store_jobs)
+        self.flushed |= offloading.jobs_to_flush or set()
+        ended = [*offloading.load_jobs, *([] if self.stores_slowly else offloading.store_jobs)]
         output.finished_recving |= {job.req_id for job in offloading.load_jobs.values()}
         output.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata(
             (
                 output.kv_connector_worker_meta,
-                OffloadingWorkerMetadata(
-                    completed_jobs=dict.fromkeys([*offloading.load_jobs, *offloading.store_jobs], 1)
-                ),
+                OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(ended, 1)),
             )
         )
         return output

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from contract import ContractEngine, closing_engines, prompt
+from contract import BLOCK, ContractEngine, closing_engines, prompt
 from test_scheduler_contract import abort, released
 from vllm.lora.request import LoRARequest
 
@@ -209,6 +209,77 @@ def test_offloaded_kv_is_used_where_there_is_no_ticket(offloading_pair: Any) -> 
     decode.run(lambda: "d0" in decode.finished)
     assert decode.workers[0].loads == 1
     nothing_left(prefill, decode)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_prefill_hands_over_what_it_loaded_from_host_memory(
+    engines: Any, asynchronous: bool
+) -> None:
+    """A prompt that begins like an earlier one, after the earlier one has left the GPU."""
+    prefill = engines("producer", others=[OFFLOADING], asynchronous=asynchronous)
+    decode = engines("consumer")
+    first = prefill.prefill("p0", prompt(64))
+    decode.add("d0", prompt(64), first)
+    decode.run(lambda: "d0" in decode.parked())
+    decode.land("d0")
+    nothing_left(prefill, decode)
+    assert prefill.scheduler.kv_cache_manager.reset_prefix_cache()
+    assert decode.scheduler.kv_cache_manager.reset_prefix_cache()
+
+    longer = [*prompt(64), *prompt(30, first=9)]
+    params = prefill.prefill("p1", longer)
+    assert [worker.loads for worker in prefill.workers] == [1, 1]
+    decode.add("d1", longer, params, max_tokens=3)
+    decode.run(lambda: "d1" in decode.parked())
+    order = decode.workers[0].parked["d1"]
+    assert (order.start, order.stop, len(order.blocks[0].blocks)) == (0, 94, 6)
+    decode.land("d1")
+    decode.run(lambda: "d1" in decode.finished)
+    assert decode.prompts() == {("transferred", ""): 2}
+    nothing_left(prefill, decode)
+
+
+def test_a_preempted_prefill_loads_its_kv_again_and_hands_it_off_once(engines: Any) -> None:
+    """Two prompts of four blocks grow side by side in a pool of six."""
+    prefill = engines("producer", others=[OFFLOADING], blocks=7)
+    prefill.scheduler.scheduler_config.long_prefill_token_threshold = BLOCK
+    prefill.add("p0", prompt(60), {"do_remote_decode": True})
+    second = prefill.add("p1", prompt(60, first=9), {"do_remote_decode": True})
+    role = prefill.connector._scheduler.prefill
+    for name in ("p0", "p1"):
+        prefill.run(lambda name=name: name in prefill.finished)
+        assert prefill.params[name]["remote_request_id"] == name
+        prefill.scheduler.kv_cache_manager.evict_blocks(set(range(1, 7)))
+        token, _ = role.leases.place(name)
+        role.leases.answer(LeaseRequest(prefill.engine_id, "d/1", ((name, token),)))
+    assert second.num_preemptions == 1
+    assert prefill.workers[0].loads == 1, "all of it was computed again"
+    assert released(prefill)
+    assert [worker.sent for worker in prefill.workers] == [["p0", "p1"]] * 2
+    assert prefill.free_blocks() == 6
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_why_a_decode_engine_may_not_offload(engines: Any, comes: bool) -> None:
+    """Remove the refusal when this fails: vLLM then waits for copies out of blocks that it reuses.
+
+    KV from prefill is written to blocks of an earlier prompt while these are still copied to host
+    memory. The copies are then kept under the earlier prompt's name. vLLM waits for such copies
+    only if a prompt is computed in these blocks.
+    """
+    prefill = engines("producer")
+    decode = engines("consumer", others=[OFFLOADING], blocks=6)
+    for worker in decode.workers:
+        worker.stores_slowly = True
+    decode.add("earlier", prompt(64), None)
+    decode.run(lambda: "earlier" in decode.finished)
+    decode.step()
+    assert decode.workers[0].stores > 0
+    assert decode.free_blocks() == 5, "all blocks can be reused, but the copies are under way"
+    params = prefill.prefill("p0", prompt(64, first=9)) if comes else None
+    decode.add("d0", prompt(64, first=9), params)
+    decode.run(lambda: "d0" in decode.parked() or "d0" in decode.finished)
+    assert bool(decode.workers[0].flushed) is not comes
 
 
 @pytest.mark.parametrize("moment", ["waiting", "parked", "decoding"])

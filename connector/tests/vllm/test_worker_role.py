@@ -251,6 +251,21 @@ def test_images_without_a_hash_of_their_content_are_refused_with_a_remedy() -> N
             PDClusterConnector(config, role, SimpleNamespace())
 
 
+def test_a_prefill_engine_that_would_take_images_without_their_data_is_refused() -> None:
+    """As kv_both, MultiConnector makes vLLM accept them; ours beside it stays kv_producer."""
+    config = vllm_config()
+    config.model_config.multimodal_config = given = images(4)
+    config.kv_transfer_config.kv_role = "kv_producer"
+    given.allow_missing_mm_embeddings = True
+    with pytest.raises(ConfigError, match=r"MultiConnector: 'kv_both'.* --language-model-only"):
+        refuse_unsupported(config, "cpu")
+    config.kv_transfer_config.kv_role = "kv_consumer"
+    refuse_unsupported(config, "cpu")
+    config.kv_transfer_config.kv_role = "kv_producer"
+    given.language_model_only = True
+    refuse_unsupported(config, "cpu")
+
+
 @pytest.mark.parametrize(
     ("given", "prefixes"),
     [(images(0), True), (images(4), False), (images(0, text_only=True), False), (None, False)],

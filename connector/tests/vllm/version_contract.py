@@ -113,7 +113,7 @@ READS = {
         "multimodal_config", "is_encoder_decoder",
     ),
     ("vllm.config.multimodal", "MultiModalConfig"): (
-        "mm_processor_cache_gb", "language_model_only",
+        "mm_processor_cache_gb", "language_model_only", "allow_missing_mm_embeddings",
     ),
     ("vllm.config.speculative", "SpeculativeConfig"): (
         "uses_draft_kv_cache", "method", "parallel_drafting", "draft_model_config",

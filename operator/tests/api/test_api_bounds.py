@@ -94,6 +94,7 @@ TEXTS = {
     **{f"{engine}.image": (1, 500, NONE, "a") for engine in ENGINES},
     **{f"{engine}.kvCacheDtype": (1, 40, NONE, "a") for engine in ENGINES},
     **{f"{engine}.attentionBackend": (1, 60, NONE, "A") for engine in ENGINES},
+    **{f"{engine}.kvOffload.cpuMemory": (1, 20, NONE, "1") for engine in ENGINES},
     **{f"{engine}.extraArgs[]": (0, 16_384, NONE, "a") for engine in ENGINES},
     **{f"{engine}.env[].name": (1, 256, NONE, "a") for engine in ENGINES},
     **{f"{engine}.env[].value": (0, 8192, NONE, "a") for engine in ENGINES},

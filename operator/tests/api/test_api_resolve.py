@@ -11,6 +11,7 @@ from pdcluster_operator.api.spec.engine_types import (
     STARTUP_SECONDS,
     ConnectorSource,
     EngineOverride,
+    KvOffload,
     Switch,
 )
 from pdcluster_operator.api.spec.resolve import resolve_engine
@@ -45,6 +46,8 @@ FIELDS = [
      ("Image", ConnectorSource.IMAGE), ConnectorSource.BUNDLED),
     ("connector", "connector", ("Image", ConnectorSource.IMAGE),
      ("Bundled", ConnectorSource.BUNDLED), ConnectorSource.BUNDLED),
+    ("kvOffload", "kv_offload", ({"cpuMemory": "1Gi"}, KvOffload(cpu_memory="1Gi")),
+     ({"cpuMemory": "2Gi"}, KvOffload(cpu_memory="2Gi")), None),
     ("startupTimeoutSeconds", "startup_timeout_seconds", (7200, 7200), (600, 600), STARTUP_SECONDS),
 ]  # fmt: skip
 

@@ -159,7 +159,14 @@ def test_the_command_line_says_what_the_spec_says(cluster):
         assert tuple(rest) == engine.extra_args
         guarded = parsed.spec.router.api_key_secret_ref is not None
         assert any(name.endswith(".RequireKey") for name in known.middleware) is guarded
-        options = parse_options(known.kv_transfer_config["kv_connector_extra_config"])
+        config = known.kv_transfer_config
+        if engine.kv_offload is not None:
+            assert (config["kv_connector"], config["kv_role"]) == ("MultiConnector", "kv_both")
+            config, offloading = config["kv_connector_extra_config"]["connectors"]
+            nbytes = offloading["kv_connector_extra_config"]["cpu_bytes_to_use"]
+            assert nbytes * parallel.data // parallel.nodes in range((3 << 30) - 64, (3 << 30) + 1)
+        assert config["kv_role"] == {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
+        options = parse_options(config["kv_connector_extra_config"])
         assert options.lease_seconds == parsed.spec.transfer.lease_seconds
         shown = parsed.spec.transfer.internal_names is Visibility.SHOWN
         assert options.show_internal_names == shown

@@ -96,6 +96,12 @@ def manifests(draw: st.DrawFn) -> dict:
         optional(gang=st.sampled_from(["Enabled", "Disabled"]), queueName=st.just("team-a"))
     )
     prefill, decode = draw(roles()), draw(roles())
+    device = draw(st.sampled_from(["CPU", "CUDA"]))
+    parallel = prefill["parallelism"]
+    if device == "CUDA" and parallel["nodes"] <= parallel["data"] and draw(st.booleans()):
+        prefill.setdefault("engine", {})["kvOffload"] = {"cpuMemory": "3Gi"}
+        prefill["resources"] = {"limits": {"memory": "256Gi"}}
+        prefill.pop("podTemplate", None)  # it may hold a small /dev/shm
     if scheduling.get("gang") == "Enabled" and "podTemplate" in prefill:
         decode["podTemplate"] = prefill["podTemplate"]  # pods of a gang have one priority
     elif scheduling.get("gang") == "Enabled":
@@ -112,7 +118,7 @@ def manifests(draw: st.DrawFn) -> dict:
             ),
         },
         transfer={
-            "device": draw(st.sampled_from(["CPU", "CUDA"])),
+            "device": device,
             **draw(
                 optional(
                     loadFailurePolicy=st.sampled_from(["Fail", "Recompute"]),

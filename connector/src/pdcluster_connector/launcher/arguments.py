@@ -18,6 +18,8 @@ from pdcluster_connector.protocol.launcher_documents import MAX_SIDE_CHANNELS
 CONNECTOR_FLAG: Final = "--kv-transfer-config"
 KV_FAILURES: Final = "pdcluster_connector.vllm.client_errors.KVFailures"
 KV_ROLE: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
+_SEVERAL: Final = "MultiConnector"
+_OFFLOADING: Final = "OffloadingConnector"
 
 _SHORT: Final = {
     "-tp": "--tensor-parallel-size",
@@ -54,6 +56,8 @@ class EngineCommand:
         load_format: ``--load-format``.
         tls: files of this engine's certificate; None without TLS.
         recomputes: whether vLLM computes a prompt whose KV did not come.
+        offload_folder: where vLLM's offloading connector makes a file that is named by the engine
+            id, which has a slash in it; empty without that connector.
     """
 
     arguments: tuple[str, ...]
@@ -73,6 +77,7 @@ class EngineCommand:
     load_format: str
     tls: TlsFiles | None
     recomputes: bool
+    offload_folder: str
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
@@ -104,11 +109,10 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
     words = list(arguments)
     flags = _flags(words)
     config, where = _transfer_config(words, flags)
-    _check_role(config, role)
+    ours, others = _connectors(config, role)
+    _check_role(ours, role)
     config["engine_id"] = engine_id
-    extra = config.get("kv_connector_extra_config") or {}
-    if not isinstance(extra, dict):
-        raise ArgumentError(f"{CONNECTOR_FLAG}: kv_connector_extra_config must be a JSON object")
+    extra = _extra(ours)
     words += ["--middleware", inside_vllm.DOOR]
     if role == "decode":
         words += ["--middleware", KV_FAILURES]
@@ -143,6 +147,9 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
         load_format=flags.get("--load-format", "auto"),
         tls=_tls(extra),
         recomputes=config.get("kv_load_failure_policy") == "recompute",
+        offload_folder=f"/dev/shm/vllm_offload_{engine_id.rpartition('/')[0]}"  # noqa: S108
+        if _OFFLOADING in others
+        else "",
     )
 
 
@@ -192,6 +199,41 @@ def _transfer_config(
     if not isinstance(config, dict):
         raise ArgumentError(f"{CONNECTOR_FLAG} must be a JSON object, not {text[:80]!r}")
     return config, (index, inline)
+
+
+def _connectors(config: dict[str, Any], role: str) -> tuple[dict[str, Any], list[str]]:
+    """Return our connector's JSON, and the names of the others beside it in a MultiConnector."""
+    if config.get("kv_connector") != _SEVERAL:
+        return config, []
+    children = _extra(config).get("connectors")
+    if not isinstance(children, list) or not all(isinstance(child, dict) for child in children):
+        raise ArgumentError(f"{CONNECTOR_FLAG}: connectors of {_SEVERAL} must be JSON objects")
+    names = [str(child.get("kv_connector")) for child in children]
+    if names[:1] != ["PDClusterConnector"]:
+        raise ArgumentError(
+            f"{CONNECTOR_FLAG}: PDClusterConnector must be the first of {_SEVERAL}'s connectors, "
+            f"not {names[0] if names else 'missing'}; vLLM loads from the first one that has KV"
+        )
+    if role == "decode" and _OFFLOADING in names:
+        raise ArgumentError(
+            f"{CONNECTOR_FLAG}: a decode engine cannot have the {_OFFLOADING}: it does not see the "
+            "blocks that KV from prefill is written to, and would keep that KV as the KV of other "
+            "prompts (vLLM's issue 46951); give it to the prefill engine alone"
+        )
+    if config.get("kv_role") != "kv_both":
+        raise ArgumentError(
+            f"{CONNECTOR_FLAG}: kv_role of {_SEVERAL} is {config.get('kv_role')!r}, but must be "
+            "'kv_both': else vLLM may load KV into blocks that a step still writes to; "
+            "PDClusterConnector among its connectors keeps its own kv_role"
+        )
+    return children[0], names[1:]
+
+
+def _extra(config: dict[str, Any]) -> dict[str, Any]:
+    extra = config.get("kv_connector_extra_config") or {}
+    if not isinstance(extra, dict):
+        raise ArgumentError(f"{CONNECTOR_FLAG}: kv_connector_extra_config must be a JSON object")
+    return extra
 
 
 def _check_role(config: dict[str, Any], role: str) -> None:

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import socket
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,7 @@ def problems(
         told += port_problems(port)
     workers = command.tensor * command.pipeline * command.data // command.nodes or 1
     told += shm_problems(shm, workers)
+    told += offload_problems(command.offload_folder)
     if found.get("vllm", "").endswith("+cpu"):
         told += memory_problems(command, environment, workers, available_bytes())
     return told
@@ -151,6 +153,20 @@ def shm_problems(shm: Path, workers: int) -> Iterator[str]:
             f"{counted(workers, 'worker')} must have at least {needed // MIB} MiB; remove the "
             "files that ended processes left there"
         )
+
+
+def offload_problems(folder: str) -> Iterator[str]:
+    """Make the folder for vLLM's file of offloaded KV. Nobody else may put another file there."""
+    if not folder:
+        return
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        status = os.lstat(folder)
+    except OSError as error:
+        yield f"{folder}, for offloaded KV, cannot be made ({_why(error)}); remove what is there"
+        return
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        yield f"{folder}, for offloaded KV, is open to another user of this machine; remove it"
 
 
 def memory_problems(

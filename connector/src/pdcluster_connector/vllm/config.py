@@ -138,6 +138,17 @@ def refuse_unsupported(vllm_config: Any, device: str) -> None:
             f"mm_processor_cache_gb: 0: {supported.IMAGES_NUMBERED}; remove "
             "--mm-processor-cache-gb, or use --enable-prefix-caching"
         )
+    lets_in = images and getattr(images, "allow_missing_mm_embeddings", False)
+    if (
+        lets_in
+        and not images.language_model_only
+        and not vllm_config.kv_transfer_config.is_kv_consumer
+    ):
+        problems.append(
+            "kv_role of MultiConnector: 'kv_both': vLLM then takes images without their data, "
+            "which a prefill engine needs; remove the other connectors, or add "
+            "--language-model-only"
+        )
     buffer_device = vllm_config.kv_transfer_config.kv_buffer_device
     if buffer_device != device:
         problems.append(

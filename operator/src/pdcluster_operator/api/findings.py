@@ -46,6 +46,8 @@ class Rule(StrEnum):
     MOUNTED_NOT_SUPPORTED = "MountedNotSupported"
     REQUEST_LIMIT_MISMATCH = "RequestLimitMismatch"
     NO_MEMORY_REQUEST = "NoMemoryRequest"
+    KV_OFFLOAD_UNSUPPORTED = "KvOffloadUnsupported"
+    KV_OFFLOAD_TOO_LARGE = "KvOffloadTooLarge"
     NO_RDMA = "NoRdma"
     GRACE_TOO_SHORT = "GraceTooShort"
     FLAG_UNSUPPORTED = "FlagUnsupported"

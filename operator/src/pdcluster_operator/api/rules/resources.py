@@ -1,6 +1,7 @@
 """Rules of what the scheduler judges, and of how much the API server stores of a PDCluster.
 
 Requests and limits are those of the spec, with those that the operator and a pod template add.
+``engine.kvOffload`` needs engines that can have it, and memory for it.
 With ``spec.scheduling.gang``, the API server has to serve PodGroups, and the pods of a PodGroup
 have one priority.
 """
@@ -15,7 +16,12 @@ from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.spec import engine_types, pod_templates, resources
 from pdcluster_operator.api.spec.engine_types import Switch
 from pdcluster_operator.api.spec.pod_templates import as_mapping
-from pdcluster_operator.api.spec.resolve import Engine, resolve_engine, workers_per_pod
+from pdcluster_operator.api.spec.resolve import (
+    Engine,
+    offloaded_mebibytes,
+    resolve_engine,
+    workers_per_pod,
+)
 from pdcluster_operator.api.spec.router_types import RouterResources
 from pdcluster_operator.api.spec.types import Cluster, Device, Role
 
@@ -191,6 +197,92 @@ def _gpus(engine: Engine, limits: dict[str, Amount]) -> Iterator[FieldError]:
         f"Write {wanted}, or leave it out.",
         (f"spec.{engine.role}.parallelism", "spec.transfer.device"),
     )
+
+
+MIB = 1 << 20
+LEAST_MIB, MOST_MIB = 1 << 10, 64 << 20
+LEAST_POD_GIB, LEAST_GPU_GIB = 4, 2
+"""Host memory of an engine that is surely needed: of its pod, and for each GPU.
+
+Engines that serve need more. ``pdcluster init`` writes what they should have.
+"""
+
+
+def offload_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield engines that cannot offload KV, and pods without room for it."""
+    for role in Role:
+        engine = resolve_engine(cluster, role)
+        if engine.kv_offload is None:
+            continue
+        own = cluster.spec.role(role).engine.kv_offload is not None
+        path = f"spec.{role}.engine.kvOffload" if own else "spec.engine.kvOffload"
+        wrong = list(_cannot_offload(cluster, engine, path))
+        yield from wrong or _room_to_offload(cluster, engine, f"{path}.cpuMemory")
+
+
+def _cannot_offload(cluster: Cluster, engine: Engine, path: str) -> Iterator[FieldError]:
+    parallel = engine.parallelism
+    message, remedy = "", "Remove it."
+    if engine.role is Role.DECODE:
+        message = (
+            "decode engines cannot have it: vLLM's offloading connector does not see the blocks "
+            "that KV from prefill is written to. It would keep that KV as the KV of other prompts "
+            "(vLLM's issue 46951)"
+        )
+        remedy = "Set spec.prefill.engine.kvOffload instead: prefill engines reuse the KV."
+    elif cluster.spec.transfer.device is Device.CPU:
+        message = "with spec.transfer.device CPU, KV is in host memory anyway, and vLLM refuses it"
+    elif parallel.nodes > parallel.data:
+        message = (
+            f"the engine spans {parallel.nodes} pods, and vLLM would need the memory of all of "
+            "them in each pod's /dev/shm"
+        )
+        remedy = f"Remove it, or set spec.{engine.role}.parallelism.nodes to 1."
+    if message:
+        related = (f"spec.{engine.role}.parallelism", "spec.transfer.device")
+        rule = Rule.KV_OFFLOAD_UNSUPPORTED
+        yield FieldError(path, "", rule, message, remedy, related)
+
+
+def _room_to_offload(cluster: Cluster, engine: Engine, path: str) -> Iterator[FieldError]:
+    """Compare the sum with the limit, or with the request where there is no limit."""
+    text = engine.kv_offload.cpu_memory if engine.kv_offload else ""
+    offloaded, gpus = offloaded_mebibytes(engine), workers_per_pod(engine)
+    if not LEAST_MIB <= offloaded <= MOST_MIB:
+        remedy = "Write for example 64Gi."
+        yield FieldError(path, shown(text), Rule.OUT_OF_RANGE, "is not 1Gi to 64Ti", remedy)
+        return
+    least = offloaded + ((LEAST_POD_GIB + LEAST_GPU_GIB * gpus) << 10)
+    for kind in ("limits", "requests"):
+        amount = _amounts(cluster, engine, kind).get("memory")
+        if amount is None or amount.number is None:
+            continue
+        if amount.number < least * MIB:
+            yield FieldError(
+                path,
+                shown(text),
+                Rule.KV_OFFLOAD_TOO_LARGE,
+                f"{text} for KV + {LEAST_POD_GIB}Gi for the pod + {LEAST_GPU_GIB}Gi for each of "
+                f"{counted(gpus, 'GPU')} is more memory than {amount.path} = {amount.text}",
+                f"Write at least {least}Mi there, or a smaller cpuMemory.",
+                (amount.path, f"spec.{engine.role}.parallelism"),
+            )
+        break
+    template = cluster.spec.role(engine.role).pod_template
+    for place, volume in pod_templates.mappings(template, "volumes"):
+        given = pod_templates.as_mapping(volume.get("emptyDir")).get("sizeLimit")
+        size = resources.parse_quantity(str(given)) if volume.get("name") == "shm" else None
+        if size is not None and size < (offloaded + 1024) * Decimal(MIB):
+            where = f"spec.{engine.role}.podTemplate.{place}.emptyDir.sizeLimit"
+            yield FieldError(
+                path,
+                shown(text),
+                Rule.KV_OFFLOAD_TOO_LARGE,
+                f"vLLM keeps it in /dev/shm, and {where} = {given} is less than it and 1Gi more",
+                f"Write at least {offloaded + 1024}Mi there, or remove that volume: the operator's "
+                "own has room.",
+                (where,),
+            )
 
 
 MOST_BYTES = {

@@ -90,6 +90,7 @@ def check_manifest(
 def _errors(cluster: Cluster) -> Iterator[FieldError]:
     yield from engines.size_errors(cluster)
     yield from resources.resource_errors(cluster)
+    yield from resources.offload_errors(cluster)
     yield from pod_template.pod_template_errors(cluster)
     yield from images_and_weights.image_errors(cluster)
     yield from extra_args.argument_errors(cluster)

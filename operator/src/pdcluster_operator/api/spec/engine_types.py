@@ -10,6 +10,7 @@ from pdcluster_operator.api.spec.fields import (
     NAME,
     RELATIVE,
     REPOSITORY,
+    SIZE,
     WORD,
     Cel,
     Example,
@@ -159,6 +160,19 @@ class EnvVar:
     value_from: Annotated[Free | None, "is a source of the value, as in a Kubernetes pod."] = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvOffload:
+    """A second place for KV: host memory of the prefill engines."""
+
+    cpu_memory: Annotated[
+        str,
+        Example("64Gi"),
+        "is how much host memory each pod keeps KV in. It is taken from the pod's memory, so the "
+        "memory limit has to hold it beside what vLLM needs.",
+        SIZE,
+    ]
+
+
 # The fields whose default differs between the two types below.
 EngineImage = Annotated[
     str | None,
@@ -240,6 +254,11 @@ class EngineOverride:
         Items(128, key="name"),
     ] = ()
     connector: Connector = None
+    kv_offload: Annotated[
+        KvOffload | None,
+        "has vLLM keep the KV of prompts in host memory, too, and use it again for prompts that "
+        "begin alike. Only prefill engines can: set it in spec.prefill.engine.",
+    ] = None
     startup_timeout_seconds: StartupTimeout = None
 
 

@@ -224,6 +224,7 @@ ABSOLUTE = Text(1024, pattern=rf"^(/{_PART}?)+$", says="an absolute path, withou
 WORD = Text(
     200, pattern=r"^[^-\s]\S*$", says="a word without spaces; it may not begin with a hyphen"
 )
+SIZE = Text(20, pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)?$", says="a size such as 64Gi")
 EXTENDED_RESOURCE = Text(
     253,
     pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$",

@@ -114,7 +114,7 @@ def merge_flags(shared: tuple[str, ...], role: tuple[str, ...]) -> tuple[str, ..
 
 OWNED_FLAGS = {
     "--kv-transfer-config": "The operator writes it; use spec.transfer.",
-    "--kv-offloading-size": "Remove it: vLLM would use its offloading connector, not this one.",
+    "--kv-offloading-size": "Use spec.prefill.engine.kvOffload.",
     "--host": "The operator sets it.",
     "--port": "The operator sets it.",
     "--api-key": "Use spec.router.apiKeySecretRef: arguments can be read by every process.",

@@ -5,6 +5,7 @@ real ones. A value that the spec does not give is None.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -73,6 +74,14 @@ def _model(cluster: Cluster) -> tuple[str, str | None]:
 def workers_per_pod(engine: Engine) -> int:
     """GPUs (or CPU workers) of one pod."""
     return engine.parallelism.workers // engine.parallelism.nodes
+
+
+def offloaded_mebibytes(engine: Engine) -> int:
+    """Host memory of each pod that ``engine.kvOffload`` takes; 0 without it."""
+    size = re.fullmatch(
+        r"(\d+)(Mi|Gi|Ti)?", engine.kv_offload.cpu_memory if engine.kv_offload else ""
+    )
+    return int(size[1]) * {"Mi": 1, "Gi": 1 << 10, "Ti": 1 << 20}.get(size[2], 0) if size else 0
 
 
 DRAIN_DEADLINE_SECONDS = 30

@@ -12,7 +12,7 @@ from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec import engine_types, resolve, resources, types
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, merge
 from pdcluster_operator.plan import connectors
-from pdcluster_operator.plan.builders import secrets
+from pdcluster_operator.plan.builders import secrets, weights
 from pdcluster_operator.plan.objects.ownership import child_object
 
 PORTS = {
@@ -131,15 +131,12 @@ def build_engine_pod(
             "containers": [_container(cluster, engine, name, pairing_key)],
             "volumes": [
                 *([connectors.connector_volume(config_map)] if bundled else []),
-                *model_volumes(cluster),
+                *weights.model_volumes(cluster),
                 {"name": secrets.TICKET_KEY_VOLUME, "secret": ticket_key},
                 *([secrets.certificate_volume(cluster, name)] if signed else []),
                 {
                     "name": "shm",
-                    "emptyDir": {
-                        "medium": "Memory",
-                        "sizeLimit": SHARED_MEMORY[cluster.spec.transfer.device],
-                    },
+                    "emptyDir": {"medium": "Memory", "sizeLimit": _shared_memory(cluster, engine)},
                 },
             ],
         },
@@ -152,6 +149,15 @@ def build_engine_pod(
     merged: dict[str, Any] = merge(template, overlay or {})
     # Selectors, links and revisions go by these: no template may change them.
     return merge(merged, {"metadata": {"labels": {object_names.TLS_LABEL: None, **labels}}})  # type: ignore[no-any-return]
+
+
+def _shared_memory(cluster: types.Cluster, engine: resolve.Engine) -> str:
+    """Return the size of /dev/shm, where vLLM also keeps the KV of ``engine.kvOffload``."""
+    own, offloaded = (
+        SHARED_MEMORY[cluster.spec.transfer.device],
+        resolve.offloaded_mebibytes(engine),
+    )
+    return f"{(int(own.removesuffix('Gi')) << 10) + offloaded}Mi" if offloaded else own
 
 
 def _container(
@@ -184,7 +190,7 @@ def _container(
             cluster.spec.role(engine.role).resources, resources.added_limits(cluster, engine)
         ),
         "volumeMounts": [*([connectors.connector_mount()] if bundled else []),
-                         *model_mounts(cluster), *secrets.mounts(signed=signed),
+                         *weights.model_mounts(cluster), *secrets.mounts(signed=signed),
                          {"name": "shm", "mountPath": SHM_FOLDER}],
         "startupProbe": _probe(cluster, engine.startup_timeout_seconds // PROBE_PERIOD_SECONDS),
         "readinessProbe": _probe(cluster, failures=3),
@@ -215,7 +221,7 @@ def _env(cluster: types.Cluster, engine: resolve.Engine) -> list[dict[str, Any]]
     if engine.parallelism.nodes > 1:
         label = {"fieldRef": {"fieldPath": f"metadata.labels['{object_names.POD_INDEX_LABEL}']"}}
         env.append({"name": NODE_RANK_VARIABLE, "valueFrom": label})
-    env += model_env(cluster)
+    env += weights.model_env(cluster)
     env += secrets.api_key_env(cluster)
     for var in engine.env:
         if var.value_from is not None:
@@ -244,44 +250,6 @@ def _security(cluster: types.Cluster) -> dict[str, Any]:
     return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
 
 
-def model_volumes(cluster: types.Cluster) -> list[dict[str, Any]]:
-    """Return the volumes of weights: the source's, or the cache for a download."""
-    source = cluster.spec.model.source
-    if source.persistent_volume_claim is not None:
-        claim = source.persistent_volume_claim.claim_name
-        return [{"name": "model", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}]
-    if source.host_path is not None:
-        # With Directory a missing folder is an error of the pod. The kubelet creates no empty one.
-        return [{"name": "model", "hostPath": {"path": source.host_path.path, "type": "Directory"}}]
-    cache = cluster.spec.model.cache.persistent_volume_claim
-    if cache is not None:
-        return [{"name": "cache", "persistentVolumeClaim": {"claimName": cache.claim_name}}]
-    return [{"name": "cache", "emptyDir": {}}]
-
-
-def model_mounts(cluster: types.Cluster) -> list[dict[str, Any]]:
-    """Return the mounts of those volumes."""
-    if cluster.spec.model.source.hugging_face is None:
-        return [{"name": "model", "mountPath": resolve.MODEL_FOLDER, "readOnly": True}]
-    mount: dict[str, Any] = {"name": "cache", "mountPath": resolve.CACHE_FOLDER}
-    cache = cluster.spec.model.cache.persistent_volume_claim
-    if cache is not None and cache.path:
-        mount["subPath"] = cache.path.strip("/")
-    return [mount]
-
-
-def model_env(cluster: types.Cluster) -> list[dict[str, Any]]:
-    """Return the environment of a download: where it goes and with which token."""
-    source = cluster.spec.model.source.hugging_face
-    if source is None:
-        return []
-    env: list[dict[str, Any]] = [{"name": "HF_HOME", "value": resolve.CACHE_FOLDER}]
-    if source.token_secret_ref is not None:
-        ref = {"name": source.token_secret_ref.name, "key": source.token_secret_ref.key}
-        env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": ref}})
-    return env
-
-
 KV_ROLES = {types.Role.PREFILL: "kv_producer", types.Role.DECODE: "kv_consumer"}
 NODE_RANK_VARIABLE = "PDCLUSTER_NODE_RANK"
 
@@ -306,7 +274,7 @@ def vllm_args(
         words += ["--attention-backend", engine.attention_backend]
     if cluster.spec.router.api_key_secret_ref is not None:
         words += ["--middleware", secrets.ENGINE_MIDDLEWARE]
-    words += ["--kv-transfer-config", kv_transfer_config(cluster, engine.role, pairing_key)]
+    words += ["--kv-transfer-config", kv_transfer_config(cluster, engine, pairing_key)]
     return [*words, *engine.extra_args]
 
 
@@ -341,9 +309,9 @@ def _cache(engine: resolve.Engine) -> list[str]:
     return words
 
 
-def kv_transfer_config(cluster: types.Cluster, role: types.Role, pairing_key: str) -> str:
+def kv_transfer_config(cluster: types.Cluster, engine: resolve.Engine, pairing_key: str) -> str:
     """Return the JSON of ``--kv-transfer-config``; the launcher adds ``engine_id``."""
-    transfer = cluster.spec.transfer
+    transfer, role = cluster.spec.transfer, engine.role
     policy = "fail" if transfer.load_failure_policy is types.LoadFailurePolicy.FAIL else "recompute"
     threads = {} if transfer.nixl_threads is None else {"num_threads": transfer.nixl_threads}
     tokens = transfer.local_tokens_per_step if role is types.Role.DECODE else None
@@ -373,4 +341,30 @@ def kv_transfer_config(cluster: types.Cluster, role: types.Role, pairing_key: st
             ),
         },
     }
+    if offloaded := resolve.offloaded_mebibytes(engine):
+        document = _beside_offloading(document, offloaded, engine.parallelism)
     return json.dumps(document, separators=(",", ":"))
+
+
+def _beside_offloading(
+    ours: dict[str, Any], mebibytes: int, parallel: engine_types.Parallelism
+) -> dict[str, Any]:
+    """Return our connector's document with vLLM's offloading connector beside it.
+
+    Ours comes first. As ``kv_both``, vLLM frees no block while a step may still write into it:
+    host memory is loaded into blocks without waiting for steps. Each data-parallel rank has its
+    own part of the pod's memory.
+    """
+    nbytes = (mebibytes << 20) // max(1, parallel.data // parallel.nodes)
+    offloading = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": nbytes},
+    }
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_buffer_device": ours["kv_buffer_device"],
+        "kv_load_failure_policy": ours["kv_load_failure_policy"],
+        "kv_connector_extra_config": {"connectors": [ours, offloading]},
+    }
