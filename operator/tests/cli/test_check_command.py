@@ -92,6 +92,10 @@ async def test_each_failure_is_one_sentence_with_its_code() -> None:
         assert "answers 503" in text
         assert "KV was not received: LeaseLost" in text
         assert code is Exit.REQUEST_FAILED
+        pair.answers |= {"router": (200, RECORDED["ours"]), "decode": (200, {"choices": [1]})}
+        text, code = await refusal(pair)
+        assert text.endswith("no completion: Expected `object`, got `int` - at `$.choices[0]`")
+        assert code is Exit.REQUEST_FAILED
         pair.pods["tiny-decode-0"]["status"]["conditions"] = []
         text, code = await refusal(pair)
         assert "no decode engine of PDCluster" in text

@@ -7,16 +7,21 @@ characters through the router, the same one to decode alone, and another one to 
 from __future__ import annotations
 
 import copy
+import io
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
+from rich.console import Console
 
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason
-from pdcluster_operator.cli import check, engine_metrics
+from pdcluster_operator.cli import check, engine_metrics, once
+from pdcluster_operator.cli.answers import read_answer
 from pdcluster_operator.cli.check_facts import (
     PHASES,
     QUESTION,
@@ -33,11 +38,19 @@ from pdcluster_operator.cli.check_facts import (
 )
 from pdcluster_operator.cli.engine_metrics import added, between, busy, read_page, received
 from pdcluster_operator.cli.exits import Exit
+from pdcluster_operator.cli.once import describe_path
+from pdcluster_operator.cli.output import document
 from pdcluster_operator.runtime.interfaces import Key
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("recorded_check.json").read_text())
 PREFILL, DECODE = "default.tiny.prefill.aaaaa.0", "default.tiny.decode.bbbbb.0"
-OURS, ALONE, OTHER = (generation(RECORDED[one]) for one in ("ours", "alone", "other"))
+
+
+def read(document: Any) -> Generation:
+    return generation(read_answer(json.dumps(document).encode()))
+
+
+OURS, ALONE, OTHER = (read(RECORDED[one]) for one in ("ours", "alone", "other"))
 PAGES = {
     role: tuple(read_page(RECORDED[when][role]) for when in ("before", "after"))
     for role in ("prefill", "decode")
@@ -49,7 +62,7 @@ def test_a_real_answer_is_read() -> None:
     assert all(isinstance(token, int) for token in OURS.tokens)
     assert OURS.prompt_tokens == len(RECORDED["prompt"]), "one token a letter"
     assert OURS.path["outcome"] == "transferred"
-    assert generation({}) == Generation("", (), (), (), (), 0, {})
+    assert read({}) == Generation("", (), (), (), (), 0, {})
 
 
 def test_the_pages_of_real_engines_say_what_moved_and_where() -> None:
@@ -79,7 +92,7 @@ def test_the_way_is_the_answers_own() -> None:
 
 
 def test_engines_that_the_answer_does_not_name_are_those_that_were_busy() -> None:
-    hidden = {key: part for key, part in OURS.path.items() if key not in ("prefill", "decode")}
+    hidden = OURS.path | {"prefill": None, "decode": None}
     path = kv_path(hidden, 0, [PREFILL], [DECODE])
     assert (path.prefill, path.decode) == (PREFILL, DECODE)
     path = kv_path(hidden, 0, [PREFILL, "other"], [])
@@ -139,6 +152,7 @@ def test_other_tokens_are_told_from_rounding() -> None:
 @pytest.mark.parametrize(
     ("gap", "said"),
     [
+        (9990.0, "it takes its own for more than a million times as likely, which"),
         (0.01, "takes both for nearly as likely (1.01 to 1)"),
         (1.0, "it takes its own for 2.7 times as likely, which rounding does not explain"),
         (None, "one of the 5 most likely, which rounding does not explain"),
@@ -240,7 +254,70 @@ def test_kv_that_did_not_move_has_its_reason_and_the_next_command(reason: str) -
     assert "tiny" in found.next or reason == LocalReason.SHORT_PROMPT
 
 
-def test_recorded_documents_are_left_alone() -> None:
-    before = copy.deepcopy(RECORDED)
-    generation(RECORDED["ours"])
-    assert before == RECORDED
+def places(document: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place of a JSON document, as the keys that lead to it."""
+    yield at
+    lists = enumerate(document if isinstance(document, list) else ())
+    for key, part in document.items() if isinstance(document, dict) else lists:
+        yield from places(part, (*at, key))
+
+
+def replaced(document: Any, at: tuple[Any, ...], value: Any) -> Any:
+    if not at:
+        return value
+    copied = copy.copy(document)
+    copied[at[0]] = replaced(document[at[0]], at[1:], value)
+    return copied
+
+
+NUMBERS = [0, -1, 1e9, 1e308, -1e308, 5e-324, 2**53, 2**63, 2**64, 10**400, -9999.0, -9999.5]
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.sampled_from(NUMBERS) | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+PLACES = [at for at in places(RECORDED["ours"]) if len(at) < 2 or at[:2] != ("choices", 0)]
+TOKENS = [at for at in places(RECORDED["ours"]) if at[:2] == ("choices", 0)]
+
+
+@given(st.sampled_from(PLACES) | st.sampled_from(TOKENS), ANYTHING, st.booleans())
+def test_any_answer_is_refused_where_it_is_read_or_judged(
+    at: tuple[Any, ...], value: Any, is_ours: bool
+) -> None:
+    """An answer that is read has a verdict, in text and as a document of JSON."""
+    try:
+        told = read(replaced(RECORDED["ours"], at, value))
+    except ValueError:
+        return
+    ours, alone = (told, OTHER) if is_ours else (OTHER, told)
+    path = kv_path(ours.path, 7, [PREFILL], [])
+    found = result(path, compare(ours, alone, DECODE))
+    found.answer, found.prompt_tokens = ours.text, ours.prompt_tokens
+    console = Console(file=io.StringIO())
+    check.show(console, found)
+    assert "tokens:" in console.file.getvalue()  # type: ignore[attr-defined]
+    json.dumps(document(found), allow_nan=False)
+    describe_path(once.Answer(ours.text, 1, ours.path, 0))
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "said"),
+    [
+        (("choices",), [1], "Expected `object`, got `int` - at `$.choices[0]`"),
+        (("choices", 0, "token_ids"), 5, "got `int` - at `$.choices[0].token_ids`"),
+        (("choices", 0, "logprobs", "token_logprobs", 2), 1e6, "token_logprobs[2]`"),
+        (("kv_transfer_params", "kv_path", "bytes"), "many", "at `$.kv_transfer_params.kv_path."),
+        (("usage",), [], "at `$.usage`"),
+    ],
+)
+def test_a_wrong_shape_is_named_with_its_place(at: tuple[Any, ...], value: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read(replaced(RECORDED["ours"], at, value))
+
+
+def test_a_token_without_candidates_is_no_wrong_shape() -> None:
+    at = ("choices", 0, "logprobs")
+    bare = replaced(RECORDED["ours"], (*at, "top_logprobs"), [None] * 16)
+    bare = replaced(bare, (*at, "token_logprobs"), [None] * 16)
+    found = compare(read(RECORDED["other"]), read(bare), DECODE)
+    assert (found.equal, found.gap, found.logprob_difference) == (False, None, None)

@@ -119,9 +119,9 @@ def test_an_answer_brings_its_text_and_the_bytes_that_decode_counted() -> None:
     [
         {},
         {"choices": [], "usage": None, "kv_transfer_params": None},
-        {"choices": [{}], "usage": {}, "kv_transfer_params": {"kv_path": 7}},
+        {"choices": [{}], "usage": {}, "kv_transfer_params": {"kv_path": None}},
         {"choices": [{"text": ""}], "usage": {"completion_tokens": None},
-         "kv_transfer_params": "no object"},
+         "kv_transfer_params": {"do_remote_prefill": False}},
     ],
 )  # fmt: skip
 def test_an_answer_of_few_words_is_read(document: dict[str, Any]) -> None:
@@ -134,9 +134,10 @@ def test_a_request_that_fails_says_where_and_why(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(once, "MAX_ANSWER", 2 << 20)
     for response, said in (
         (web.Response(status=503, text=" no engine " + "x" * 900), "answers 503: no engine x"),
-        (web.Response(text="[]"), "did not answer with a JSON object$"),
-        (web.Response(text="[" * 200_000), "/v1/completions: maximum recursion depth"),
-        (web.Response(text="words"), "/v1/completions: "),
+        (web.Response(text="[]"), "answers what is no completion: Expected `object`, got `array`$"),
+        (web.Response(text='{"x": ' + "[" * 200_000), "no completion: it is nested too deeply$"),
+        (web.Response(text="words"), "answers what is no completion: JSON is malformed"),
+        (web.json_response({"kv_transfer_params": {"kv_path": 7}}), "kv_path`$"),
         (web.Response(text="x" * (2 << 20) + "y"), "answers with more than 2 MiB$"),
     ):
         with pytest.raises(UserError, match=said) as failed:

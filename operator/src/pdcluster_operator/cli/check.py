@@ -18,7 +18,7 @@ from pdcluster_connector.protocol.prompt_outcomes import LOCAL_PARAMETER
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.api.object_names import ENGINE_METRICS_PORT, HTTP_PORT, ROUTER_PORT, short
 from pdcluster_operator.api.remedies import find, next_step
-from pdcluster_operator.cli import check_facts as facts, engine_metrics, once, output
+from pdcluster_operator.cli import answers, check_facts as facts, engine_metrics, once, output
 from pdcluster_operator.cli.columns import Columns
 from pdcluster_operator.cli.commands import Command, Target, positive, target_or_run
 from pdcluster_operator.cli.connection import with_cluster
@@ -284,7 +284,14 @@ def show(console: Console, found: facts.Check) -> None:
     console.print(Text(f"answer:  {found.answer!r} ({counted(found.answer_tokens, 'token')})"))
     said = once.words_of_path(
         f"{_short(path.prefill, 'prefill')} -> {_short(path.decode, 'decode')}",
-        {name: getattr(path, name) for name in path.__struct_fields__},
+        answers.Path(
+            outcome=path.outcome,
+            reason=path.reason,
+            blocks=path.blocks,
+            tokens=path.tokens,
+            bytes=path.bytes,
+            seconds=path.seconds,
+        ),
     )
     console.print(Text(f"KV path: {said}"))
     console.print(Text(f"tokens:  {facts.words_of(found.comparison)}\n"))

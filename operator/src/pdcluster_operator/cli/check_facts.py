@@ -12,6 +12,7 @@ import msgspec
 
 from pdcluster_operator.api.object_names import short
 from pdcluster_operator.cli import engine_metrics as metrics
+from pdcluster_operator.cli.answers import Answer, Path
 from pdcluster_operator.cli.engine_metrics import Mean, Page
 
 NEAR = 0.2
@@ -27,6 +28,8 @@ QUESTION = "Question: which of the two engines computed the KV cache of this pro
 USUAL_BLOCK = 128
 """vLLM's block on CPU, the largest of its defaults."""
 BLOCKS = 3
+MOST_TIMES = 1e6
+"""More likely than that is all the same to a reader."""
 LETTERS = 5
 """So many letters a token has at most, in English and with usual tokenizers, on average."""
 
@@ -115,18 +118,18 @@ class Generation:
 
     Attributes:
         tokens: token ids, or texts of tokens from an engine that gives no ids.
-        logprobs: of each token; empty if there are none.
+        logprobs: of each token, None where the engine gives none; empty if there are none.
         best: of each token, the log-probabilities of the best candidates by their texts.
         texts: the text of each token.
     """
 
     text: str
     tokens: tuple[Any, ...]
-    logprobs: tuple[float, ...]
+    logprobs: tuple[float | None, ...]
     best: tuple[Mapping[str, float], ...]
     texts: tuple[str, ...]
     prompt_tokens: int
-    path: Mapping[str, Any]
+    path: Path
 
 
 def default_prompt(block: int | None, limit: int | None, tokens: int) -> str:
@@ -146,28 +149,22 @@ def default_prompt(block: int | None, limit: int | None, tokens: int) -> str:
     return (text[: max(0, letters - len(QUESTION))] + QUESTION)[: max(1, letters)]
 
 
-def generation(document: Mapping[str, Any]) -> Generation:
-    """Read an answer of `/v1/completions`; whatever is missing is empty."""
-    choices = document.get("choices")
-    choice = choices[0] if isinstance(choices, list) and choices else {}
-    told = choice.get("logprobs") or {}
-    params, usage = document.get("kv_transfer_params") or {}, document.get("usage") or {}
-    texts = tuple(map(str, told.get("tokens") or ()))
-    path = params.get("kv_path") if isinstance(params, Mapping) else None
+def generation(answer: Answer) -> Generation:
+    """Return what an answer of `/v1/completions` generated; whatever is missing is empty."""
+    choice, told = answer.choice, answer.choice.logprobs
+    texts = tuple((told and told.tokens) or ())
     return Generation(
-        text=str(choice.get("text", "")),
-        tokens=tuple(choice.get("token_ids") or texts),
-        logprobs=tuple(told.get("token_logprobs") or ()),
-        best=tuple(told.get("top_logprobs") or ()),
+        text=choice.text or "",
+        tokens=tuple(choice.token_ids or texts),
+        logprobs=tuple((told and told.token_logprobs) or ()),
+        best=tuple(one or {} for one in (told and told.top_logprobs) or ()),
         texts=texts,
-        prompt_tokens=int(usage.get("prompt_tokens") or 0),
-        path=path if isinstance(path, Mapping) else {},
+        prompt_tokens=(answer.usage and answer.usage.prompt_tokens) or 0,
+        path=answer.path,
     )
 
 
-def kv_path(
-    path: Mapping[str, Any], received: int, prefill: Sequence[str], decode: Sequence[str]
-) -> KVPath:
+def kv_path(path: Path, received: int, prefill: Sequence[str], decode: Sequence[str]) -> KVPath:
     """Return the way of the KV.
 
     Args:
@@ -175,23 +172,23 @@ def kv_path(
         received: bytes that decode engines counted meanwhile.
         prefill, decode: the engines on which a request ended meanwhile. If there is one, it was it.
     """
-    size = int(path.get("bytes") or 0) if path else received
-    seconds = float(path.get("seconds") or 0.0)
+    size = path.get("bytes") or 0 if path else received
+    seconds = path.get("seconds") or 0.0
     return KVPath(
         prefill=_engine(path.get("prefill"), prefill),
         decode=_engine(path.get("decode"), decode),
-        outcome=str(path.get("outcome") or ("transferred" if received else "unknown")),
-        reason=str(path.get("reason") or ""),
-        blocks=int(path.get("blocks") or 0),
-        tokens=int(path.get("tokens") or 0),
+        outcome=path.get("outcome") or ("transferred" if received else "unknown"),
+        reason=path.get("reason") or "",
+        blocks=path.get("blocks") or 0,
+        tokens=path.get("tokens") or 0,
         bytes=size,
         seconds=seconds,
-        gigabytes_per_second=round(size / seconds / 1e9, 4) if seconds > 0 and size else None,
+        gigabytes_per_second=round(size / seconds / 1e9, 4) if seconds >= 1e-9 and size else None,
     )
 
 
-def _engine(named: object, seen: Sequence[str]) -> str:
-    if isinstance(named, str) and named:
+def _engine(named: str | None, seen: Sequence[str]) -> str:
+    if named:
         return named.partition("/")[0]
     return seen[0] if len(seen) == 1 else ""
 
@@ -276,8 +273,8 @@ def _difference(ours: Generation, alone: Generation, places: int) -> float | Non
 def _gap(ours: Generation, alone: Generation, at: int) -> float | None:
     if at >= min(len(alone.best), len(ours.texts), len(alone.logprobs)):
         return None
-    other = alone.best[at].get(ours.texts[at])
-    return None if other is None else alone.logprobs[at] - other
+    own, other = alone.logprobs[at], alone.best[at].get(ours.texts[at])
+    return None if own is None or other is None else own - other
 
 
 def words_of(comparison: Comparison) -> str:
@@ -299,7 +296,9 @@ def words_of(comparison: Comparison) -> str:
     if comparison.gap is None:
         why = f"it does not take the other one for one of the {LOGPROBS} most likely"
     elif comparison.gap > NEAR:
-        why = f"it takes its own for {math.exp(comparison.gap):.1f} times as likely"
+        most = comparison.gap > math.log(MOST_TIMES)
+        often = "more than a million" if most else f"{math.exp(comparison.gap):.1f}"
+        why = f"it takes its own for {often} times as likely"
     else:
         why = f"log-probabilities differ by up to {comparison.logprob_difference:.2f}"
     return f"{begin}: {why}, which rounding does not explain"

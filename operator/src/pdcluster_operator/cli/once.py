@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import msgspec
 
 from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.protocol.api_key import headers
 from pdcluster_operator.api.object_names import short
-from pdcluster_operator.cli import engine_metrics, exits
+from pdcluster_operator.cli import answers, engine_metrics, exits
 
 TIMEOUT_SECONDS = 120.0
 MAX_ANSWER = 16 << 20
@@ -31,7 +30,7 @@ class Answer:
 
     text: str
     tokens: int
-    kv_path: Mapping[str, Any]
+    kv_path: answers.Path
     received: int
 
     @property
@@ -64,15 +63,12 @@ async def ask(
     async with aiohttp.ClientSession(timeout=timeout) as http:
         before = await _received(http, decode)
         body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        document = await post(http, f"{url}/v1/completions", body, headers(key))
+        answer = await post(http, f"{url}/v1/completions", body, headers(key))
         after = await _received(http, decode)
-    choice = (document.get("choices") or [{}])[0]
-    params = document.get("kv_transfer_params") or {}
-    path = params.get("kv_path") if isinstance(params, Mapping) else None
     return Answer(
-        str(choice.get("text", "")),
-        int((document.get("usage") or {}).get("completion_tokens") or 0),
-        path if isinstance(path, Mapping) else {},
+        answer.choice.text or "",
+        (answer.usage and answer.usage.completion_tokens) or 0,
+        answer.path,
         sum(engine_metrics.received(before[one], after[one]) for one in before if one in after),
     )
 
@@ -86,32 +82,29 @@ def describe_path(answer: Answer) -> str:
         return "no KV was transferred; decode computed the prompt itself"
     pair = "prefill -> decode"
     if path.get("prefill") or path.get("decode"):
-        pair = f"{short(_logical(path, 'prefill'))} -> {short(_logical(path, 'decode'))}"
+        names = (path.get("prefill"), path.get("decode"))
+        pair = " -> ".join(short((name or "?").partition("/")[0]) for name in names)
     return words_of_path(pair, path)
 
 
-def words_of_path(pair: str, path: Mapping[str, Any]) -> str:
+def words_of_path(pair: str, path: answers.Path) -> str:
     """Return how the KV cache moved between a pair of engines."""
     if path.get("outcome") != "transferred":
         reason = path.get("reason") or path.get("outcome")
         return f"{pair}: no KV was transferred ({reason}); decode computed the prompt itself"
-    size, seconds = int(path.get("bytes") or 0), float(path.get("seconds") or 0)
-    speed = f", {size / seconds / 1e9:.3f} GB/s" if seconds > 0 else ""
+    size, seconds = path.get("bytes") or 0, path.get("seconds") or 0.0
+    speed = f", {size / seconds / 1e9:.3f} GB/s" if seconds >= 1e-9 else ""
     return (
-        f"{pair}: {counted(int(path.get('blocks') or 0), 'block')} "
-        f"({counted(int(path.get('tokens') or 0), 'token')}), {size:,} bytes "
+        f"{pair}: {counted(path.get('blocks') or 0, 'block')} "
+        f"({counted(path.get('tokens') or 0, 'token')}), {size:,} bytes "
         f"in {seconds * 1e3:.1f} ms{speed}"
     )
 
 
-def _logical(path: Mapping[str, Any], role: str) -> str:
-    return str(path.get(role) or "?").partition("/")[0]
-
-
 async def post(
     http: aiohttp.ClientSession, url: str, body: Mapping[str, Any], sent: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the JSON object that answers; raises :class:`exits.UserError` if there is none."""
+) -> answers.Answer:
+    """Return the answer to a completion; raises :class:`exits.UserError` if there is none."""
     problem, data = f" answers with more than {MAX_ANSWER >> 20} MiB", b""
     try:
         async with http.post(url, json=body, headers=sent, allow_redirects=False) as answer:
@@ -119,13 +112,13 @@ async def post(
                 problem, data = "", whole
         if not problem and answer.status != 200:
             problem = f" answers {answer.status}: {data.decode(errors='replace').strip()[:500]}"
-        document = None if problem else msgspec.json.decode(data)
-        if isinstance(document, dict):
-            return document
-        problem = problem or " did not answer with a JSON object"
+        if not problem:
+            return answers.read_answer(data)
     except TimeoutError:
         problem = f" did not answer within {TIMEOUT_SECONDS:.0f} s: see the engines' logs"
-    except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
+    except ValueError as error:
+        problem = f" answers what is no completion: {error}"
+    except (aiohttp.ClientError, OSError) as error:
         problem = f": {error}"
     raise exits.UserError(f"{url}{problem}", exits.Exit.REQUEST_FAILED)
 
