@@ -52,6 +52,7 @@ class Pair:
         answers: what each role answers to a completion: (status, document).
         asked: (role, body, Authorization) of each completion.
         refuses_forwarding: whether the API server forbids forwarding ports.
+        url: of the API server.
     """
 
     manifest: dict[str, Any]
@@ -60,6 +61,7 @@ class Pair:
     asked: list[tuple[str, dict[str, Any], str]] = field(default_factory=list)
     refuses_forwarding: bool = False
     client: Any = None
+    url: str = ""
 
     async def complete(self, role: str, request: web.Request) -> web.Response:
         body = await request.json()
@@ -152,6 +154,7 @@ async def serving(spec: Mapping[str, Any] | None = None) -> AsyncIterator[Pair]:
             if role != "router":
                 await serve(address, ENGINE_METRICS_PORT, web.get("/metrics", page))
         port = await serve("127.0.0.1", 0, web.get("/{path:.*}", pair.read))
-        configuration = library.Configuration(host=f"http://127.0.0.1:{port}")
+        pair.url = f"http://127.0.0.1:{port}"
+        configuration = library.Configuration(host=pair.url)
         pair.client = await stack.enter_async_context(KubeClient(configuration))
         yield pair

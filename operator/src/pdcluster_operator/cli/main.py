@@ -4,8 +4,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from io import TextIOWrapper
+from contextlib import suppress
+from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -136,12 +138,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Before a command runs, Ctrl-C may end the process at once. Python would raise an exception
     # instead, which an import can swallow.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # A manifest or the name of a file may have what the terminal's encoding does not.
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _run(words)
+        _guard_streams()
+        code = _run(words)
+        sys.stdout.flush()
+        return code
     except click.exceptions.Exit as end:
         return end.exit_code
     except (click.UsageError, UserError, ModuleNotFoundError) as error:
@@ -149,7 +151,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return int(Exit.INTERRUPTED)
     except BrokenPipeError:
-        sys.stderr.close()
         return int(Exit.DONE)
     except SystemExit as end:
         # rich exits so when a pipe was closed, for example by `head`. The exit code 1 would mean
@@ -157,6 +158,68 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words[:1] == ["up"] or not isinstance(end.__context__, BrokenPipeError):
             raise
         return int(Exit.DONE)
+    finally:
+        _drop_what_nobody_takes()
+
+
+class Stream(FileIO):
+    """Standard output or error. If it cannot be written, the command ends with one sentence."""
+
+    def write(self, data: Any) -> Any:
+        """Write bytes.
+
+        Raises:
+            BrokenPipeError: the reader went away.
+            UserError: a full disk, for example.
+        """
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise UserError(
+                f"standard output cannot be written: {error.strerror}; free space there, or send "
+                "the output elsewhere",
+                Exit.MACHINE,
+            ) from error
+
+
+def _guard_streams() -> None:
+    """Make standard streams that say in one sentence what is wrong with them.
+
+    Raises:
+        UserError: standard output is closed.
+    """
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:  # in this order, each gets its own number, and no file of ours does
+        mode = "r" if name == "stdin" else "w"
+        setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    if "stdout" in closed:
+        raise UserError("standard output is closed: send it to a file or /dev/null", Exit.USAGE)
+    for name in ("stdout", "stderr"):
+        old = getattr(sys, name)
+        if old is not getattr(sys, f"__{name}__") or name in closed:
+            continue
+        new = TextIOWrapper(
+            BufferedWriter(Stream(old.fileno(), "w", closefd=False)),
+            encoding=old.encoding,
+            # A manifest or the name of a file may have what the terminal's encoding does not.
+            errors="backslashreplace",
+            line_buffering=old.line_buffering,
+            write_through=old.write_through,
+        )
+        setattr(sys, name, new)
+
+
+def _drop_what_nobody_takes() -> None:
+    """Empty the streams: else Python tries again at its end, and changes the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, UserError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 def _run(words: list[str]) -> int:
@@ -185,7 +248,8 @@ def _say(error: Exception) -> int:
         raise error
     from pdcluster_operator.cli.output import plain
 
-    print(plain(said), file=sys.stderr)
+    with suppress(OSError, UserError):
+        print(plain(said), file=sys.stderr)
     return int(code)
 
 
