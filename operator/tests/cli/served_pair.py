@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -124,10 +125,11 @@ async def serving(spec: Mapping[str, Any] | None = None) -> AsyncIterator[Pair]:
     manifest = yaml.safe_load(SPEC.read_text())
     manifest["metadata"] |= {"name": "tiny", "namespace": "default", "uid": "u", "generation": 1}
     manifest["spec"] |= spec or {}
-    net = next(numbers)
-    addresses = {
-        role: f"127.77.{net}.{n + 1}" for n, role in enumerate(("router", "prefill", "decode"))
-    }
+    # The ports are fixed, so each process of a run of tests has addresses of its own.
+    process, first = os.getpid(), 4 * next(numbers) % 240
+    net = f"127.{80 + (process >> 8) % 160}.{process % 256}"
+    roles = enumerate(("router", "prefill", "decode"), first + 1)
+    addresses = {role: f"{net}.{number}" for number, role in roles}
     pods = {f"tiny-{role}-0": pod(f"tiny-{role}-0", at, role) for role, at in addresses.items()}
     answers = {"router": (200, RECORDED["ours"]), "decode": (200, RECORDED["alone"])}
     pair = Pair(manifest, pods, answers)
