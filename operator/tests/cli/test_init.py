@@ -12,11 +12,12 @@ from click.testing import CliRunner
 from hypothesis import given, settings, strategies as st
 
 from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.spec.model_config import UnknownModel
 from pdcluster_operator.api.spec.types import RolloutType
 from pdcluster_operator.cli import model_shape, sizing
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.init import Choice, compose, init
-from pdcluster_operator.cli.model_shape import FAMILIES, UnknownModel, shape_of_family
+from pdcluster_operator.cli.model_shape import FAMILIES, shape_of_family
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 FLAGS = ["--model", "llama-3.1-8b", "--gpus", "8", "--gpu-type", "H100-80GB", "--fabric", "rdma"]

@@ -422,3 +422,59 @@ def test_aliases_stand_for_a_bounded_number_of_values(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     assert main(["lint", "-"]) == 1
     assert says in capsys.readouterr().out
+
+
+CONFIG = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+
+
+def linted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: object, *words: str, tensor: int = 1
+) -> tuple[int, str, str]:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    manifest = yaml.safe_load((GOLDEN / "warnings.yaml").read_text())
+    manifest["spec"]["prefill"] = {"replicas": 1, "parallelism": {"tensor": tensor}}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(manifest))
+    code = main(["lint", str(tmp_path / "cluster.yaml"), *words])
+    return code, *capsys.readouterr()
+
+
+def test_a_models_config_is_checked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (tmp_path, tmp_path / "config.json"):
+        flag = ("--model-config", str(path))
+        code, text, _ = linted(tmp_path, capsys, CONFIG, *flag)
+        assert code == 0
+        words = " ".join(text.split())
+        assert "131,072 bytes for one token, 131,072,000 for 1,000" in words
+        assert "about 2,016 descriptors in blocks of 16 tokens" in words
+        code, text, _ = linted(tmp_path, capsys, CONFIG, *flag, "-o", "json", tensor=3)
+        assert code == 1
+        document = json.loads(text)
+        assert "131,072 bytes for one token" in document["checked"][0]["model"]
+        heads = [one for one in document["findings"] if "32 attention heads" in one["message"]]
+        assert [one["path"] for one in heads] == ["spec.prefill.parallelism.tensor"]
+    code, text, _ = linted(tmp_path, capsys, {**CONFIG, "mamba_d_state": 128}, *flag)
+    assert code == 0
+    assert "does not say how its layers keep their KV" in " ".join(text.split())
+    assert "the model's layers" in " ".join(text.split()), "the engines check them"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [({}, "num_hidden_layers = null is no whole number"), ([], "holds no JSON object")],
+)
+def test_a_config_that_is_none_is_a_wrong_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: object, words: str
+) -> None:
+    code, _, errors = linted(tmp_path, capsys, config, "--model-config", str(tmp_path))
+    assert code == 2
+    assert words in errors
+    code, _, errors = linted(tmp_path, capsys, CONFIG, "--model-config", str(tmp_path / "none"))
+    assert code == 2
+    assert f"{tmp_path}/none cannot be read" in errors

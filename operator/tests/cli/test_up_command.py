@@ -347,6 +347,22 @@ def test_a_model_folder_that_is_not_there_ends_it_before_the_first_process(
     assert "[ModelUnusable]" in text
 
 
+def test_a_model_that_the_manifest_does_not_fit_ends_it_before_the_first_process(
+    refuse: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    def wide(manifest: dict) -> None:
+        manifest["spec"]["decode"]["parallelism"] = {"tensor": 3}
+        manifest["spec"]["engine"]["maxModelLen"] = 4097
+        (tmp_path / "model/config.json").write_text(
+            '{"num_hidden_layers": 2, "num_attention_heads": 8, "max_position_embeddings": 4096}'
+        )
+
+    code, text = refuse(change=wide)
+    assert code == 1, text
+    assert "8 attention heads cannot be spread evenly over 3 ranks [LayoutUnsupported]" in text
+    assert "config.json allows 4,096 tokens" in text
+
+
 def test_what_the_command_line_cannot_have_is_said_at_once(
     refuse: Callable[..., tuple[int, str]],
 ) -> None:

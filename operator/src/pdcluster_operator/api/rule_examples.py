@@ -43,7 +43,7 @@ class Example(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def judge(self, manifest: Mapping[str, Any]) -> Findings:
         """Return what admission finds in one of the two."""
-        given = {setting: setting in self.admits for setting in SETTINGS}
+        given: dict[str, Any] = {setting: setting in self.admits for setting in SETTINGS}
         _, findings = check_manifest(_with_long_texts(manifest), **given)
         return findings
 

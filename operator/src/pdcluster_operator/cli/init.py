@@ -16,6 +16,7 @@ from pdcluster_operator.api.object_names import API_VERSION, KIND
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.schema.crd import to_yaml
 from pdcluster_operator.api.spec.engine_types import SharedEngine
+from pdcluster_operator.api.spec.model_config import UnknownModel
 from pdcluster_operator.api.spec.resources import GPU_RESOURCE
 from pdcluster_operator.cli import model_shape, sizing
 from pdcluster_operator.cli.commands import Command, Finite
@@ -322,7 +323,7 @@ def compose(choice: Choice, wish: sizing.Wish) -> tuple[str, list[str]]:
     """
     try:
         document, sized = manifest(choice, model_shape.read_shape(choice.model), wish)
-    except (model_shape.UnknownModel, sizing.Impossible) as error:
+    except (UnknownModel, sizing.Impossible) as error:
         raise UserError(str(error), Exit.USAGE) from error
     _, findings = check_manifest(
         document, host_paths=None, mounted_certificates=None, pod_groups=None

@@ -3,8 +3,10 @@
 Other commands use its functions that print findings.
 """
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -13,15 +15,23 @@ from rich.console import Console
 from rich.text import Text
 
 from pdcluster_connector.compat.findings import counted
+from pdcluster_connector.compat.shape import LayerKind
+from pdcluster_connector.compat.supported import dtype_name
 from pdcluster_operator.api.findings import FieldError, Findings
 from pdcluster_operator.api.object_names import KIND
 from pdcluster_operator.api.rules import engines, validate
-from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.api.rules.model import is_replaced
+from pdcluster_operator.api.spec.model_config import UnknownModel, read_model
+from pdcluster_operator.api.spec.resolve import resolve_engine
+from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.cli.commands import Command
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.manifests import Document, files_of, read_documents
+from pdcluster_operator.cli.model_shape import json_of
 from pdcluster_operator.cli.output import hanging, show
 
+BLOCK, PROMPT = 16, 1000
+"""Tokens of a block where the manifest names none, and of the prompt that is counted."""
 NAMED = 5
 """So many objects of other kinds are named in a line."""
 DETAILS = """\
@@ -39,6 +49,7 @@ EXAMPLES = (
     ("pdcluster lint clusters/ -o json", "all manifests of a folder, for a program"),
     ("kubectl kustomize overlays/team-a | pdcluster lint -", "what Kustomize renders"),
     ("helm template team-a ./chart | pdcluster lint -", "what Helm renders"),
+    ("pdcluster lint cluster.yaml --model-config llama/", "with the rules that need the model"),
 )
 
 
@@ -62,7 +73,10 @@ class Finding(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Checked(msgspec.Struct, frozen=True, rename="camel"):
-    """One PDCluster that was checked. ``unchecked`` says what only its engines can check."""
+    """One PDCluster that was checked.
+
+    ``unchecked`` says what only its engines can check; ``model`` what moves, with --model-config.
+    """
 
     file: str
     document: int
@@ -70,6 +84,7 @@ class Checked(msgspec.Struct, frozen=True, rename="camel"):
     errors: int
     warnings: int
     unchecked: str
+    model: str = ""
 
 
 class Skipped(msgspec.Struct, frozen=True, rename="camel"):
@@ -93,15 +108,22 @@ class Lint(msgspec.Struct, frozen=True, rename="camel"):
 
 @click.command(cls=Command, help=DETAILS, examples=EXAMPLES, document=Lint)
 @click.argument("files", nargs=-1, required=True, type=click.Path(), metavar="FILE...")
-def lint(files: tuple[str, ...], output: str) -> Exit:
+@click.option(
+    "--model-config",
+    type=click.Path(),
+    metavar="PATH",
+    help="the model's config.json, or its folder: layers, heads and the context are checked too",
+)
+def lint(files: tuple[str, ...], model_config: str | None, output: str) -> Exit:
     """Check every PDCluster of every file; DONE when none has an error."""
     documents, problems = _read(files)
-    checked = [(one, check(one)) for one in documents if not one.other_kind]
+    config = read_config(model_config) if model_config else None
+    checked = [(one, check(one, config)) for one in documents if not one.other_kind]
     skipped = [one for one in documents if one.other_kind]
     if not checked and not problems:
         problems = [f"there is no {KIND} in {', '.join(files)}, so nothing was checked"]
 
-    report = show_report(output, checked, skipped, problems)
+    report = show_report(output, checked, skipped, problems, config)
     return Exit.DONE if report.ok else Exit.MANIFEST
 
 
@@ -110,8 +132,10 @@ def show_report(
     checked: Sequence[tuple[Document, Findings]],
     skipped: Sequence[Document] = (),
     problems: Sequence[str] = (),
+    config: Mapping[str, Any] | None = None,
 ) -> Lint:
     """Print what was found, in the form that ``-o`` names."""
+    moves = [_moves(one, config) if config else "" for one, _ in checked]
 
     def text(console: Console) -> None:
         for problem in problems:
@@ -120,12 +144,17 @@ def show_report(
             if number:
                 console.print()
             print_findings(console, one, findings)
+            if moves[number]:
+                hanging(console, "  ", Text(moves[number], "dim"))
         if skipped:
             console.print(Text(_skipped(skipped), "dim"))
 
     report = Lint(
         ok=not problems and all(findings.ok for _, findings in checked),
-        checked=[_checked(one, findings) for one, findings in checked],
+        checked=[
+            _checked(one, findings, model)
+            for (one, findings), model in zip(checked, moves, strict=True)
+        ],
         findings=[
             _finding(one, severity, error)
             for one, findings in checked
@@ -139,9 +168,45 @@ def show_report(
     return report
 
 
-def check(document: Document) -> Findings:
-    """Apply the rules of admission, without an operator to ask what it admits."""
-    return judge(document, host_paths=None, mounted_certificates=None, pod_groups=None)[1]
+def read_config(path: str) -> dict[str, Any]:
+    """Return what a config.json holds, or that of a model's folder; a UserError if it is none."""
+    file = Path(path, "config.json") if os.path.isdir(path) else Path(path)
+    try:
+        found = json_of(file)
+        read_model(found)
+    except UnknownModel as error:
+        raise UserError(str(error), Exit.USAGE) from error
+    return found
+
+
+def check(document: Document, config: Mapping[str, Any] | None = None) -> Findings:
+    """Apply the rules of admission, without an operator to ask what it admits.
+
+    Args:
+        config: what the model's config.json holds; None if nobody has it.
+    """
+    admits: dict[str, Any] = dict.fromkeys(("host_paths", "mounted_certificates", "pod_groups"))
+    return judge(document, **admits, model=read_model(config) if config else None)[1]
+
+
+def _moves(document: Document, config: Mapping[str, Any]) -> str:
+    """Return what of this model moves for a prompt, if it can be told."""
+    engine = resolve_engine(validate.check_manifest(document.body)[0], Role.PREFILL)
+    dtype = dtype_name(engine.kv_cache_dtype or "auto")
+    model = read_model(config, None if dtype == "auto" else dtype)
+    if model.layers is None or is_replaced(engine):
+        return "The model's config.json does not say how its layers keep their KV."
+    block = engine.block_size or BLOCK
+    pieces = sum(
+        1 if layer.kind is LayerKind.MAMBA else -(-min(PROMPT, layer.window or PROMPT) // block)
+        for layer in model.layers
+    )
+    return (
+        f"The model has {counted(len(model.layers), 'layer')} with KV or states: "
+        f"{model.kv_bytes(1):,} bytes for one token, {model.kv_bytes(PROMPT):,} for {PROMPT:,}. "
+        f"Where both roles split it alike, these are about {pieces:,} descriptors in blocks of "
+        f"{block} tokens."
+    )
 
 
 def judge(document: Document, **known: Any) -> tuple[Cluster, Findings]:
@@ -208,10 +273,10 @@ def _skipped(documents: Sequence[Document]) -> str:
     )
 
 
-def _checked(one: Document, findings: Findings) -> Checked:
+def _checked(one: Document, findings: Findings, model: str) -> Checked:
     unchecked = engines.unchecked_message(findings.unchecked)
     counts = len(findings.errors), len(findings.warnings)
-    return Checked(one.file, one.number, one.name, *counts, unchecked)
+    return Checked(one.file, one.number, one.name, *counts, unchecked, model)
 
 
 def _finding(one: Document, severity: str, error: FieldError) -> Finding:

@@ -12,20 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from pdcluster_connector.compat.findings import counted
-from pdcluster_operator.api.findings import did_you_mean, quoted
-from pdcluster_operator.api.spec.pod_templates import as_list
+from pdcluster_operator.api.findings import did_you_mean
+from pdcluster_operator.api.spec.model_config import (
+    UnknownModel,
+    number,
+    read_model,
+)
+from pdcluster_operator.api.spec.pod_templates import as_mapping
 
-HYBRID_WORDS = ("mamba", "ssm_", "linear_attn", "linear_num")
-"""Beginnings of fields that only models with states beside their KV have."""
 MOST_MIB = 32
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 INDEX = "model.safetensors.index.json"
-MOST = 1 << 40
-"""No field of a real model is larger."""
-
-
-class UnknownModel(Exception):  # noqa: N818 - says what holds
-    """The model's sizes cannot be told; the message says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,25 +172,19 @@ def shape(
     Raises:
         UnknownModel: a field is missing, or the model is of a kind that this does not know.
     """
-    nested = config.get("text_config")
-    config = {**config, **nested} if isinstance(nested, Mapping) else config
-    kinds = as_list(config.get("layer_types") or config.get("layers_block_type"))
-    states = [key for key in config if key.startswith(HYBRID_WORDS)]
-    states += [kind for kind in kinds if "mamba" in str(kind) or "linear" in str(kind)]
-    if states:
+    config = {**config, **as_mapping(config.get("text_config"))}
+    model = read_model(config)
+    if model.hybrid:
         raise UnknownModel(
-            f"config.json: {states[0]} says that layers keep states beside KV, and init computes "
-            "KV only; begin with examples/hybrid.yaml"
+            "config.json: some layers keep states beside KV, and init computes KV only; begin with "
+            "examples/hybrid.yaml"
         )
-    layers, heads = _number(config, "num_hidden_layers"), _number(config, "num_attention_heads")
-    hidden = _number(config, "hidden_size")
-    kv_heads = _number(config, "num_key_value_heads", heads)
-    head_dim = _number(config, "head_dim", max(1, hidden // heads))
-    if "kv_lora_rank" in config:
-        head_dim = _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
-        kv_heads = 0
+    heads, kv_heads, head_dim = model.heads, model.kv_heads, model.head_dim
     dense = not any("experts" in key and config[key] for key in config) and kv_heads
-    counted = _parameters(config, hidden, kv_heads * head_dim, heads * head_dim) if dense else None
+    counted = None
+    if dense:
+        hidden = number(config, "hidden_size")
+        counted = _parameters(config, hidden, kv_heads * head_dim, heads * head_dim)
     if weights is None:
         if counted is None or config.get("quantization_config"):
             raise UnknownModel(
@@ -203,8 +194,8 @@ def shape(
             )
         weights, said = counted * 2, f"{counted:,} parameters x 2 bytes"
     return Shape(
-        layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        longest=_number(config, "max_position_embeddings", 0),
+        layers=model.depth, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        longest=number(config, "max_position_embeddings", 0),
         weights=weights, weights_said=said, active=active or counted,
         sliding=bool(config.get("sliding_window") and config.get("use_sliding_window", True)),
     )  # fmt: skip
@@ -220,22 +211,10 @@ def _parameters(config: Mapping[str, Any], hidden: int, kv: int, queries: int) -
         return None
     ends = 1 if config.get("tie_word_embeddings") else 2
     biased = config.get("attention_bias") or config.get("model_type") == "qwen2"
-    layer = 2 * hidden * (queries + kv) + 3 * hidden * _number(config, "intermediate_size")
+    layer = 2 * hidden * (queries + kv) + 3 * hidden * number(config, "intermediate_size")
     layer += 2 * hidden + (queries + 2 * kv if biased else 0)
-    embeddings = ends * _number(config, "vocab_size") * hidden
-    return embeddings + _number(config, "num_hidden_layers") * layer + hidden
-
-
-def _number(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = config.get(name)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < MOST:
-        raise UnknownModel(
-            f"config.json: {name} = {quoted(value)} is no whole number above 0; name a folder "
-            "with the config.json of a language model, as Hugging Face has it"
-        )
-    return value
+    embeddings = ends * number(config, "vocab_size") * hidden
+    return embeddings + number(config, "num_hidden_layers") * layer + hidden
 
 
 def read_shape(model: str) -> Shape:
@@ -248,7 +227,7 @@ def read_shape(model: str) -> Shape:
     if not os.path.isdir(folder):
         return shape_of_family(family(model))
     weights, said = _weights(folder)
-    return shape(_json_of(folder / "config.json"), weights=weights, said=said)
+    return shape(json_of(folder / "config.json"), weights=weights, said=said)
 
 
 def _weights(folder: Path) -> tuple[int | None, str]:
@@ -256,26 +235,27 @@ def _weights(folder: Path) -> tuple[int | None, str]:
         if sizes := [one.stat().st_size for one in folder.glob(pattern)]:
             return sum(sizes), f"{counted(len(sizes), 'file')} {pattern} of the folder"
     if (folder / INDEX).exists():
-        total = (_json_of(folder / INDEX).get("metadata") or {}).get("total_size")
+        total = (json_of(folder / INDEX).get("metadata") or {}).get("total_size")
         if isinstance(total, int) and total > 0:
             return total, f"{INDEX} of the folder"
     return None, ""
 
 
-def _json_of(file: Path) -> dict[str, Any]:
+def json_of(file: Path) -> dict[str, Any]:
+    """Return the object that a file of JSON holds; raises :class:`UnknownModel`."""
     try:
         with file.open("rb") as opened:
             data = opened.read((MOST_MIB << 20) + 1)
         if len(data) > MOST_MIB << 20:
-            raise UnknownModel(f"--model: {file} is larger than {MOST_MIB} MiB")
+            raise UnknownModel(f"{file} is larger than {MOST_MIB} MiB")
         found = json.loads(data)
     except OSError as error:
         raise UnknownModel(
-            f"--model: {file} cannot be read: {error.strerror}; name the folder of a model, as "
+            f"{file} cannot be read: {error.strerror}; name the folder of a model, as "
             "Hugging Face has it"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise UnknownModel(f"--model: {file} is no JSON: {error}") from error
+        raise UnknownModel(f"{file} is no JSON: {error}") from error
     if not isinstance(found, dict):
-        raise UnknownModel(f"--model: {file} holds no JSON object")
+        raise UnknownModel(f"{file} holds no JSON object")
     return found

@@ -20,11 +20,13 @@ from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.api.findings import Findings, under
 from pdcluster_operator.api.object_names import HTTP_PORT
+from pdcluster_operator.api.spec.model_config import Model, UnknownModel, read_model
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Cluster, Visibility
 from pdcluster_operator.cli import lint, manifests, once, output, plan, view as views
 from pdcluster_operator.cli.commands import Command, duration, positive
 from pdcluster_operator.cli.exits import Exit, UserError
+from pdcluster_operator.cli.model_shape import json_of
 from pdcluster_operator.cli.runs import new_run_folder
 from pdcluster_operator.local import cluster as local_cluster, pod_logs
 from pdcluster_operator.local.door import Door
@@ -135,7 +137,8 @@ def run(options: Options) -> Exit:
     console = output.console()
     read = manifests.read_cluster(options.file)
     document = with_model(read.body, options.model_dir)
-    cluster, findings = lint.judge(replace(read, body=document), one_node=True)
+    model = _model_of(document)
+    cluster, findings = lint.judge(replace(read, body=document), one_node=True, model=model)
     if not findings.ok:
         lint.print_findings(console, read, findings)
         return Exit.MANIFEST
@@ -192,6 +195,20 @@ def with_model(document: Any, folder: Path | None) -> Any:
         return document
     source = {"hostPath": {"path": os.path.abspath(folder)}}
     return {**document, "spec": {**spec, "model": {**model, "source": source}}}
+
+
+def _model_of(document: Any) -> Model | None:
+    """Return what the config.json of the manifest's folder says; None if it does not say enough.
+
+    The pre-flight says what is wrong with the folder.
+    """
+    source = document
+    for name in ("spec", "model", "source", "hostPath"):
+        source = as_mapping(as_mapping(source).get(name))
+    try:
+        return read_model(json_of(Path(str(source.get("path")), "config.json")))
+    except UnknownModel:
+        return None
 
 
 def with_names(document: dict[str, Any]) -> dict[str, Any]:

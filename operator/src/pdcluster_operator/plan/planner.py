@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from pdcluster_connector.protocol.launcher_documents import PeersDocument
 from pdcluster_operator.api import conditions
@@ -203,7 +204,7 @@ def _checked(observed: Observed, memo: Memo) -> tuple[Cluster, Findings]:
     names = ("name", "namespace", "uid", "generation")
     known = {key: value for key, value in observed.cluster.items() if key != "status"}
     known["metadata"] = {name: known["metadata"].get(name) for name in names}
-    allowed = {
+    allowed: dict[str, Any] = {
         "host_paths": observed.place.host_path_models,
         "one_node": observed.place.one_node,
         "mounted_certificates": observed.place.mounted_certificates,

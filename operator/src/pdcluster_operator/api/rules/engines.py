@@ -15,8 +15,10 @@ from pdcluster_connector.compat.findings import Finding, Verdict, counted
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.compat.supported import IMAGES_NUMBERED
 from pdcluster_operator.api.findings import FieldError, Findings, Rule, shown
+from pdcluster_operator.api.rules.model import shape_of
 from pdcluster_operator.api.spec.fields import camel
 from pdcluster_operator.api.spec.flags import parse_flags
+from pdcluster_operator.api.spec.model_config import Model
 from pdcluster_operator.api.spec.resolve import DRAFT_FLAGS, engine_shape, flag_path, resolve_engine
 from pdcluster_operator.api.spec.types import Cluster, Role
 
@@ -158,9 +160,13 @@ PARALLEL_FIELDS = ("tensor", "pipeline", "data")
 CHOSEN_BY_VLLM = ("block_size", "kv_dtype")
 
 
-def pair_findings(cluster: Cluster) -> Findings:
-    """Return refusals as errors, and the EngineShape fields that the spec does not set."""
-    shapes = {role: engine_shape(cluster, resolve_engine(cluster, role)) for role in Role}
+def pair_findings(cluster: Cluster, model: Model | None = None) -> Findings:
+    """Return refusals as errors, and the EngineShape fields that are not known.
+
+    Args:
+        model: what the model's config.json says; None if nobody has it.
+    """
+    shapes = {role: shape_of(cluster, resolve_engine(cluster, role), model) for role in Role}
     findings = check(shapes[Role.PREFILL], shapes[Role.DECODE])
     refused = [finding for finding in findings if finding.verdict is Verdict.REFUSED]
     waiting = [finding.field for finding in findings if finding.verdict is Verdict.UNKNOWN]

@@ -21,6 +21,8 @@ from pdcluster_operator.api.rules import (
     pod_template,
     resources,
 )
+from pdcluster_operator.api.rules.model import model_errors
+from pdcluster_operator.api.spec.model_config import Model
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Cluster
@@ -46,6 +48,7 @@ def check_manifest(
     one_node: bool = False,
     mounted_certificates: bool | None = True,
     pod_groups: bool | None = True,
+    model: Model | None = None,
 ) -> tuple[Cluster, Findings]:
     """Parse a manifest and apply all rules; return all findings at once.
 
@@ -57,6 +60,7 @@ def check_manifest(
         mounted_certificates: whether the operator has a certificate for engines whose certificates
             are mounted. None as above.
         pod_groups: whether the API server serves PodGroups. Local mode ignores them. None as above.
+        model: what the model's config.json says; None if nobody has it.
 
     A finding is left out if it was computed from a field that could not be read. It would only
     repeat the first mistake in other words.
@@ -69,7 +73,7 @@ def check_manifest(
         return not any(under(path, source) for path in broken for source in sources)
 
     cluster = parsed.cluster
-    pair = engines.pair_findings(cluster)
+    pair = engines.pair_findings(cluster, model)
     supported = (
         (host_paths, pod_template.host_path_errors(cluster)),
         (False if one_node else mounted_certificates, certificates.support_errors(cluster)),
@@ -77,6 +81,7 @@ def check_manifest(
     )
     refused = [error for one, errors in supported if one is False for error in errors]
     refused += resources.stored_errors(manifest)
+    refused += dict.fromkeys(model_errors(cluster, model) if model else ())
     by_default = [error for one, errors in supported if one is None for error in errors]
     warned = [] if one_node else list(pod_template.node_local_warnings(cluster))
     warned += [replace(error, message=BY_DEFAULT[error.rule]) for error in by_default]
@@ -159,7 +164,8 @@ def review(
         return Review((), ())
     if old is not None and new.get("spec") == old.get("spec"):
         return Review((), ())
-    admits = {"host_paths": host_paths, "mounted_certificates": mounted_certificates}
+    admits: dict[str, Any] = {"host_paths": host_paths}
+    admits["mounted_certificates"] = mounted_certificates
     _, findings = check_manifest(new, **admits)
     if old is None or _class_of(old) != _class_of(new):  # then nobody has judged it by our flags
         return Review(findings.errors, _lines(findings))

@@ -1,0 +1,245 @@
+"""What a model's ``config.json`` says of its KV cache, before any engine runs. Pure.
+
+Where it does not say enough, nothing is guessed: the layers are not known then, and the engines
+check them when they connect. :class:`UnknownModel` says in one sentence what is missing.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
+
+from pdcluster_connector.compat.shape import LayerKind, LayerShape, PartShape
+from pdcluster_operator.api.findings import quoted
+from pdcluster_operator.api.spec.pod_templates import as_list, as_mapping
+
+MOST = 1 << 40
+"""No field of a real model is larger."""
+MOST_LAYERS = 8192
+BYTES = {"float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Bytes of an element; 2 for the other types."""
+HYBRID_WORDS = ("mamba", "ssm_", "linear_attn", "linear_num")
+"""Beginnings of fields that only models with states beside their KV have."""
+FULL, WINDOW, STATE = LayerKind.FULL_ATTENTION, LayerKind.SLIDING_WINDOW, LayerKind.MAMBA
+KINDS: Mapping[object, LayerKind | None] = {
+    "full_attention": FULL, "attention": FULL, "*": FULL, "sliding_attention": WINDOW,
+    "linear_attention": STATE, "mamba": STATE, "mamba2": STATE, "M": STATE,
+    "moe": None, "mlp": None, "E": None, "-": None,
+}  # fmt: skip
+"""Words of ``layer_types`` and letters of ``hybrid_override_pattern``; None for one without KV."""
+DEFAULTS: Mapping[object, Mapping[str, Any]] = {
+    "gemma2": {"sliding_window_pattern": 2},
+    "gemma3_text": {
+        "sliding_window_pattern": 6, "sliding_window": 4096, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
+    },
+    "gpt_oss": {"sliding_window_pattern": 2},
+    "nemotron_h": {"mamba_ssm_cache_dtype": "float32"},
+    "qwen3_next": {"full_attention_interval": 4},
+    "qwen3_5_text": {"full_attention_interval": 4},
+    "qwen3_5_moe_text": {"full_attention_interval": 4},
+}  # fmt: skip
+"""What a family's ``config.json`` may leave out (transformers 5.19)."""
+OPEN = (
+    "attention_chunk_size", "block_configs", "cross_attention_layers", "global_head_dim",
+    "is_encoder_decoder", "multi_query", "num_global_key_value_heads", "num_kv_shared_layers",
+    "swa_num_key_value_heads",
+)  # fmt: skip
+"""Fields of models whose layers keep KV in ways that are not computed here."""
+UNSCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+"""Kinds of RoPE whose ``factor`` is part of ``max_position_embeddings`` (vLLM 0.32)."""
+WHOLE = "conv"
+INDEXER_BLOCK = 128
+"""Elements of a scale in the cache of DeepSeek V3.2's indexer; each scale has 4 bytes."""
+
+
+class UnknownModel(Exception):  # noqa: N818 - says what holds
+    """The model's sizes cannot be told; the message says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """One model, of which counts are those before tensor parallelism.
+
+    Attributes:
+        heads: of the queries; a tensor parallel size divides them.
+        kv_heads: heads of the KV cache. 0 for multi-head latent attention (MLA).
+        head_dim: elements of a head; of a token's latent vector with MLA.
+        depth: its layers, also those without KV.
+        longest: tokens of the longest context; 0 if the config does not say.
+        dtype: of the weights; empty if the config does not say.
+        layers: those with KV or states; None if they cannot be told.
+        hybrid: whether some layers keep states beside KV, although ``layers`` may be None.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    depth: int
+    longest: int
+    dtype: str
+    layers: tuple[LayerShape, ...] | None
+    hybrid: bool
+
+    def shapes(self, tensor: int) -> tuple[LayerShape, ...] | None:
+        """Return the layers as engines of this tensor parallel size state them.
+
+        A conv state that cannot be cut by head has one part for each rank.
+        """
+        return self.layers and tuple(
+            replace(layer, parts=(PartShape(WHOLE, tensor, layer.token_bytes // tensor, "model"),))
+            if layer.name.endswith(WHOLE)
+            else layer
+            for layer in self.layers
+        )
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Return the bytes of a prompt: of a window, its tokens alone; of a state, one."""
+        return sum(
+            layer.kv_heads
+            * layer.token_bytes
+            * (1 if layer.kind is STATE else min(tokens, layer.window or tokens))
+            for layer in self.layers or ()
+        )
+
+
+def read_model(config: Mapping[str, Any], kv_dtype: str | None = None) -> Model:
+    """Read what ``config.json`` holds.
+
+    Args:
+        kv_dtype: the element type of the KV cache; None for that of the model.
+
+    Raises:
+        UnknownModel: a field is missing, or is no number.
+    """
+    text = {**config, **as_mapping(config.get("text_config"))}
+    given = {name: value for name, value in text.items() if value is not None}
+    known = {**DEFAULTS.get(given.get("model_type"), {}), **given}
+    depth, heads = number(known, "num_hidden_layers"), number(known, "num_attention_heads")
+    kv_heads = number(known, "num_key_value_heads", heads)
+    hidden = number(known, "hidden_size", heads)
+    head_dim = number(known, "head_dim", max(1, hidden // heads))
+    if "kv_lora_rank" in known:
+        kv_heads = 0
+        head_dim = number(known, "kv_lora_rank") + number(known, "qk_rope_head_dim")
+    dtype = str(known.get("torch_dtype") or known.get("dtype") or "")
+    words = _words(known)
+    kinds, layers = _kinds(known, depth, words), None
+    states = any(name.startswith(HYBRID_WORDS) for name in known) or STATE in (kinds or ())
+    if kinds is not None and not any(known.get(name) for name in OPEN):
+        size = BYTES.get(kv_dtype or dtype, 2)
+        layer = (kv_heads or 1, head_dim * size * (2 if kv_heads else 1))
+        with suppress(UnknownModel):  # a Mamba of another kind, say
+            layers = tuple(_layers(known, kinds, layer, BYTES.get(dtype, 2)))
+    return Model(
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, depth=depth, dtype=dtype,
+        longest=_longest(known), layers=layers,
+        hybrid=states or any("mamba" in str(word) or "linear" in str(word) for word in words),
+    )  # fmt: skip
+
+
+def _words(known: Mapping[str, Any]) -> list[Any]:
+    """Return what the config says of each layer; empty if it lists none."""
+    listed = known.get("layer_types") or known.get("layers_block_type")
+    return list(as_list(listed) or str(known.get("hybrid_override_pattern") or ""))
+
+
+def _kinds(known: Mapping[str, Any], depth: int, words: list[Any]) -> list[LayerKind | None] | None:
+    """Return how each layer keeps its KV; None if that cannot be told."""
+    if depth > MOST_LAYERS:
+        return None
+    window = known.get("sliding_window") and known.get("use_sliding_window", True)
+    if words:
+        named = all(isinstance(word, str) and word in KINDS for word in words)
+        return [KINDS[word] for word in words] if named and len(words) == depth else None
+    for field, kind in (("full_attention_interval", STATE), ("sliding_window_pattern", WINDOW)):
+        if field in known and (kind is STATE or window):
+            every = number(known, field)
+            return [kind if (layer + 1) % every else FULL for layer in range(depth)]
+    if any(name.startswith(HYBRID_WORDS) for name in known):
+        return None
+    if window and "max_window_layers" in known:
+        return None if known.get("use_sliding_window") else [FULL] * depth
+    return [WINDOW if window else FULL] * depth
+
+
+def _layers(
+    known: Mapping[str, Any],
+    kinds: list[LayerKind | None],
+    layer: tuple[int, int],
+    state_bytes: int,
+) -> Iterator[LayerShape]:
+    """Yield the layers that have KV.
+
+    Args:
+        layer: the KV heads of an attention layer, and the bytes of a token of one.
+        state_bytes: of an element of the model.
+    """
+    latent, indexed = "kv_lora_rank" in known, known.get("index_head_dim")
+    for index, kind in enumerate(kinds):
+        name = f"layers.{index}"
+        if kind is STATE:
+            size, parts = _state(known, state_bytes)
+            name = name if parts else f"{name}.{WHOLE}"
+            yield LayerShape(name, STATE, 0, 1, size, parts=parts)
+        elif kind is not None:
+            window = number(known, "sliding_window") if kind is WINDOW else None
+            yield LayerShape(name, LayerKind.MLA if latent else kind, 0, *layer, window)
+            if indexed:
+                size = number(known, "index_head_dim")
+                size += size // INDEXER_BLOCK * 4
+                yield LayerShape(f"{name}.indexer", LayerKind.MLA, 0, 1, size, None, "uint8")
+
+
+def _state(known: Mapping[str, Any], size: int) -> tuple[int, tuple[PartShape, ...]]:
+    """Return the bytes of a layer's states, and the part that is cut by head."""
+    cut = "linear_num_value_heads" not in known
+    if not cut:  # gated delta net
+        heads, value = _numbers(known, "linear_num_value_heads", "linear_value_head_dim")
+        groups, state = _numbers(known, "linear_num_key_heads", "linear_key_head_dim")
+        kernel = number(known, "linear_conv_kernel_dim")
+    elif "mamba_num_heads" in known:  # Mamba2, as Nemotron-H names it
+        heads, value, groups = _numbers(known, "mamba_num_heads", "mamba_head_dim", "n_groups")
+        state, kernel = _numbers(known, "ssm_state_size", "conv_kernel")
+    else:  # Mamba2, as Granite and Bamba do
+        heads, value, groups = _numbers(known, "mamba_n_heads", "mamba_d_head", "mamba_n_groups")
+        state, kernel = _numbers(known, "mamba_d_state", "mamba_d_conv")
+    dtype = str(known.get("mamba_ssm_dtype") or known.get("mamba_ssm_cache_dtype") or "")
+    head = value * state * (BYTES.get(dtype, 2) if dtype else size)
+    conv = (kernel - 1) * (heads * value + 2 * groups * state) * size
+    parts = (PartShape("ssm", heads, head, dtype or "model"),)
+    return conv + heads * head, parts if cut else ()
+
+
+def _longest(known: Mapping[str, Any]) -> int:
+    """Return the longest context that vLLM admits; 0 if the config does not say."""
+    longest = max(number(known, "max_position_embeddings", 0), number(known, "model_max_length", 0))
+    ropes = [as_mapping(known.get(name)) for name in ("rope_scaling", "rope_parameters")]
+    ropes += [as_mapping(rope) for one in ropes for rope in one.values()]
+    factors = [
+        factor
+        for rope in ropes
+        if rope.get("rope_type", rope.get("type")) not in UNSCALED
+        and isinstance(factor := rope.get("factor"), int | float)
+    ]
+    scaled = not str(known.get("model_type")).startswith("gemma3")
+    return int(longest * max([1.0, *factors])) if scaled else longest
+
+
+def _numbers(known: Mapping[str, Any], *names: str) -> tuple[int, ...]:
+    return tuple(number(known, name) for name in names)
+
+
+def number(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """Return a field that counts something; raises :class:`UnknownModel` for any other value."""
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < MOST:
+        raise UnknownModel(
+            f"config.json: {name} = {quoted(value)} is no whole number above 0; name a folder "
+            "with the config.json of a language model, as Hugging Face has it"
+        )
+    return value
