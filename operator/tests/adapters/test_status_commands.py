@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Any
 
 import pytest
-from operator_runs import Operator, cluster, create, get, until
+from operator_runs import CHILDREN, Operator, cluster, create, get, until
 from played_nodes import PlayedNodes
 from real_api import TOKEN, RealApi
 
@@ -47,6 +48,69 @@ class Commands:
         return found
 
 
+OUT_OF_MEMORY = {"exitCode": 137, "reason": "OOMKilled", "message": "INFO: GET /health"}
+NO_GPU = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu. preemption: not helpful."
+SICK = {
+    "prefill": {
+        "conditions": [
+            {
+                "type": "PodScheduled",
+                "status": "False",
+                "reason": "Unschedulable",
+                "message": NO_GPU,
+            }
+        ]
+    },
+    "decode": {
+        "containerStatuses": [
+            {
+                "name": "engine",
+                "image": "",
+                "imageID": "",
+                "ready": False,
+                "restartCount": 3,
+                "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}},
+                "lastState": {"terminated": OUT_OF_MEMORY},
+            }
+        ]
+    },
+    "router": {
+        "containerStatuses": [
+            {
+                "name": "router",
+                "image": "",
+                "imageID": "",
+                "ready": False,
+                "restartCount": 0,
+                "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}},
+            }
+        ]
+    },
+}
+"""What a scheduler and a kubelet write of a pod without a GPU, and of an engine that is killed.
+
+The router runs, and is not ready without an engine.
+"""
+
+
+def pod_of(real: RealApi, namespace: str, role: str) -> str:
+    pods = CHILDREN["Pod"].format(namespace)
+    found = real.call("GET", f"{pods}?labelSelector=app.kubernetes.io/component={role}")[1]["items"]
+    return str(found[0]["metadata"]["name"])
+
+
+def report(real: RealApi, namespace: str, role: str, status: dict[str, Any]) -> None:
+    path = f"{CHILDREN['Pod'].format(namespace)}/{pod_of(real, namespace, role)}/status"
+    code, said = real.call("PATCH", path, {"status": status}, "application/merge-patch+json")
+    assert code == 200, said
+
+
+def sick(code: int, said: str, _: str) -> str:
+    """What is printed, once it has both steps."""
+    steps = re.findall(r"^(\w+): ", said, re.MULTILINE)
+    return said if code == 3 and {"OutOfMemory", "GpuMissing"} <= set(steps) else ""
+
+
 @pytest.mark.timeout(600)
 def test_a_cluster_is_seen_from_its_first_minute_to_an_operator_that_is_gone(
     real: RealApi, operator: Operator, namespace: str
@@ -70,6 +134,17 @@ def test_a_cluster_is_seen_from_its_first_minute_to_an_operator_that_is_gone(
     code, said, errors = run("logs")
     assert (code, said) == (4, "")
     assert errors.startswith('error: no container of PDCluster "tiny" has begun to write a log')
+
+    for role, status in SICK.items():
+        report(real, namespace, role, status)
+    said = until(lambda: sick(*run("status")), 120, operator.said)
+    assert re.search(
+        r"^tiny does not serve: EngineFailed: .*the engine died: out of memory: ", said
+    )
+    assert re.findall(r"^  next: (.+)$", said, re.MULTILINE)[:2] == [
+        f"kubectl describe pods {pod_of(real, namespace, 'decode')} -n {namespace}",
+        f"pdcluster doctor -n {namespace}",
+    ]
 
     with PlayedNodes(real, namespace):
         code, said, _ = run("status", "--watch", "--until-ready", "--timeout", "240s")

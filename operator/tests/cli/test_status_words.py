@@ -292,6 +292,30 @@ def test_an_engine_of_before_and_gpus_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
+    ("prefill", "router", "told"),
+    [
+        ("Starting", "no router pod is ready", False),
+        ("Ready", "no router pod is ready", True),
+        ("Unknown", "no router pod is ready", True),
+        ("Starting", "no router pod is ready: r-0: ImagePullBackOff", True),
+    ],
+)
+def test_a_router_that_only_waits_for_engines_is_no_step(
+    prefill: str, router: str, told: bool
+) -> None:
+    found = objects(brought_up())
+    status = copy.deepcopy(found.cluster["status"])
+    for engine in status["engines"]:
+        if engine["role"] == "prefill":
+            engine["state"] = prefill
+    for one in status["conditions"]:
+        if one["type"] == "Available":
+            one |= {"status": "False", "reason": "RouterUnavailable", "message": router}
+    sick = dataclasses.replace(found, cluster={**found.cluster, "status": status})
+    assert ("RouterUnavailable" in {step.reason for step in status_of(sick).next}) is told
+
+
+@pytest.mark.parametrize(
     ("said", "number"),
     [("{}-0-1: 0/3 nodes are available", 1), ("x{}-0-1: y", 0), ("{}-01: y", 0), ("", 0)],
 )

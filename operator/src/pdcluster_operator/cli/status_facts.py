@@ -37,6 +37,7 @@ from pdcluster_operator.cli.status_document import (
 from pdcluster_operator.plan.namespace_lease import holding_of
 from pdcluster_operator.plan.observed import pods as seen
 from pdcluster_operator.plan.observed.pods import text_of
+from pdcluster_operator.plan.observed.routers import NOT_ONE_READY
 from pdcluster_operator.plan.types import Manifest
 
 MOST_EVENTS = 8
@@ -330,6 +331,9 @@ def _steps(facts: Status, stuck: Container[str], *, local: bool) -> list[Step]:
         if one.status == Truth.FALSE and one.type in REPEATS
     ]
     reasons += [(one.reason, one.message, "") for one in facts.failures if "->" in one.about]
+    serving = {one.role for one in engines if one.state in ("Ready", "Unknown")}
+    if not serving.issuperset(Role):  # a router is ready when it has an engine of each role
+        reasons = [one for one in reasons if one[1] != NOT_ONE_READY]
     steps: dict[str, Step] = {}
     for reason, message, pod in reasons:
         remedy = remedies.find(reason, message)

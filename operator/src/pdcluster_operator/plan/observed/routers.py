@@ -12,11 +12,18 @@ from pdcluster_operator.api.object_names import (
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.router import PLACEHOLDERS, ROUTER_COMPONENT, router_selector
 from pdcluster_operator.plan.objects.ownership import identity
-from pdcluster_operator.plan.observed.pods import is_lost, metadata_of, pod_trouble, status_of
+from pdcluster_operator.plan.observed.pods import (
+    is_lost,
+    joined,
+    metadata_of,
+    pod_trouble,
+    status_of,
+)
 from pdcluster_operator.plan.types import Apply, Manifest, Observed, Step
 
 CHANGED = "the routers' Deployment has changed"
 NOT_READY = "not every router pod is new and ready"
+NOT_ONE_READY = "no router pod is ready"
 
 
 def why_unreachable(observed: Observed, cluster: Cluster, *, accepted: bool) -> str:
@@ -32,7 +39,7 @@ def why_unreachable(observed: Observed, cluster: Cluster, *, accepted: bool) -> 
         return "the routers' Deployment is gone, and is made again when the spec is accepted"
     if not any(status_of(one).get("availableReplicas") for one in behind):
         trouble = router_trouble(observed)
-        return f"no router pod is ready{trouble and ': '}{trouble}"
+        return joined(NOT_ONE_READY, trouble)
     service = f"Service {router_name(cluster.name)}"
     return "" if key else f"{service} is missing, not of this PDCluster, or selects other pods"
 
