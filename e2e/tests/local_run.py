@@ -12,6 +12,8 @@ import json
 import os
 import signal
 import ssl
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -32,6 +34,7 @@ from pdcluster_operator.api.object_names import HTTP_PORT, LAUNCHER_PORT, SIDE_C
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.cli.view import Snapshot, take_snapshot
 from pdcluster_operator.local.cluster import LocalCluster
+from pdcluster_operator.local.door import Door
 from pdcluster_operator.plan.builders.secrets import has_certificates
 from waiting import until
 
@@ -121,6 +124,7 @@ class LocalRun:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.said: list[str] = []
         self._stack = contextlib.AsyncExitStack()
+        self._opened = False
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -161,6 +165,30 @@ class LocalRun:
 
         self._call(serve())
         return port
+
+    def command(self, *words: str) -> tuple[int, str]:
+        """Run ``pdcluster WORD NAME --local …`` as people do; return its exit code and output."""
+        cache, name = self.folder / "cache", self._document["metadata"]["name"]
+        if not self._opened:
+            folder = cache / "runs" / f"{name}-20260101-000000-{os.getpid()}"
+            folder.mkdir(mode=0o700, parents=True)
+            local = self._local
+            self._call(self._open(Door(local.api, local.kubelet.logs, folder, self._key.namespace)))
+            self._opened = True
+        first, *more = words
+        done = subprocess.run(
+            [sys.executable, "-m", "pdcluster_operator", first, name, "--local", *more],
+            env={**os.environ, "PDCLUSTER_CACHE": str(cache), "COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            timeout=START_SECONDS,
+            check=False,
+        )
+        print(f"$ pdcluster {' '.join(words)}: exit code {done.returncode}\n{done.stdout}")
+        return done.returncode, done.stdout + done.stderr
+
+    async def _open(self, door: Door) -> None:
+        await self._stack.enter_async_context(door)
 
     def apply(self, document: dict[str, Any]) -> None:
         """Change the PDCluster, as ``kubectl apply`` would."""

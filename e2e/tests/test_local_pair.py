@@ -14,12 +14,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 from kv_load import Load, moved, text
 from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, condition, manifest
 from reply import Reply
 from scraped_pair import asked, prometheus
+from sicknesses import RECOVERY_SECONDS, SICKNESSES, Sickness, told
 
 from metrics_page import documented
 from monitoring_files import expressions
@@ -34,7 +36,6 @@ from pdcluster_operator.api.object_names import (
 
 pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
 
-RECOVERY_SECONDS = 300.0
 # /pause needs vLLM's developer mode. Over TCP, a read waits for a prefill that is stopped.
 ENVIRONMENT = [
     {"name": "VLLM_SERVER_DEV_MODE", "value": "1"},
@@ -116,6 +117,35 @@ def test_the_link_tells_what_its_canary_moved(run: LocalRun) -> None:
     assert link["canary"]["state"] == "Passed"
     assert link["canary"]["bytes"] > 0
     assert link["canary"]["bytes"] % (BLOCK_TOKENS * KV_BYTES_PER_TOKEN) == 0, "whole blocks"
+
+
+def test_check_finds_the_kv_and_the_same_tokens(run: LocalRun) -> None:
+    code, said = run.command("check")
+    assert code == 0, said
+    way = "KV moved from prefill/0 to decode/0, and decode alone generates the same tokens"
+    assert said.startswith(f"default/tiny: {way}\n")
+    [blocks, size] = re.findall(
+        r"^KV path: .*: (\d+) blocks .*, ([\d,]+) bytes", said, re.MULTILINE
+    )[0]
+    assert int(size.replace(",", "")) == int(blocks) * BLOCK_TOKENS * KV_BYTES_PER_TOKEN
+    assert re.search(r"^tokens: +equal to those of decode/0 alone: 16 of 16;", said, re.MULTILINE)
+
+
+def test_bench_compares_both_arms_and_draws_them(run: LocalRun, tmp_path: Path) -> None:
+    few = (
+        "--requests=4",
+        "--rounds=1",
+        "--concurrency=2",
+        "--input-tokens=64",
+        "--output-tokens=4",
+    )
+    code, said = run.command("bench", *few, f"--picture={tmp_path / 'bench.svg'}")
+    assert code == 0, said
+    for measured in ("TTFT", "ITL"):
+        [row] = re.findall(rf"^.*{measured}.*$", said, re.MULTILINE)[:1]
+        assert len(re.findall(r"\d+\.\d", row)) >= 2, "a number of each arm"
+    drawn = ET.fromstring((tmp_path / "bench.svg").read_text())
+    assert drawn.tag.endswith("}svg")
 
 
 def test_logprobs_are_prefills_own(run: LocalRun) -> None:
@@ -436,3 +466,21 @@ def test_every_query_of_dashboards_and_alerts_has_samples_of_a_running_pair(run:
         link = 'pdcluster_kv_link_bytes_total{prefill="prefill/0"}'
         [moved_bytes] = scraper.samples(f"sum({link}) / sum(pdcluster_kv_received_bytes_total)")
         assert float(moved_bytes["value"][1]) == 1, "all KV came over the only link"
+
+
+MARKS = {
+    "port taken": [pytest.mark.soak],
+    "out of memory": [pytest.mark.soak, pytest.mark.needs("cgroup")],
+}
+
+
+@pytest.mark.parametrize(
+    "sickness",
+    [pytest.param(one, marks=MARKS.get(name, ()), id=name) for name, one in SICKNESSES.items()],
+)
+def test_status_alone_says_what_is_wrong_and_what_to_do(run: LocalRun, sickness: Sickness) -> None:
+    """Weights that are wrong from the start are in test_local_refused_pairs.py."""
+    for role in ("prefill", "decode"):  # Ready may be False for prompts that went past the router
+        run.wait_pod(role, RECOVERY_SECONDS)
+    with sickness.provoke(run):
+        told(run, sickness)

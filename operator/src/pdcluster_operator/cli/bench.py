@@ -19,6 +19,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.protocol.prompt_outcomes import LOCAL_PARAMETER, is_fault
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.api.object_names import ENGINE_METRICS_PORT, HTTP_PORT, ROUTER_PORT
@@ -356,7 +357,7 @@ def show(console: Console, found: figures.Bench) -> None:
         Text(
             f"{found.namespace}/{found.name}: {found.requests} requests a round, {rate}, "
             f"{found.concurrency} at once at most; {found.input_tokens} tokens in, "
-            f"{found.output_tokens} out; {found.rounds} rounds\n"
+            f"{found.output_tokens} out; {counted(found.rounds, 'round')}\n"
         )
     )
     table = Columns("FIGURE", *(one.name.upper() for one in found.arms))
