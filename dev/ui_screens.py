@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SCREENS = ROOT / "docs/pictures"
 START_SECONDS, LOAD_SECONDS = 420.0, 90.0
 COLOURS = 96
+MEMORY = "1536Mi"
+"""Of an engine: four of them fit beside other work."""
 MOST_BYTES = 200_000
 VIEWS = {
     "ui-desktop.png": {"viewport": {"width": 1240, "height": 900}, "color_scheme": "dark"},
@@ -47,6 +49,7 @@ def started(folder: Path) -> tuple[subprocess.Popen[bytes], str, str]:
     manifest = yaml.safe_load((ROOT / "examples/tiny-cpu.yaml").read_text())
     for role in ("prefill", "decode"):
         manifest["spec"][role]["replicas"] = 2
+        manifest["spec"][role]["resources"] = {"requests": {"memory": MEMORY}}
     (folder / "cluster.yaml").write_text(yaml.safe_dump(manifest))
     output = folder / "output"
     words = ["up", "--plain", "--ui", "--model-dir", str(model_path("llama"))]
