@@ -107,14 +107,19 @@ SICKNESSES = {
 }
 
 
-def told(run: LocalRun, sickness: Sickness) -> None:
-    """Wait until the printed status names the sickness; it never says that an engine warms up."""
+def said_by_status(run: LocalRun, why: str, step: str, command: str) -> None:
+    """Wait until the printed status names the step; it never says that an engine warms up.
+
+    Args:
+        why: a pattern for what it says then.
+        command: one for its first next command.
+    """
     deadline, said = time.monotonic() + RECOVERY_SECONDS, ""
-    while not re.search(rf"^{sickness.step}: ", said, re.MULTILINE):
+    while not re.search(rf"^{step}: ", said, re.MULTILINE):
         assert time.monotonic() < deadline, f"{said}\n{run.report()}"
         code, said = run.command("status")
         assert code in (0, 3), said
         assert "WarmingUp" not in said or "last process ended" in said, said
-    assert re.search(sickness.why, said), said
+    assert re.search(why, said), said
     [first, *_] = re.findall(r"^  next: (.+)$", said, re.MULTILINE)
-    assert re.fullmatch(sickness.next, first), said
+    assert re.fullmatch(command, first), said

@@ -21,7 +21,7 @@ from kv_load import Load, moved, text
 from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, condition, manifest
 from reply import Reply
 from scraped_pair import asked, prometheus
-from sicknesses import RECOVERY_SECONDS, SICKNESSES, Sickness, told
+from sicknesses import RECOVERY_SECONDS, SICKNESSES, Sickness, said_by_status
 
 from metrics_page import documented
 from monitoring_files import expressions
@@ -483,4 +483,4 @@ def test_status_alone_says_what_is_wrong_and_what_to_do(run: LocalRun, sickness:
     for role in ("prefill", "decode"):  # Ready may be False for prompts that went past the router
         run.wait_pod(role, RECOVERY_SECONDS)
     with sickness.provoke(run):
-        told(run, sickness)
+        said_by_status(run, sickness.why, sickness.step, sickness.next)
