@@ -102,7 +102,9 @@ async def test_each_failure_is_one_sentence_with_its_code() -> None:
         assert code is Exit.NOT_READY
         del pair.pods["tiny-router-0"]
         text, code = await refusal(pair)
-        assert text == 'no router of PDCluster "tiny" is ready; `pdcluster status tiny` says why'
+        why = 'no router of PDCluster "tiny" is ready; `pdcluster status tiny {}` says why'
+        assert text == why.format("--local")
+        assert (await refusal(pair, local=False))[0] == why.format("-n default")
         assert code is Exit.NOT_READY
         pair.manifest["spec"]["router"] = {"replicas": 0}
         text, code = await refusal(pair)

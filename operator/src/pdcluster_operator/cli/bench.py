@@ -141,7 +141,7 @@ async def run(
     local: bool,
 ) -> Exit:
     """Send the load, and print what was measured."""
-    serving = await find_serving(client, key)
+    serving = await find_serving(client, key, local=local)
     _check_length(serving, load)
     async with Reach(client, key.namespace, local=local) as reach:
         plan, engines = await make_plan(serving, reach, load)
@@ -198,12 +198,7 @@ async def make_plan(serving: Serving, reach: Reach, load: Load) -> tuple[dict[st
     router = await reach.url(serving.router(), ROUTER_PORT)
     for role, pods in (("prefill", serving.prefill), ("decode", serving.decode)):
         if not pods:
-            name = serving.cluster.name
-            raise UserError(
-                f'no {role} engine of PDCluster "{name}" is ready; `pdcluster status {name}` says '
-                "why",
-                Exit.NOT_READY,
-            )
+            raise serving.not_ready(f"{role} engine")
     engines = [await reach.url(pod, HTTP_PORT) for pod in (*serving.prefill, *serving.decode)]
     alone = {"kv_transfer_params": {LOCAL_PARAMETER: True}}
     bodies: list[Any] = [{}] * len(serving.prefill) + [alone] * len(serving.decode)

@@ -103,7 +103,7 @@ async def run(
     client: KubeClient, key: Key, prompt: str | None, max_tokens: int, form: str, *, local: bool
 ) -> Exit:
     """Send the prompt, print what is found, and judge it."""
-    serving = await find_serving(client, key)
+    serving = await find_serving(client, key, local=local)
     if prompt is None:
         engine = serving.cluster.spec.engine
         prompt = facts.default_prompt(engine.block_size, engine.max_model_len, max_tokens)
@@ -133,12 +133,7 @@ class Prompt:
         serving = self._serving
         router = await self._reach.url(serving.router(), ROUTER_PORT)
         if not serving.decode:
-            name = serving.cluster.name
-            raise UserError(
-                f'no decode engine of PDCluster "{name}" is ready; `pdcluster status {name}` says '
-                "why",
-                Exit.NOT_READY,
-            )
+            raise serving.not_ready("decode engine")
         timeout = aiohttp.ClientTimeout(total=once.TIMEOUT_SECONDS)
         async with aiohttp.ClientSession(timeout=timeout) as http:
             before = await self._pages(http)

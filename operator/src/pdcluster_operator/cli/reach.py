@@ -49,6 +49,7 @@ class Serving:
 
     Attributes:
         key: the API key that requests need; None if they need none.
+        local: it is one of ``pdcluster up``.
     """
 
     cluster: Cluster
@@ -56,6 +57,7 @@ class Serving:
     prefill: tuple[Pod, ...]
     decode: tuple[Pod, ...]
     key: str | None
+    local: bool = False
 
     def router(self) -> Pod:
         """Return a router that is ready."""
@@ -67,14 +69,20 @@ class Serving:
                 Exit.REQUEST_FAILED,
             )
         if not self.routers:
-            raise UserError(
-                f'no router of PDCluster "{name}" is ready; `pdcluster status {name}` says why',
-                Exit.NOT_READY,
-            )
+            raise self.not_ready("router")
         return self.routers[0]
 
+    def not_ready(self, what: str) -> UserError:
+        """Return the error that nothing of a kind is ready, with the command that says why."""
+        name = self.cluster.name
+        where = "--local" if self.local else f"-n {self.cluster.namespace}"
+        return UserError(
+            f'no {what} of PDCluster "{name}" is ready; `pdcluster status {name} {where}` says why',
+            Exit.NOT_READY,
+        )
 
-async def find_serving(client: KubeClient, key: Key) -> Serving:
+
+async def find_serving(client: KubeClient, key: Key, *, local: bool = False) -> Serving:
     """Read a PDCluster and its pods.
 
     Raises:
@@ -111,6 +119,7 @@ async def find_serving(client: KubeClient, key: Key) -> Serving:
         tuple(engines[Role.PREFILL]),
         tuple(engines[Role.DECODE]),
         api_key(parsed.cluster, os.environ),
+        local,
     )
 
 
