@@ -155,7 +155,7 @@ def test_both_roles_are_named_at_once() -> None:
     [
         ({**MOUNT, "subPath": "tls"}, "volumeMounts[0].subPath"),
         ({**MOUNT, "subPathExpr": "$(POD_IP)"}, "volumeMounts[0].subPathExpr"),
-        ({**MOUNT, "name": "other"}, "volumeMounts[0].name"),
+        ({**MOUNT, "name": "shm"}, "volumeMounts[0].name"),
     ],
 )
 def test_a_mount_that_brings_no_new_certificates_is_refused(
@@ -164,6 +164,12 @@ def test_a_mount_that_brings_no_new_certificates_is_refused(
     [error] = errors(prefill=role(MOUNT), decode=role(mount))
     assert error.rule == "CertificateNotMounted"
     assert error.path == f"spec.decode.podTemplate.spec.containers[0].{path}"
+
+
+def test_a_mount_of_no_volume_is_refused_once() -> None:
+    [error] = errors(prefill=role(MOUNT), decode=role({**MOUNT, "name": "other"}))
+    assert error.rule == "NotInPod"
+    assert error.path == "spec.decode.podTemplate.spec.containers[0].volumeMounts[0].name"
 
 
 ALL = [{"key": key, "path": key} for key in ("ca.crt", "tls.crt", "tls.key")]
@@ -292,7 +298,7 @@ def test_an_empty_folder_that_a_sidecar_fills_is_accepted() -> None:
     for template in (
         {"containers": [helper()]},
         {"initContainers": [helper(restartPolicy="Always")]},
-        {"containers": [helper(volumeMounts=[{"name": "more", "mountPath": "/more"}, MOUNT])]},
+        {"containers": [helper(volumeMounts=[{"name": "shm", "mountPath": "/more"}, MOUNT])]},
         {"initContainers": [helper()], "containers": [{**helper(), "name": "renews"}]},
     ):
         decode = decode_with({"emptyDir": {"medium": "Memory"}}, **template)

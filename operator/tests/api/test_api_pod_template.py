@@ -62,7 +62,7 @@ FULL = {
         "containers": [
             {"name": "engine", "env": [{"name": "A", "value": "1"}, {"name": "B", "valueFrom": {
                 "resourceFieldRef": {"resource": "limits.cpu", "divisor": 1}}}],
-             "startupProbe": {"httpGet": {"path": "/x", "port": "launcher"}, "periodSeconds": 5},
+             "startupProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5},
              "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
              "resources": {"requests": {"cpu": 0.5}, "claims": [{"name": "gpu"}]}},
             {"name": "sidecar", "image": "x", "ports": [{"containerPort": 1}]},
@@ -148,7 +148,7 @@ def test_what_kubernetes_takes_passes(role):
          "Required", "Give the name."),
         (engine(env=[{"value": "x"}]), "spec.containers[0].env[0].name", "Required",
          "Give the name."),
-        (engine(volumeMounts=[{"name": "a"}]), "spec.containers[0].volumeMounts[0].mountPath",
+        (engine(volumeMounts=[{"name": "shm"}]), "spec.containers[0].volumeMounts[0].mountPath",
          "Required", "Give the mountPath."),
         (engine(ports=[{"name": "a"}]), "spec.containers[0].ports[0].containerPort", "Required",
          "Give the containerPort."),

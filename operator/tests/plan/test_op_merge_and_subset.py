@@ -82,8 +82,43 @@ def test_a_probe_has_one_handler():
     wanted = {"startupProbe": {"tcpSocket": {"port": 1}, "periodSeconds": 2}}
     assert merge(ours, theirs) == wanted
     assert merge(ours, {"startupProbe": {"periodSeconds": 5}})["startupProbe"]["httpGet"]
-    elsewhere = merge(ours, {"startupProbe": {"httpGet": {"port": 1}}})["startupProbe"]
-    assert elsewhere["httpGet"] == {"path": "/", "port": 1}, "the same handler is merged"
+
+
+@pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
+def test_what_a_users_probe_asks_replaces_all_that_ours_asks(probe):
+    """Ours speaks HTTPS with the launcher: that is not how another port is asked."""
+    ours = {probe: {"httpGet": {"path": "/readyz", "port": "launcher", "scheme": "HTTPS"},
+                    "periodSeconds": 2, "failureThreshold": 900}}  # fmt: skip
+    theirs = {probe: {"httpGet": {"path": "/health", "port": 8000}, "failureThreshold": 30}}
+    assert merge(ours, theirs)[probe] == {**theirs[probe], "periodSeconds": 2}
+    assert merge(ours, {probe: {"httpGet": None, "exec": {"command": ["a"]}}})[probe] == {
+        "exec": {"command": ["a"]}, "periodSeconds": 2, "failureThreshold": 900,
+    }  # fmt: skip
+    assert merge(ours, {probe: None}) == {}
+
+
+def test_a_hook_has_one_handler():
+    ours = {"lifecycle": {"preStop": {"sleep": {"seconds": 20}}}}
+    theirs = {"lifecycle": {"preStop": {"exec": {"command": ["sync"]}}}}
+    assert merge(ours, theirs) == theirs
+
+
+def test_the_mount_of_another_volume_takes_nothing_of_ours():
+    cache = {"name": "cache", "mountPath": "/c", "subPath": "a", "readOnly": True}
+    ours = {"volumeMounts": [cache]}
+    theirs = {"volumeMounts": [{"name": "mine", "mountPath": "/c"}]}
+    assert merge(ours, theirs) == theirs
+    same = merge(ours, {"volumeMounts": [{"name": "cache", "mountPath": "/c", "readOnly": False}]})
+    assert same["volumeMounts"][0]["subPath"] == "a"
+
+
+def test_a_port_of_another_protocol_is_another_port():
+    ours = {"ports": [{"name": "http", "containerPort": 8000, "protocol": "TCP"}]}
+    quic = {"name": "quic", "containerPort": 8000, "protocol": "UDP"}
+    assert merge(ours, {"ports": [quic]})["ports"] == [*ours["ports"], quic]
+    assert merge(ours, {"ports": [{"containerPort": 8000, "hostPort": 8000}]})["ports"] == [
+        {**ours["ports"][0], "hostPort": 8000}
+    ]
 
 
 @pytest.mark.parametrize(

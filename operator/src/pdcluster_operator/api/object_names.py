@@ -25,6 +25,15 @@ MASTER_PORT = 29500
 ROUTER_PORT = 8000
 """The OpenAI API for clients."""
 ROUTER_METRICS_PORT = 29000
+ENGINE_PORTS = {
+    "http": HTTP_PORT,
+    "launcher": LAUNCHER_PORT,
+    "metrics": ENGINE_METRICS_PORT,
+    "side-channel": SIDE_CHANNEL_PORT,
+}
+ROUTER_PORTS = {"http": ROUTER_PORT, "metrics": ROUTER_METRICS_PORT}
+GATE = "gate"
+"""The router's port that the kubelet asks if clients need an API key."""
 
 NAME_LIMIT = 34
 REVISION_LENGTH = 5
@@ -93,6 +102,19 @@ class EngineName:
     def api_url(self) -> str:
         """Where the engine's OpenAI API answers."""
         return f"http://{self.host()}:{HTTP_PORT}"
+
+
+def engine_ports(ranks: int) -> dict[str, int]:
+    """Return the names and numbers of the ports of an engine with that many data-parallel ranks.
+
+    Kubernetes takes names of 15 characters.
+    """
+    return ENGINE_PORTS | {f"side-ch-{rank}": SIDE_CHANNEL_PORT + rank for rank in range(1, ranks)}
+
+
+def router_ports(*, gated: bool) -> dict[str, int]:
+    """Return the ports of a router; with ``gated``, clients need an API key."""
+    return ROUTER_PORTS | ({GATE: LAUNCHER_PORT} if gated else {})
 
 
 def short(engine: str) -> str:

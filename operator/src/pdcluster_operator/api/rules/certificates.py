@@ -13,6 +13,7 @@ from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.object_names import certificates_name
+from pdcluster_operator.api.rules.whole_pods import outline
 from pdcluster_operator.api.spec import pod_templates
 from pdcluster_operator.api.spec.types import Cluster, Role, TlsMode
 
@@ -103,9 +104,10 @@ def _of_role(cluster: Cluster, role: Role) -> Iterator[FieldError]:
     for number, mount, at_folder in mounts:
         where, volume = volumes.get(str(mount.get("name")), ("", None))
         wrong: dict[str, tuple[str, str]] = {}
-        if volume is None:
-            remedy = f"Add the volume to spec.{role}.podTemplate.spec.volumes."
-            wrong["name"] = "is no volume of the same podTemplate", remedy
+        if volume is None:  # any other one is NotInPod
+            if mount.get("name") in outline(cluster, role).mounts.values():
+                remedy = "Mount a volume with your certificate."
+                wrong["name"] = "is a volume of the operator's", remedy
         elif certificates_name(cluster.name) in _secrets(volume):
             why = f"is the Secret {certificates_name(cluster.name)}, which the operator writes only"
             remedy = f"Mount a Secret of your own, or set {TLS} to Enabled without this mount."

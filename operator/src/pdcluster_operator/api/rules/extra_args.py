@@ -1,20 +1,23 @@
-"""Rules of extraArgs and env: flags and variables that are refused, or that have no effect.
+"""Rules of extraArgs and of environment variables.
 
 Refused are flags and variables that the operator sets itself, flags with which the connector does
-not start, and flags that contradict a field of the spec.
+not start, and flags that contradict a field of the spec. Variables are judged alike in engine.env
+and in pod templates. What containers of the user's own have is theirs.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from pdcluster_connector.compat.supported import ANY_VERSION, REFUSED_FLAGS
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.rules import network
 from pdcluster_operator.api.rules.pod_template import env_source_errors
+from pdcluster_operator.api.spec import pod_templates
 from pdcluster_operator.api.spec.fields import camel
 from pdcluster_operator.api.spec.flags import OWNED_FLAGS, Flag, owned_flag, parse_flags
-from pdcluster_operator.api.spec.pod_templates import containers, pod_templates
+from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER
 from pdcluster_operator.api.spec.resolve import READ_FLAGS, engine_places, flag_path, resolve_engine
 from pdcluster_operator.api.spec.resources import gpu_transports
 from pdcluster_operator.api.spec.types import Cluster, Device, Role
@@ -31,8 +34,7 @@ CHECKED_FLAGS = READ_FLAGS | TYPED_FLAGS.keys()
 
 
 def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield flags and variables that are not allowed in extraArgs and env."""
-    ours = owned_variables(cluster)
+    """Yield flags that are not allowed in extraArgs."""
     for path, engine in engine_places(cluster):
         flags = parse_flags(engine.extra_args)
         stray = range(flags[0].place if flags else len(engine.extra_args))
@@ -51,34 +53,8 @@ def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
                 yield _owned(here, flag, owned)
             else:
                 yield from _abbreviated(here, flag)
-        for place, var in enumerate(engine.env):
-            # With ANY_VERSION a user lets the launcher start an unsupported version.
-            prefixed = var.name.startswith(OWNED_PREFIX) and var.name != ANY_VERSION
-            if var.name in ours or prefixed:
-                yield _owned_variable(f"{path}.env[{place}].name", var.name)
-            if (var.value is None) == (var.value_from is None):
-                yield FieldError(
-                    f"{path}.env[{place}]",
-                    var.name,
-                    Rule.EXACTLY_ONE,
-                    "needs exactly one of value and valueFrom",
-                    "Give one of them.",
-                )
-            yield from env_source_errors(f"{path}.env[{place}].valueFrom", var.value_from)
-    yield from _overlaid_keys(cluster)
     for role in Role:
         yield from _contradictions(cluster, role)
-
-
-def _overlaid_keys(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield API keys in pod templates: router and engines would require different keys."""
-    for path, template, ours in pod_templates(cluster):
-        for place, entry in containers(template):
-            env = entry.get("env") if entry.get("name") == ours else None
-            for number, var in enumerate(env if isinstance(env, list | tuple) else ()):
-                if isinstance(var, Mapping) and var.get("name") == API_KEY_VARIABLE:
-                    where = f"{path}.{place}.env[{number}].name"
-                    yield _owned_variable(where, API_KEY_VARIABLE)
 
 
 def _owned(path: str, flag: Flag, owned: str) -> FieldError:
@@ -104,22 +80,6 @@ def _abbreviated(path: str, flag: Flag) -> Iterator[FieldError]:
             f"{flag.head} abbreviates {' or '.join(meant)}, which rules check by its whole name",
             "Write the whole name.",
         )
-
-
-def owned_variables(cluster: Cluster) -> frozenset[str]:
-    """Return the variables that the operator sets in this cluster's engines."""
-    source = cluster.spec.model.source.hugging_face
-    download = {"HF_HOME"} if source is not None else set()
-    token = {"HF_TOKEN"} if source is not None and source.token_secret_ref is not None else set()
-    return frozenset({"POD_IP", "VLLM_HOST_IP", API_KEY_VARIABLE} | download | token)
-
-
-def _owned_variable(path: str, name: str) -> FieldError:
-    message, remedy = "belongs to the operator, which sets it in every engine", "Remove it."
-    if name == API_KEY_VARIABLE:
-        message = "belongs to the operator: the router and the canary must send the key too"
-        remedy = "Name the Secret in spec.router.apiKeySecretRef."
-    return FieldError(path, name, Rule.OWNED_VARIABLE, message, remedy)
 
 
 def _contradictions(cluster: Cluster, role: Role) -> Iterator[FieldError]:
@@ -154,26 +114,8 @@ def flag_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def start_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield settings with which vLLM does not start, or stops at the first request."""
-    if cluster.spec.transfer.device is Device.CPU:
-        yield from _eager_pipeline(cluster)
-        return
-    for path, engine in engine_places(cluster):
-        for place, var in enumerate(engine.env):
-            value = (var.value or "").lower().replace(" ", "")
-            if var.name.startswith("PYTORCH_") and "expandable_segments:true" in value:
-                yield FieldError(
-                    f"{path}.env[{place}].value",
-                    shown(var.value),
-                    Rule.EXPANDABLE_SEGMENTS,
-                    "vLLM refuses expandable segments together with any KV connector",
-                    "Remove expandable_segments.",
-                    ("spec.transfer.device",),
-                )
-
-
-def _eager_pipeline(cluster: Cluster) -> Iterator[FieldError]:
-    for role in Role:
+    """Yield pipeline stages with which vLLM's CPU runner stops at the first request."""
+    for role in Role if cluster.spec.transfer.device is Device.CPU else ():
         engine = resolve_engine(cluster, role)
         eager = engine.last("--enforce-eager")
         if engine.parallelism.pipeline == 1 or eager is None or eager.negated:
@@ -188,20 +130,116 @@ def _eager_pipeline(cluster: Cluster) -> Iterator[FieldError]:
         )
 
 
-def variables(cluster: Cluster) -> Iterator[tuple[network.Variable, frozenset[str]]]:
-    """Yield the variables of all engine settings, each with the transports that its GPUs need."""
-    gpus = {role: gpu_transports(cluster, role) for role in Role}
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A variable that a user gives the operator's containers.
+
+    Attributes:
+        path: of its entry in the spec.
+        value: None if a Secret or the like has it.
+        container: that has it: the engines' or the routers'.
+        roles: whose engines have this value. A role's own wins, and a template's in any case.
+    """
+
+    path: str
+    name: str
+    value: str | None
+    container: str
+    roles: tuple[Role, ...]
+
+
+def variables(cluster: Cluster) -> tuple[Variable, ...]:
+    """Return the variables of all engine settings and of our containers in pod templates."""
+    given = [
+        Variable(f"{path}.env[{place}]", var.name, var.value, ENGINE_CONTAINER, _roles(path))
+        for path, engine in engine_places(cluster)
+        for place, var in enumerate(engine.env)
+    ]
+    for path, template, ours in pod_templates.pod_templates(cluster):
+        for where, box in pod_templates.containers(template):
+            if box.get("name") != ours or not where.startswith("spec.containers"):
+                continue
+            for place, entry in enumerate(pod_templates.as_list(box.get("env"))):
+                name, value = (
+                    pod_templates.as_mapping(entry).get(key) for key in ("name", "value")
+                )
+                if isinstance(name, str):
+                    here, text = (
+                        f"{path}.{where}.env[{place}]",
+                        value if isinstance(value, str) else None,
+                    )
+                    given.append(Variable(here, name, text, ours, _roles(path)))
+    last = {(role, one.name): one for one in given for role in one.roles}
+    return tuple(
+        replace(one, roles=tuple(role for role in one.roles if last[role, one.name] is one))
+        for one in given
+    )
+
+
+def _roles(path: str) -> tuple[Role, ...]:
+    part = path.split(".")[1]
+    return tuple(Role) if part == "engine" else tuple(role for role in Role if role == part)
+
+
+def any_version(cluster: Cluster, role: Role) -> bool:
+    """Whether a role's engines may try any version of vLLM."""
+    named = (one for one in variables(cluster) if one.name == ANY_VERSION)
+    return any(role in one.roles and one.value == "1" for one in named)
+
+
+def variable_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield variables that are not allowed, or with which vLLM does not start."""
     for path, engine in engine_places(cluster):
         for place, var in enumerate(engine.env):
-            reached = [role for role in Role if _reaches(cluster, path, var.name, role)]
-            needed = [gpus[role] for role in reached] or [frozenset[str]()]
-            yield (f"{path}.env[{place}]", var.name, var.value), frozenset.intersection(*needed)
+            if (var.value is None) == (var.value_from is None):
+                yield FieldError(
+                    f"{path}.env[{place}]",
+                    var.name,
+                    Rule.EXACTLY_ONE,
+                    "needs exactly one of value and valueFrom",
+                    "Give one of them.",
+                )
+            yield from env_source_errors(f"{path}.env[{place}].valueFrom", var.value_from)
+    ours = _owned_variables(cluster)
+    on_gpus = cluster.spec.transfer.device is Device.CUDA
+    for one in variables(cluster):
+        # With ANY_VERSION a user lets the launcher start an unsupported version.
+        prefixed = one.name.startswith(OWNED_PREFIX) and one.name != ANY_VERSION
+        if prefixed or one.name in ours[one.container]:
+            yield _owned_variable(one)
+        value = (one.value or "").lower().replace(" ", "")
+        if on_gpus and one.name.startswith("PYTORCH_") and "expandable_segments:true" in value:
+            yield FieldError(
+                f"{one.path}.value",
+                shown(one.value),
+                Rule.EXPANDABLE_SEGMENTS,
+                "vLLM refuses expandable segments together with any KV connector",
+                "Remove expandable_segments.",
+                ("spec.transfer.device",),
+            )
 
 
-def _reaches(cluster: Cluster, path: str, name: str, role: Role) -> bool:
-    """Whether a variable at ``path`` comes to a role's engines. A role's own wins."""
-    own = any(var.name == name for var in cluster.spec.role(role).engine.env)
-    return path == f"spec.{role}.engine" or (path == "spec.engine" and not own)
+def _owned_variables(cluster: Cluster) -> dict[str, frozenset[str]]:
+    """Return the variables that the operator sets in each of its containers."""
+    source = cluster.spec.model.source.hugging_face
+    download = {"HF_HOME"} if source is not None else set()
+    token = {"HF_TOKEN"} if source is not None and source.token_secret_ref is not None else set()
+    gate = {"PYTHONPATH"} if cluster.spec.router.api_key_secret_ref is not None else set()
+    engine = {"POD_IP", "VLLM_HOST_IP", API_KEY_VARIABLE} | download | token
+    return {
+        ENGINE_CONTAINER: frozenset(engine),
+        ROUTER_CONTAINER: frozenset({API_KEY_VARIABLE} | gate),
+    }
+
+
+def _owned_variable(variable: Variable) -> FieldError:
+    message = f"belongs to the operator, which sets it in every {variable.container}"
+    remedy = "Remove it."
+    if variable.name == API_KEY_VARIABLE:
+        message = "belongs to the operator: the router and the canary must send the key too"
+        remedy = "Name the Secret in spec.router.apiKeySecretRef."
+    where = f"{variable.path}.name"
+    return FieldError(where, variable.name, Rule.OWNED_VARIABLE, message, remedy)
 
 
 def transport_errors(cluster: Cluster) -> Iterator[FieldError]:
@@ -210,19 +248,21 @@ def transport_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def _transports(cluster: Cluster) -> Iterator[tuple[bool, FieldError]]:
-    backends = cluster.spec.transfer.backends
-    for variable, gpus in variables(cluster):
-        yield from network.transport_findings([variable], gpus if "UCX" in backends else ())
+    gpus = {role: gpu_transports(cluster, role) for role in Role}
+    for one in variables(cluster) if "UCX" in cluster.spec.transfer.backends else ():
+        needed = [gpus[role] for role in one.roles] or [frozenset[str]()]
+        variable = (one.path, one.name, one.value)
+        yield from network.transport_findings([variable], frozenset.intersection(*needed))
 
 
 def variable_warnings(cluster: Cluster) -> Iterator[FieldError]:
     """Yield variables that UCX or vLLM accept, but that harm or have no effect here."""
     yield from (found for certain, found in _transports(cluster) if not certain)
-    for (path, name, _), _ in variables(cluster):
-        if name.startswith("VLLM_NIXL_SIDE_CHANNEL_"):
+    for one in variables(cluster):
+        if one.roles and one.name.startswith("VLLM_NIXL_SIDE_CHANNEL_"):
             yield FieldError(
-                f"{path}.name",
-                name,
+                f"{one.path}.name",
+                one.name,
                 Rule.CONFLICTING_SETTINGS,
                 "belongs to vLLM's stock connector and does nothing here",
                 "Remove it.",

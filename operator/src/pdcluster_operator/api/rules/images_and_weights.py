@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.supported import ANY_VERSION, SUPPORTED, supported, text_of
 from pdcluster_operator.api.findings import FieldError, Rule, shown
+from pdcluster_operator.api.rules.extra_args import any_version
 from pdcluster_operator.api.spec import pod_templates, resolve, router_types, types
 from pdcluster_operator.api.spec.types import Role
 
@@ -92,7 +93,7 @@ def image_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
 def _place(cluster: types.Cluster, role: Role) -> _Place:
     """Return where a role's image is named. A pod template wins."""
     engine = resolve.resolve_engine(cluster, role)
-    strict = all(var.name != ANY_VERSION or var.value != "1" for var in engine.env)
+    strict = not any_version(cluster, role)
     path, overlay = pod_templates.engine_container(cluster, role)
     image = overlay.get("image")
     if isinstance(image, str) and image:

@@ -18,6 +18,23 @@ from pdcluster_operator.api.spec.types import Cluster
 MOST_ERRORS = 16
 # Strings in Kubernetes' types, but a manifest may give a number.
 QUANTITIES = frozenset({"limits", "requests", "overhead", "sizeLimit", "divisor"})
+# What identifies an item where the API server takes no two of a kind (x-kubernetes-list-map-keys).
+# The mounts of a container are judged beside ours.
+MAP_KEYS = {
+    "containers": ("name",),
+    "initContainers": ("name",),
+    "volumes": ("name",),
+    "env": ("name",),
+    "ports": ("containerPort", "protocol"),
+    "volumeDevices": ("devicePath",),
+    "imagePullSecrets": ("name",),
+    "resourceClaims": ("name",),
+    "claims": ("name", "request"),
+    "hostAliases": ("ip",),
+    "schedulingGates": ("name",),
+    "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
+}
+DEFAULTS = {"protocol": pod_templates.TCP}
 # Kubernetes' plain types, as the table of fields names them.
 PLAIN = {
     "str": (str, "a string", "Put it in quotes."),
@@ -45,6 +62,12 @@ def pod_template_errors(cluster: Cluster) -> Iterator[FieldError]:
                 "read memory that is gone",
                 "Leave it out: the operator knows how long a drain takes.",
             )
+
+
+def is_readable(path: str, template: Mapping[str, Any]) -> bool:
+    """Whether all values of a template have the types of Kubernetes."""
+    found = _object(path, "V1PodTemplateSpec", template)
+    return all(error.rule is not Rule.WRONG_TYPE for error in found)
 
 
 def env_source_errors(path: str, source: Mapping[str, Any] | None) -> Iterator[FieldError]:
@@ -179,6 +202,8 @@ def _list(path: str, kind: str, value: object) -> Iterator[FieldError]:
         yield _wrong(path, value, "a list", "Write a list: a hyphen before each item.")
         return
     identity = pod_templates.REQUIRED_KEYS.get(field)
+    keys = MAP_KEYS.get(field, ())
+    seen = set[str]()
     for place, item in enumerate(value):
         here = f"{path}[{place}]"
         if item is None:
@@ -188,6 +213,13 @@ def _list(path: str, kind: str, value: object) -> Iterator[FieldError]:
             yield FieldError(
                 f"{here}.{identity}", "", Rule.REQUIRED, "is missing", f"Give the {identity}."
             )
+        elif keys and isinstance(item, Mapping) and item.get(keys[0]) is not None:
+            name = " ".join(str(item.get(key) or DEFAULTS.get(key, "")) for key in keys)
+            if name in seen:
+                message, remedy = "is given twice", "Keep one of them."
+                where = f"{here}.{keys[0]}"
+                yield FieldError(where, shown(item[keys[0]]), Rule.DUPLICATE, message, remedy)
+            seen.add(name)
 
 
 def _free_keys(path: str, value: object) -> Iterator[FieldError]:

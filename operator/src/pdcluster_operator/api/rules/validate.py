@@ -20,6 +20,7 @@ from pdcluster_operator.api.rules import (
     network,
     pod_template,
     resources,
+    whole_pods,
 )
 from pdcluster_operator.api.rules.model import model_errors
 from pdcluster_operator.api.spec.model_config import Model
@@ -97,8 +98,10 @@ def _errors(cluster: Cluster) -> Iterator[FieldError]:
     yield from resources.resource_errors(cluster)
     yield from resources.offload_errors(cluster)
     yield from pod_template.pod_template_errors(cluster)
+    yield from whole_pods.pod_errors(cluster)
     yield from images_and_weights.image_errors(cluster)
     yield from extra_args.argument_errors(cluster)
+    yield from extra_args.variable_errors(cluster)
     yield from extra_args.flag_errors(cluster)
     yield from engines.numbered_image_errors(cluster)
     yield from network.backend_errors(cluster)
@@ -120,6 +123,7 @@ def _warnings(cluster: Cluster) -> Iterator[FieldError]:
     yield from pod_template.pod_template_warnings(cluster)
     yield from extra_args.variable_warnings(cluster)
     yield from pod_template.overlay_warnings(cluster)
+    yield from whole_pods.pod_warnings(cluster)
     yield from engines.idle_warnings(cluster)
     yield from network.rdma_warnings(cluster)
     yield from certificates.mount_warnings(cluster)

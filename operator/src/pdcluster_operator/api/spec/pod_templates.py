@@ -102,16 +102,18 @@ KEYED_LISTS = {**REQUIRED_KEYS, "imagePullSecrets": "name"}
 WHOLE_ITEMS = frozenset({"volumes", "env"})
 # Plans read these of every template. Admission refuses a null, and a stored one removes nothing.
 KEPT_FIELDS = {"V1PodTemplateSpec": "spec", "V1PodSpec": "containers"}
-PROBES = frozenset({"startupProbe", "readinessProbe", "livenessProbe"})
-HANDLERS = frozenset({"exec", "grpc", "httpGet", "tcpSocket"})
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+HOOKS = ("preStop", "postStart")
+HANDLERS = ("exec", "grpc", "httpGet", "sleep", "tcpSocket")
+TCP = "TCP"
 
 
 def merge(base: Any, overlay: Any, key: str = "") -> Any:
     """Return ``base`` with ``overlay`` on top; neither is changed.
 
-    Objects merge by key, the lists of ``KEYED_LISTS`` by the field that identifies an item (volumes
-    and variables as a whole). Every other list is replaced. ``null`` removes a key, but none of
-    ``KEPT_FIELDS``.
+    Objects merge by key, the lists of ``KEYED_LISTS`` by the field that identifies an item. These
+    are taken whole: volumes, variables, a mount of another volume, and what a probe or hook asks.
+    Every other list is replaced. ``null`` removes a key, but none of ``KEPT_FIELDS``.
     """
     if isinstance(base, Mapping) and isinstance(overlay, Mapping):
         merged = _beside(base, overlay, key)
@@ -132,8 +134,8 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
 def _beside(base: Mapping[str, Any], overlay: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Return a copy of ``base`` without what Kubernetes refuses beside ``overlay``."""
     refused: set[str] = set()
-    if key in PROBES and any(overlay.get(name) is not None for name in HANDLERS):
-        refused = {name for name in HANDLERS if name not in overlay}
+    if key in (*PROBES, *HOOKS) and any(overlay.get(name) is not None for name in HANDLERS):
+        refused = set(HANDLERS)  # our scheme and path are not those of another server
     if key == "securityContext" and _escalates(overlay):
         refused = {"allowPrivilegeEscalation"}
     return {name: value for name, value in base.items() if name not in refused}
@@ -149,15 +151,22 @@ def _merge_items(
     base: Sequence[Any], overlay: Sequence[Any], field: str, *, whole: bool
 ) -> list[Any]:
     items = list(base)
-    places = {item[field]: n for n, item in enumerate(items) if _identified(item, field)}
+    places = {found: n for n, item in enumerate(items) if (found := _identity(item, field))}
     for item in overlay:
-        if _identified(item, field) and item[field] in places:
-            place = places[item[field]]
-            items[place] = item if whole else merge(items[place], item)
-        else:
+        found = _identity(item, field)
+        place = places.get(found) if found else None
+        if place is None:
             items.append(item)
+        else:
+            old = items[place]
+            other = field == "mountPath" and item.get("name") not in (None, old.get("name"))
+            items[place] = item if whole or other else merge(old, item)
     return items
 
 
-def _identified(item: Any, field: str) -> bool:
-    return isinstance(item, Mapping) and isinstance(item.get(field), (str, int))
+def _identity(item: Any, field: str) -> tuple[str | int, str] | None:
+    """Return what identifies an item; of a port, that is its protocol, too."""
+    value = item.get(field) if isinstance(item, Mapping) else None
+    if not isinstance(value, (str, int)):
+        return None
+    return value, str(item.get("protocol") or TCP) if field == "containerPort" else ""

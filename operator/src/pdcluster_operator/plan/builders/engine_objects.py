@@ -15,12 +15,6 @@ from pdcluster_operator.plan import connectors
 from pdcluster_operator.plan.builders import secrets, weights
 from pdcluster_operator.plan.objects.ownership import child_object
 
-PORTS = {
-    "http": object_names.HTTP_PORT,
-    "launcher": object_names.LAUNCHER_PORT,
-    "metrics": object_names.ENGINE_METRICS_PORT,
-}
-
 
 def build_engine_statefulset(
     cluster: types.Cluster,
@@ -65,14 +59,13 @@ def build_engine_service(
 ) -> dict[str, Any]:
     """Return the Service. Pods have names before they are ready: others connect to the first."""
     labels = object_names.engine_labels(name, pairing_key)
-    ports = PORTS | {"side-channel": object_names.SIDE_CHANNEL_PORT}
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
         "selector": _selector(name),
         "ports": [
             {"name": port, "port": number, "targetPort": port, "protocol": "TCP"}
-            for port, number in ports.items()
+            for port, number in object_names.ENGINE_PORTS.items()
         ],
     }
     return child_object(cluster, "v1", "Service", name.stateful_set, labels, spec=spec)
@@ -232,13 +225,7 @@ def _env(cluster: types.Cluster, engine: resolve.Engine) -> list[dict[str, Any]]
 
 
 def _ports(engine: resolve.Engine) -> list[dict[str, Any]]:
-    # A data-parallel rank listens on the side channel's port plus its rank. Kubernetes takes
-    # names of 15 characters.
-    side_channels = {
-        "side-channel" if rank == 0 else f"side-ch-{rank}": object_names.SIDE_CHANNEL_PORT + rank
-        for rank in range(engine.parallelism.data)
-    }
-    ports = (PORTS | side_channels).items()
+    ports = object_names.engine_ports(engine.parallelism.data).items()
     return [{"name": name, "containerPort": number, "protocol": "TCP"} for name, number in ports]
 
 

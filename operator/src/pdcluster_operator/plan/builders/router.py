@@ -122,6 +122,7 @@ def router_labels(cluster: Cluster, pairing_key: str) -> dict[str, str]:
 
 
 def _container(cluster: Cluster) -> dict[str, Any]:
+    gated = cluster.spec.router.api_key_secret_ref is not None
     args = [
         "--vllm-pd-disaggregation",
         *PLACEHOLDERS.values(),
@@ -143,12 +144,8 @@ def _container(cluster: Cluster) -> dict[str, Any]:
         "command": ["vllm-router"],
         "args": args,
         "ports": [
-            {"name": "http", "containerPort": object_names.ROUTER_PORT, "protocol": "TCP"},
-            {
-                "name": "metrics",
-                "containerPort": object_names.ROUTER_METRICS_PORT,
-                "protocol": "TCP",
-            },
+            {"name": name, "containerPort": number, "protocol": "TCP"}
+            for name, number in object_names.router_ports(gated=gated).items()
         ],
         "resources": resources.of_container(cluster.spec.router.resources, {}),
         "readinessProbe": {
@@ -165,9 +162,7 @@ def _container(cluster: Cluster) -> dict[str, Any]:
         },
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
-    return (
-        container if cluster.spec.router.api_key_secret_ref is None else _gated(cluster, container)
-    )
+    return _gated(cluster, container) if gated else container
 
 
 def _gated(cluster: Cluster, container: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,14 +184,10 @@ def _gated(cluster: Cluster, container: Mapping[str, Any]) -> dict[str, Any]:
             {"name": "PYTHONPATH", "value": connectors.CONNECTOR_PATH},
             *api_key_env(cluster),
         ],
-        "ports": [
-            *container["ports"],
-            {"name": "gate", "containerPort": object_names.LAUNCHER_PORT, "protocol": "TCP"},
-        ],
         "volumeMounts": [connectors.connector_mount()],
         "readinessProbe": {
             **container["readinessProbe"],
-            "httpGet": {"path": "/readyz", "port": "gate"},
+            "httpGet": {"path": "/readyz", "port": object_names.GATE},
         },
     }  # fmt: skip
 

@@ -1,0 +1,115 @@
+"""Variables are judged alike wherever a user gives them: in engine.env, or in a pod template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from said_findings import check_manifest
+
+HUB = {
+    "source": {"huggingFace": {"repo": "a/b", "revision": "v1", "tokenSecretRef": {"name": "t"}}}
+}
+KEY = {"router": {"apiKeySecretRef": {"name": "api"}}}
+WRONG = [
+    ("HF_HOME", "/x", "OwnedVariable", {"model": HUB}),
+    ("HF_TOKEN", "x", "OwnedVariable", {"model": HUB}),
+    ("VLLM_HOST_IP", "10.0.0.1", "OwnedVariable", {}),
+    ("POD_IP", "10.0.0.1", "OwnedVariable", {}),
+    ("PDCLUSTER_NODE_RANK", "0", "OwnedVariable", {}),
+    ("VLLM_API_KEY", "x", "OwnedVariable", {}),
+    ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "ExpandableSegments", {}),
+    ("PYTORCH_ALLOC_CONF", "a:1,expandable_segments: true", "ExpandableSegments", {}),
+    ("UCX_TLS", "rc,tcp", "TransportWithoutCuda", {}),
+    ("VLLM_NIXL_SIDE_CHANNEL_PORT", "1", "ConflictingSettings", {}),
+]
+RIGHT = [
+    ("HF_HOME", "/x", {}),
+    ("HF_TOKEN", "x", {}),
+    ("VLLM_LOGGING_LEVEL", "DEBUG", {}),
+    ("PDCLUSTER_ANY_VERSION", "1", {}),
+    ("MY_PDCLUSTER_NODE_RANK", "0", {}),
+    ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", {}),
+    ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", {"transfer": {"device": "CPU"}}),
+    ("UCX_TLS", "rc,cuda_copy", {}),
+    ("UCX_TLS", "tcp", {"transfer": {"device": "CPU"}}),
+    ("PYTHONPATH", "/more", KEY),
+]
+
+
+def container(name: str, *env: dict[str, Any]) -> dict[str, Any]:
+    image = {} if name in ("engine", "router") else {"image": "docker.io/library/busybox:1.36"}
+    return {"podTemplate": {"spec": {"containers": [{"name": name, "env": list(env), **image}]}}}
+
+
+def rules(**spec: Any) -> dict[str, str]:
+    """Path -> rule of all findings that are about variables."""
+    spec.setdefault("model", {"source": {"persistentVolumeClaim": {"claimName": "weights"}}})
+    head = {"apiVersion": "pdcluster.dev/v1alpha1", "kind": "PDCluster", "metadata": {"name": "x"}}
+    found = check_manifest({**head, "spec": spec})[1]
+    return {
+        one.path.partition(".env[0]")[2]: str(one.rule)
+        for one in (*found.errors, *found.warnings)
+        if ".env[0]" in one.path
+    }
+
+
+def places(name: str, value: str) -> dict[str, dict[str, Any]]:
+    var = {"name": name, "value": value}
+    return {
+        "engine": {"engine": {"env": [var]}},
+        "prefill.engine": {"prefill": {"engine": {"env": [var]}}},
+        "decode.podTemplate": {"decode": container("engine", var)},
+    }
+
+
+@pytest.mark.parametrize(("name", "value", "rule", "spec"), WRONG)
+def test_a_variable_is_judged_alike_in_each_place(
+    name: str, value: str, rule: str, spec: dict[str, Any]
+) -> None:
+    for place, given in places(name, value).items():
+        assert list(rules(**given, **spec).values()) == [rule], place
+    assert rules(decode=container("sidecar", {"name": name, "value": value}), **spec) == {}
+
+
+@pytest.mark.parametrize(("name", "value", "spec"), RIGHT)
+def test_what_is_the_users_own_is_accepted_in_each_place(
+    name: str, value: str, spec: dict[str, Any]
+) -> None:
+    for place, given in places(name, value).items():
+        assert rules(**given, **spec) == {}, place
+
+
+def test_the_routers_variables() -> None:
+    def of(name: str, **more: Any) -> dict[str, str]:
+        return rules(router={**container("router", {"name": name, "value": "x"}), **more})
+
+    assert of("VLLM_API_KEY") == {".name": "OwnedVariable"}
+    assert of("PYTHONPATH", **KEY["router"]) == {".name": "OwnedVariable"}, (
+        "the gate is found by it"
+    )
+    assert of("PYTHONPATH") == {}
+    for name in ("UCX_TLS", "HF_HOME", "VLLM_HOST_IP", "RUST_LOG"):
+        assert of(name) == {}, "the router does not read it"
+
+
+def test_a_template_may_let_any_version_of_vllm_start() -> None:
+    """Its variable wins over the one of engine.env, in the role that it is for."""
+
+    def refused(decode: dict[str, Any], **engine: Any) -> set[str]:
+        head = {"apiVersion": "pdcluster.dev/v1alpha1", "kind": "PDCluster"}
+        model = {"source": {"persistentVolumeClaim": {"claimName": "weights"}}}
+        engine["image"] = "docker.io/vllm/vllm-openai:v0.10.0"
+        spec = {"model": model, "engine": engine, "prefill": {"engine": good}, "decode": decode}
+        found = check_manifest({**head, "metadata": {"name": "x"}, "spec": spec})[1]
+        return {one.path for one in found.errors}
+
+    good = {"image": "docker.io/vllm/vllm-openai:v0.32.0"}
+
+    def said(value: str) -> dict[str, str]:
+        return {"name": "PDCLUSTER_ANY_VERSION", "value": value}
+
+    assert refused(container("engine", said("1"))) == set()
+    assert refused(container("engine", said("0"))) == {"spec.engine.image"}
+    assert refused(container("engine", said("0")), env=[said("1")]) == {"spec.engine.image"}
+    assert refused(container("sidecar", said("1"))) == {"spec.engine.image"}
