@@ -273,7 +273,7 @@ def test_a_resource_that_kubernetes_does_not_know(name):
 
 def test_each_resource_of_a_list_is_judged():
     container = "podTemplate.spec.containers[0].resources"
-    overlay = {"requests": {"a/b": "some", "memory": 1, "cpu": 4, "c/d": 1, "e/f": 1},
+    overlay = {"requests": {"a/b": "some", "memory": "1Gi", "cpu": 4, "c/d": 1, "e/f": 1},
                "limits": {"cpu": "some", "a/b": 1, "c/d": 2}}  # fmt: skip
     assert {path: found.rule for path, found in errors(overlay=overlay).items()} == {
         f"{container}.requests.a/b": "BadFormat",
@@ -281,6 +281,49 @@ def test_each_resource_of_a_list_is_judged():
         f"{container}.requests.c/d": "RequestLimitMismatch",
         f"{container}.requests.e/f": "RequestLimitMismatch",
     }
+
+
+@pytest.mark.parametrize("name", ["memory", "ephemeral-storage"])
+@pytest.mark.parametrize(
+    ("kind", "amount", "wrong"),
+    [
+        ("requests", 200, True),
+        ("requests", "512m", True),
+        ("requests", "64k", True),
+        ("requests", "1M", False),
+        ("requests", "64Ki", False),
+        ("limits", "512m", True),
+        ("limits", 0, False),
+        ("limits", "4Mi", False),
+        ("limits", 4294967296, False),
+    ],
+)
+def test_bytes_without_their_unit_are_refused_in_each_container(name, kind, amount, wrong):
+    resources = {kind: {name: amount}}
+    sidecar = {"containers": [{"name": "x", "image": "x", "resources": resources}]}
+    init = {"initContainers": [{"name": "x", "image": "x", "resources": resources}]}
+    places = {
+        "prefill.resources": {"prefill": {"resources": resources}},
+        "router.resources": {"router": {"resources": {"requests": {}, "limits": {}, **resources}}},
+        "decode.podTemplate.spec.containers[0].resources": {
+            "decode": {"podTemplate": {"spec": sidecar}}
+        },
+        "router.podTemplate.spec.initContainers[0].resources": {
+            "router": {"podTemplate": {"spec": init}}
+        },
+    }
+    for path, spec in places.items():
+        made = manifest()
+        made["spec"] |= spec
+        found = {one.path: one.rule for one in check_manifest(made)[1].errors}
+        assert found == ({f"spec.{path}.{kind}.{name}": "OutOfRange"} if wrong else {}), path
+
+
+def test_a_limit_of_memory_in_which_nothing_runs():
+    made = manifest()
+    made["spec"]["router"] = {"resources": {"limits": {"memory": "3Mi"}, "requests": {}}}
+    [found] = check_manifest(made)[1].errors
+    assert (found.rule, found.message) == ("OutOfRange", "means 3145728 bytes of memory")
 
 
 def test_each_container_is_judged_and_said_once():

@@ -67,15 +67,15 @@ def test_image_references_are_taken_apart(reference, image, release):
         ("docker.io/vllm/vllm-openai:v0.33.1", False, None),
         ("docker.io/vllm/vllm-openai:v0.10.0", True, None),
         ("mirror:5000/vllm/vllm-openai:v0.34.0", True, None),
-        ("vllm/vllm-openai-cpu:v0.31.2@sha256:00", True, None),
+        (f"vllm/vllm-openai-cpu:v0.31.2@sha256:{'0' * 64}", True, None),
         ("vllm/vllm-openai:latest", False, "ImageNotPinned"),
         ("vllm/vllm-openai", False, "ImageNotPinned"),
         ("mirror:5000/engine:nightly", False, "ImageNotPinned"),
         ("mirror:5000/vllm-cpu:v0.10.0", False, "VersionUnsupported"),
         ("mirror:5000/engine:v0.10.0", False, None),
         ("mirror:5000/vllm:12.6-cuda", False, None),
-        ("mirror:5000/vllm@sha256:00", False, None),
-        ("mirror:5000/vllm:latest@sha256:00", False, None),
+        (f"mirror:5000/vllm@sha256:{'0' * 64}", False, None),
+        (f"mirror:5000/vllm:latest@sha256:{'0' * 64}", False, None),
     ],
 )
 def test_what_an_images_tag_says(image, error, warned):

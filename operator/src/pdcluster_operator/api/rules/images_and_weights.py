@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.supported import ANY_VERSION, SUPPORTED, supported, text_of
 from pdcluster_operator.api.findings import FieldError, Rule, shown
-from pdcluster_operator.api.rules.extra_args import any_version
+from pdcluster_operator.api.rules.extra_args import any_version, variables
 from pdcluster_operator.api.spec import pod_templates, resolve, router_types, types
 from pdcluster_operator.api.spec.types import Role
 
@@ -54,6 +54,49 @@ def parse_image(reference: str) -> Image:
     folder, slash, last = name.rpartition("/")
     base, _, tag = last.partition(":")
     return Image(folder + slash + base, tag or ("" if digest else "latest"), digest)
+
+
+# github.com/distribution/reference v0.6.0, regexp.go, with the digests of go-digest v1.0.0.
+_PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
+_LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]*[a-zA-Z0-9])?"
+_DOMAIN = rf"(?:{_LABEL}(?:\.{_LABEL})*|\[[a-fA-F0-9:]+\])(?::[0-9]+)?"
+_DIGEST = r"sha(?:256:[a-f0-9]{64}|384:[a-f0-9]{96}|512:[a-f0-9]{128})"
+REFERENCE = re.compile(
+    rf"(?![a-f0-9]{{64}}$)((?:{_DOMAIN}/)?{_PART}(?:/{_PART})*)(?::\w[\w.-]{{0,127}})?(?:@{_DIGEST})?",
+    re.ASCII,
+)
+LONGEST_NAME = 255
+LONGEST_REFERENCE = LONGEST_NAME + 1 + 128 + 1 + len("sha512:") + 128
+
+
+def reference_errors(cluster: types.Cluster) -> Iterator[FieldError]:
+    """Yield images that no node could pull, because they are no image references."""
+    for path, text in _references(cluster):
+        if not text or not isinstance(text, str):
+            continue
+        match = REFERENCE.fullmatch(text) if len(text) <= LONGEST_REFERENCE else None
+        if match is None or len(match[1]) > LONGEST_NAME:
+            yield FieldError(
+                path,
+                shown(text),
+                Rule.BAD_FORMAT,
+                "is not the name of an image: [registry/]name[:tag][@sha256:digest], the name in "
+                "lower case, without a scheme such as https://",
+                "Write for example registry.example/team/vllm:v0.32.0.",
+            )
+
+
+def _references(cluster: types.Cluster) -> Iterator[tuple[str, object]]:
+    """Yield (path, image) of every image; the image is empty or no text where none is given."""
+    for path, engine in resolve.engine_places(cluster):
+        yield f"{path}.image", engine.image
+    yield "spec.router.image", cluster.spec.router.image
+    for path, template, _ in pod_templates.pod_templates(cluster):
+        for place, entry in pod_templates.containers(template):
+            yield f"{path}.{place}.image", entry.get("image")
+        for place, volume in pod_templates.mappings(template, "volumes"):
+            image = pod_templates.as_mapping(volume.get("image"))
+            yield f"{path}.{place}.image.reference", image.get("reference")
 
 
 def image_errors(cluster: types.Cluster) -> Iterator[FieldError]:
@@ -141,6 +184,8 @@ def weight_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
     model = cluster.spec.model
     if model.source.hugging_face is not None:
         yield from _not_pinned(cluster, model.source.hugging_face.revision)
+        for role in Role:
+            yield from _unused_caches(cluster, role)
     elif model.cache.persistent_volume_claim is not None:
         yield FieldError(
             "spec.model.cache",
@@ -150,6 +195,24 @@ def weight_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
             "Remove it.",
             ("spec.model.source",),
         )
+
+
+def _unused_caches(cluster: types.Cluster, role: Role) -> Iterator[FieldError]:
+    """Yield mounts of the image's own cache folder, from which nothing is read."""
+    words = [one.value or "" for one in variables(cluster) if role in one.roles]
+    words += resolve.resolve_engine(cluster, role).extra_args
+    path, box = pod_templates.engine_container(cluster, role)
+    for place, mount in enumerate(pod_templates.as_list(box.get("volumeMounts"))):
+        folder = str(pod_templates.as_mapping(mount).get("mountPath")).rstrip("/")
+        if "/.cache/huggingface/" in f"{folder}/" and not any(folder in word for word in words):
+            yield FieldError(
+                f"{path}.volumeMounts[{place}].mountPath",
+                folder,
+                Rule.CACHE_UNUSED,
+                f"is not used: weights are downloaded to {resolve.CACHE_FOLDER}",
+                "Name the claim in spec.model.cache, or the folder in the variable HF_HUB_CACHE.",
+                ("spec.model.source",),
+            )
 
 
 def _not_pinned(cluster: types.Cluster, revision: str | None) -> Iterator[FieldError]:

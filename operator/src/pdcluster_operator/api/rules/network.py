@@ -91,6 +91,42 @@ def backend_errors(cluster: types.Cluster) -> Iterator[FieldError]:
             )
 
 
+MULTUS = "k8s.v1.cni.cncf.io/networks"
+
+
+def pod_network_errors(cluster: types.Cluster) -> Iterator[FieldError]:
+    """Yield pods that cannot look up engines' names, and networks that replace those of rdma."""
+    rdma = cluster.spec.transfer.rdma
+    for path, template, ours in pod_templates.pod_templates(cluster):
+        spec = pod_templates.pod_spec(template)
+        role = next((one for one in Role if path == f"spec.{one}.podTemplate"), None)
+        # A router names all engines. The pods of one engine name its first pod.
+        looks_up = role is None or cluster.spec.role(role).parallelism.nodes > 1
+        policy = spec.get("dnsPolicy") or "ClusterFirst"
+        by_node = policy == "Default" or (
+            policy == "ClusterFirst" and spec.get("hostNetwork") is True
+        )
+        if looks_up and by_node and not spec.get("dnsConfig"):
+            yield FieldError(
+                f"{path}.spec.{'dnsPolicy' if spec.get('dnsPolicy') else 'hostNetwork'}",
+                policy if spec.get("dnsPolicy") else "true",
+                Rule.CONFLICTING_SETTINGS,
+                f"has these {ours}s ask the node's DNS, which does not know the names of pods",
+                "Write dnsPolicy: ClusterFirstWithHostNet.",
+            )
+        metadata = pod_templates.as_mapping(pod_templates.as_mapping(template).get("metadata"))
+        networks = pod_templates.as_mapping(metadata.get("annotations")).get(MULTUS)
+        if role and rdma is not None and rdma.networks and networks is not None:
+            yield FieldError(
+                f"{path}.metadata.annotations.{MULTUS}",
+                shown(networks),
+                Rule.CONFLICTING_SETTINGS,
+                "replaces the networks of spec.transfer.rdma.networks, which RDMA needs",
+                "Write all networks into one of them.",
+                ("spec.transfer.rdma.networks",),
+            )
+
+
 def rdma_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
     """Yield a warning if engines span machines without RDMA: their KV goes over TCP."""
     transfer = cluster.spec.transfer

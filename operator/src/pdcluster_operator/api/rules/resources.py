@@ -149,6 +149,8 @@ def _container(path: str, container: Mapping[str, object]) -> Iterator[FieldErro
 
 def _pairs(requests: dict[str, Amount], limits: dict[str, Amount]) -> Iterator[FieldError]:
     """Compare each request with its limit, as the API server does."""
+    yield from _bytes("requests", requests)
+    yield from _bytes("limits", limits)
     for name, request in requests.items():
         limit, number = limits.get(name), request.number
         if number is None:
@@ -167,6 +169,29 @@ def _pairs(requests: dict[str, Amount], limits: dict[str, Amount]) -> Iterator[F
             yield _mismatch(request, message, (limit.path,), limit.text)
         elif number > most:
             yield _mismatch(request, f"is above the limit {limit.text}", (limit.path,), limit.text)
+
+
+LEAST_BYTES = {
+    ("requests", "memory"): 64 << 10,
+    ("limits", "memory"): 4 << 20,
+    ("requests", "ephemeral-storage"): 64 << 10,
+    ("limits", "ephemeral-storage"): 64 << 10,
+}
+"""Bytes below which the unit is wrong: small sidecars request little, but none runs in 4Mi."""
+
+
+def _bytes(kind: str, given: dict[str, Amount]) -> Iterator[FieldError]:
+    """Yield amounts without a unit, or with one that means less than was meant."""
+    for name, amount in given.items():
+        number = amount.number
+        if number and 0 < number < LEAST_BYTES.get((kind, name), 0):
+            yield FieldError(
+                amount.path,
+                shown(amount.text),
+                Rule.OUT_OF_RANGE,
+                f"means {number.normalize():f} bytes of {name}",
+                "Write a unit, as in 512Mi or 16Gi.",
+            )
 
 
 def _mismatch(request: Amount, message: str, related: tuple[str, ...], limit: str) -> FieldError:
