@@ -17,6 +17,7 @@ import click
 from rich.text import Text
 
 from pdcluster_connector.compat.findings import counted
+from pdcluster_connector.host_memory import available_bytes
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.api.findings import Findings, under
 from pdcluster_operator.api.object_names import HTTP_PORT
@@ -29,6 +30,7 @@ from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.model_shape import json_of
 from pdcluster_operator.cli.runs import new_run_folder
 from pdcluster_operator.local import cluster as local_cluster, pod_logs
+from pdcluster_operator.local.cpu_engines import complete
 from pdcluster_operator.local.door import Door
 from pdcluster_operator.local.facts import gather
 from pdcluster_operator.local.preflight import COMMAND_LINE, judge
@@ -59,6 +61,10 @@ rules out --once.
 An engine that dies twice in a row before it is ready ends the run with 3. The log's last lines that
 matter are printed, and its path. --keep-going lets the engine start again and again, as a cluster
 does.
+
+Engines on CPUs (transfer.device: CPU) share this machine. What a manifest leaves out for that is
+added and printed: the size of the KV cache, --enforce-eager, and threads that are not bound to
+cores.
 
 A manifest usually names a model folder of the nodes (model.source.hostPath). --model-dir puts a
 folder of this machine in its place, whatever source the manifest names.
@@ -148,6 +154,11 @@ def run(options: Options) -> Exit:
         if not replaced:
             said = f"warning: {lint.located(read, warning)}{warning}"
             console.print(Text(said, style="yellow"), soft_wrap=True)
+    document, added = complete(
+        document, cluster, free=available_bytes(), cores=len(os.sched_getaffinity(0))
+    )
+    if added:
+        cluster = lint.judge(replace(read, body=document), one_node=True)[0]
     connector = plan.shipped_connector()
     document = with_names(document)
     facts = gather(
@@ -164,6 +175,8 @@ def run(options: Options) -> Exit:
     console.print(
         Text(f"running {cluster.namespace}/{cluster.name}; logs are below {folder}"), soft_wrap=True
     )
+    for words in added:
+        console.print(Text(f"added for engines on CPUs: {words}", style="dim"), soft_wrap=True)
     console.print(
         Text(f"not simulated: {', '.join(local_cluster.NOT_SIMULATED)}", style="dim"),
         soft_wrap=True,
