@@ -54,6 +54,9 @@ ENV = st.lists(
 ARGS = st.lists(st.sampled_from(FREE_ARGS), max_size=3, unique_by=lambda words: words[0]).map(
     lambda groups: [word for group in groups for word in group]
 )
+COMMON = optional(
+    labels=st.just({"team": "search"}), annotations=st.just({"example.com/owner": "a, b"})
+)
 TEMPLATES = st.sampled_from(
     [
         {},
@@ -147,7 +150,7 @@ def manifests(draw: st.DrawFn) -> dict:
         ),
         requestTimeoutSeconds=draw(st.integers(10, 43_200)),
         monitoring=draw(optional(scrapeFrom=PEERS)),
-        **draw(optional(operatorClass=st.just("blue"))),
+        **draw(optional(operatorClass=st.just("blue"), commonMetadata=COMMON)),
         rollout=draw(
             optional(
                 type=st.sampled_from(["Recreate", "Surge", "Replace"]),

@@ -7,11 +7,14 @@ Whoever may mount a folder of a node can read it, so an operator may forbid host
 """
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pdcluster_operator.api import object_names
 from pdcluster_operator.api.findings import FieldError, Rule, did_you_mean, quoted, shown
 from pdcluster_operator.api.spec import pod_templates, resources
+from pdcluster_operator.api.spec.fields import LABEL_KEY
 from pdcluster_operator.api.spec.resolve import grace_period, router_grace_period
 from pdcluster_operator.api.spec.types import Cluster
 
@@ -238,6 +241,40 @@ def _free_keys(path: str, value: object) -> Iterator[FieldError]:
 
 def _wrong(path: str, value: object, word: str, remedy: str) -> FieldError:
     return FieldError(path, quoted(value), Rule.WRONG_TYPE, f"must be {word}", remedy)
+
+
+TAKEN = {
+    object_names.QUEUE_LABEL: "is written from spec.scheduling.queueName",
+    "k8s.v1.cni.cncf.io/networks": "is written from spec.transfer.rdma.networks",
+    "kubectl.kubernetes.io/last-applied-configuration": "belongs to kubectl",
+    "argocd.argoproj.io/instance": "has Argo CD delete what it did not apply itself",
+    "argocd.argoproj.io/tracking-id": "has Argo CD delete what it did not apply itself",
+}
+"""Keys that common metadata may not have, beside the operator's own."""
+MOST_ANNOTATION_LETTERS = 16 << 10
+
+
+def common_metadata_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield labels and annotations that objects of a cluster may not have in common."""
+    common, own = cluster.spec.common_metadata, object_names.cluster_labels("", "")
+    for kind, given in (("labels", common.labels), ("annotations", common.annotations)):
+        for key, value in given.items():
+            where = f"spec.commonMetadata.{kind}.{key}"
+            ours = key in own or key.startswith(f"{object_names.GROUP}/")
+            if why := "belongs to the operator" if ours else TAKEN.get(key):
+                yield FieldError(where, shown(value), Rule.NOT_ALLOWED, why, "Remove it.")
+            elif not re.fullmatch(LABEL_KEY.pattern or "", key) or len(key.split("/")[-1]) > 63:
+                message = "is no key: [domain/]name, the name of at most 63 letters and digits"
+                remedy = "Write for example example.com/team."
+                yield FieldError(where, shown(value), Rule.BAD_FORMAT, message, remedy)
+            elif not isinstance(value, str):
+                yield _wrong(where, value, "a string", "Put it in quotes.")
+    size = sum(len(str(one)) for one in common.annotations.values())
+    if size > MOST_ANNOTATION_LETTERS:
+        message = f"has {size:,} characters; {MOST_ANNOTATION_LETTERS:,} are allowed, because each "
+        remedy = "Keep long texts in a ConfigMap."
+        where = "spec.commonMetadata.annotations"
+        yield FieldError(where, "", Rule.TOO_LARGE, f"{message}object has them", remedy)
 
 
 HOST_PATH_REMEDY = (

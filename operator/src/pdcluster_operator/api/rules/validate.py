@@ -98,6 +98,7 @@ def _errors(cluster: Cluster) -> Iterator[FieldError]:
     yield from resources.resource_errors(cluster)
     yield from resources.offload_errors(cluster)
     yield from pod_template.pod_template_errors(cluster)
+    yield from pod_template.common_metadata_errors(cluster)
     yield from whole_pods.pod_errors(cluster)
     yield from images_and_weights.reference_errors(cluster)
     yield from images_and_weights.image_errors(cluster)

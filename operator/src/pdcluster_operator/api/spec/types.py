@@ -285,6 +285,22 @@ class Monitoring:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommonMetadata:
+    """Labels and annotations of all objects of a cluster."""
+
+    labels: Annotated[
+        fields.Labels,
+        fields.Example({"team": "search", "cost-center": "4711"}),
+        "are labels of each object. The operator's own labels win.",
+    ] = field(default_factory=fields.Labels)
+    annotations: Annotated[
+        fields.Free,
+        fields.Example({"example.com/owner": "search@example.com"}),
+        "are annotations of each object, keys to strings. The operator's own annotations win.",
+    ] = field(default_factory=fields.Free)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """What a user wants of a PDCluster."""
 
@@ -308,6 +324,13 @@ class Spec:
     ] = None
     verification: Annotated[Verification, "is how the KV path is proved."] = Verification()
     monitoring: Annotated[Monitoring, "is who watches the cluster."] = Monitoring()
+    common_metadata: Annotated[
+        CommonMetadata,
+        "has labels and annotations for every object that the operator makes for this cluster, and "
+        "for the pods. What podTemplate says wins. A change replaces engines and routers, as "
+        "rollout says: pods cannot get other labels. For pods alone, use podTemplate.metadata. "
+        "Secrets that exist get the change when the operator writes them next.",
+    ] = field(default_factory=CommonMetadata)
     request_timeout_seconds: Annotated[
         int,
         fields.Example(600),

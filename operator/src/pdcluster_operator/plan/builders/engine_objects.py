@@ -13,7 +13,7 @@ from pdcluster_operator.api.spec import engine_types, resolve, resources, types
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, merge
 from pdcluster_operator.plan import connectors
 from pdcluster_operator.plan.builders import secrets, weights
-from pdcluster_operator.plan.objects.ownership import child_object
+from pdcluster_operator.plan.objects.ownership import child_object, common_metadata
 
 
 def build_engine_statefulset(
@@ -112,7 +112,7 @@ def build_engine_pod(
     config_map = object_names.connector_name(digest)
     ticket_key = {"secretName": object_names.ticket_key_name(cluster.name)}
     template: dict[str, Any] = {
-        "metadata": {"labels": labels},
+        "metadata": common_metadata(cluster, labels),
         "spec": {
             "serviceAccountName": object_names.service_account_name(cluster.name),
             "automountServiceAccountToken": False,
@@ -136,8 +136,8 @@ def build_engine_pod(
     }
     rdma = cluster.spec.transfer.rdma
     if rdma is not None and rdma.networks:
-        networks = {"k8s.v1.cni.cncf.io/networks": ",".join(rdma.networks)}
-        template["metadata"]["annotations"] = networks
+        annotations = template["metadata"].setdefault("annotations", {})
+        annotations["k8s.v1.cni.cncf.io/networks"] = ",".join(rdma.networks)
     overlay = cluster.spec.role(engine.role).pod_template
     merged: dict[str, Any] = merge(template, overlay or {})
     # Selectors, links and revisions go by these: no template may change them.

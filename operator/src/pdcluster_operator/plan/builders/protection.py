@@ -42,7 +42,7 @@ def build_service_account(cluster: Cluster, given: Mapping[str, Any]) -> dict[st
         cluster, "v1", "ServiceAccount", name, labels, automountServiceAccountToken=False
     )
     text = json.dumps(_not_stored(given), sort_keys=True, separators=(",", ":"))
-    account["metadata"]["annotations"] = {object_names.ACCEPTED_ANNOTATION: text}
+    account["metadata"].setdefault("annotations", {})[object_names.ACCEPTED_ANNOTATION] = text
     return account
 
 

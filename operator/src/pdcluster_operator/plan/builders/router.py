@@ -8,7 +8,7 @@ from pdcluster_operator.api.spec import pod_templates, resolve, resources
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan import connectors
 from pdcluster_operator.plan.builders.secrets import api_key_env
-from pdcluster_operator.plan.objects.ownership import child_object
+from pdcluster_operator.plan.objects.ownership import child_object, common_metadata
 
 ROUTER_COMPONENT = "router"
 PLACEHOLDERS = {role: f"{{{role} engines}}" for role in Role}
@@ -36,7 +36,7 @@ def build_router_template(cluster: Cluster, pairing_key: str, connector: str) ->
     router = cluster.spec.router
     labels = router_labels(cluster, pairing_key)
     template: dict[str, Any] = {
-        "metadata": {"labels": labels},
+        "metadata": common_metadata(cluster, labels),
         "spec": {
             "serviceAccountName": object_names.service_account_name(cluster.name),
             "automountServiceAccountToken": False,

@@ -44,7 +44,8 @@ def build_secret(cluster: Cluster, component: str, annotations: dict[str, str]) 
     """Return the Secret ``certificates`` or ``ticket-key`` without its data."""
     labels = object_names.cluster_labels(cluster.name, component)
     made = child_object(cluster, "v1", "Secret", f"{cluster.name}-{component}", labels)
-    metadata = {**made["metadata"], "annotations": annotations}
+    common = made["metadata"].get("annotations", {})
+    metadata = {**made["metadata"], "annotations": common | annotations}
     return {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata}
 
 

@@ -115,6 +115,13 @@ def _created(manifest: Manifest) -> str:
     return str(manifest["metadata"].get("creationTimestamp") or "")
 
 
+def common_metadata(cluster: Cluster, labels: Mapping[str, str]) -> dict[str, Any]:
+    """Return labels and annotations: ours, and below them those of ``spec.commonMetadata``."""
+    common = cluster.spec.common_metadata
+    annotations = {"annotations": dict(common.annotations)} if common.annotations else {}
+    return {"labels": {**common.labels, **labels}, **annotations}
+
+
 def child_object(
     cluster: Cluster,
     api_version: str,
@@ -139,7 +146,7 @@ def child_object(
     metadata = {
         "name": name,
         "namespace": cluster.namespace,
-        "labels": dict(labels),
+        **common_metadata(cluster, labels),
         "ownerReferences": [owner],
     }
     return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **parts}

@@ -108,7 +108,7 @@ def _members(fleet: Fleet, moves: Moves, key: str, *, hold: bool) -> Members:
     return found
 
 
-PARTS = ("router", "requestTimeoutSeconds")
+PARTS = ("router", "requestTimeoutSeconds", "commonMetadata")
 """What routers are made from in the spec."""
 
 

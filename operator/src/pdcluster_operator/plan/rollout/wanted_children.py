@@ -100,7 +100,7 @@ class Build:
             self.cluster, key, router.bound(rendered["template"], engines), stop=self.routing.stop
         )
         text = json.dumps(rendered, sort_keys=True, separators=(",", ":"))
-        made["metadata"]["annotations"] = {object_names.RENDERED_ANNOTATION: text}
+        made["metadata"].setdefault("annotations", {})[object_names.RENDERED_ANNOTATION] = text
         return made
 
     def _connectors(self, routers: Iterable[Mapping[str, Any]]) -> Iterator[Apply]:
