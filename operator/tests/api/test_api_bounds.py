@@ -81,6 +81,7 @@ TEXTS = {
     "rollout.renew": (1, 64, NONE, "a"),
     "model.name": (1, 200, NONE, "a"),
     "transfer.rdma.resource": (1, 253, NONE, "a/"),
+    "router.extraArgs[]": (0, 16_384, NONE, "a"),
     "router.image": (1, 500, "docker.io/vllm/vllm-router:nightly", "a"),
     "router.apiKeySecretRef.name": (1, 253, NONE, "a"),
     "router.apiKeySecretRef.key": (1, 253, "token", "a"),
@@ -108,6 +109,7 @@ SELECTORS = [
 LISTS = {
     "transfer.backends": (1, 4, "UCX"),
     "transfer.rdma.networks": (0, 32, "a"),
+    "router.extraArgs": (0, 128, "a"),
     "router.allowFrom": (1, 64, {"podSelector": {}}),
     "monitoring.scrapeFrom": (0, 32, {"podSelector": {}}),
     **{f"{engine}.extraArgs": (0, 128, "a") for engine in ENGINES},

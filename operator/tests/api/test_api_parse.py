@@ -338,7 +338,7 @@ def test_a_value_is_shown_as_it_was_given(given, said, remedy):
     ("field", "value", "message", "remedy"),
     [
         ("transfer.device", "zzz", "must be one of CUDA, CPU", "Write CUDA or CPU."),
-        ("transfer.device", "GPU", "must be one of CUDA, CPU", "Did you mean CPU?"),
+        ("transfer.device", "GPU", "must be one of CUDA, CPU", "Write CUDA or CPU."),
         ("model.name", "", "has 0 characters; 1 to 200 are allowed",
          "Give a value, or leave the field out."),
         ("model.name", "x" * 201, "has 201 characters; 1 to 200 are allowed", "Shorten it."),
@@ -350,7 +350,7 @@ def test_a_value_is_shown_as_it_was_given(given, said, remedy):
         ("rollout.paused", 1, "must be true or false", "Leave out any quotes."),
         ("model.name", 7, "must be a string", "Put it in quotes."),
         ("transfer.backends", ["UCX"] * 5, "has 5 items; 1 to 4 are allowed",
-         "Change the number of items."),
+         "Remove some of them."),
         ("transfer.backends", "UCX", "must be a list", "Write a list."),
         ("prefill.podTemplate", 7, "must be an object", "Write a mapping."),
         ("prefill.resources.limits", 7, "must be an object", "Write a mapping."),

@@ -40,6 +40,7 @@ def test_the_rule_reports_the_wrong_one_and_nothing_is_said_of_the_right_one(rul
     name = rule.partition("/")[0]
     assert {str(one.rule) for one in found.errors or found.warnings} == {name}
     assert example.finding.rule == name
+    assert example.finding.remedy == example.remedy, "and `right` is what who follows it has"
     assert_said(example.finding)
     right = example.judge(example.right)
     assert (right.errors, right.warnings) == ((), ())

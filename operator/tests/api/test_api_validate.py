@@ -556,12 +556,11 @@ def test_an_eager_pipeline_is_refused_where_it_would_end_the_engine():
     assert findings(engine=eager, prefill=undone, transfer=cpu).ok
 
 
-def test_a_backend_that_moves_nothing_between_engines_is_refused_with_the_reason():
-    found = error("spec.transfer.backends[1]", transfer={"backends": ["UCX", "GDS"]})
-    assert found.rule == "BackendCarriesNothing"
-    assert found.value == "GDS"
-    assert "storage" in found.message
-    assert "UCX" in found.remedy
+@pytest.mark.parametrize("backend", ["GDS", "LIBFABRIC"])
+def test_a_backend_that_moves_nothing_between_engines_is_refused_and_the_other_one_named(backend):
+    found = error("spec.transfer.backends[1]", transfer={"backends": ["UCX", backend]})
+    assert (found.rule, found.value) == ("NotAllowed", backend)
+    assert (found.message, found.remedy) == ("must be UCX", "Write UCX.")
     assert findings(transfer={"backends": ["UCX"]}).ok
 
 

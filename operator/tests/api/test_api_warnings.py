@@ -164,9 +164,8 @@ def test_images_that_vllm_would_only_number_are_refused(words, off):
     assert (refused.path, refused.rule) == ("spec.decode.engine.extraArgs", "FlagUnsupported")
     assert "in the decode engines prefix caching is off too" in refused.message
     assert "numbers images instead of hashing them" in refused.message
-    assert refused.remedy == (
-        "Remove --mm-processor-cache-gb, or set engine.prefixCaching: Enabled."
-    )
+    other = "set engine.prefixCaching: Enabled" if off else "--no-enable-prefix-caching"
+    assert refused.remedy == f"Remove --mm-processor-cache-gb, or {other}."
     one = errors(prefill={"engine": {"extraArgs": NO_IMAGES}}, engine={"prefixCaching": "Disabled"})
     assert list(one) == ["spec.prefill.engine.extraArgs"], "a role may have it from both places"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
@@ -17,6 +18,7 @@ from manifests import tiny
 
 from loopback import free_port
 from pdcluster_operator.api.object_names import ROUTER_METRICS_PORT, ROUTER_PORT, EngineName
+from pdcluster_operator.api.spec.flags import OWNED_ROUTER_FLAGS, owned_flag, parse_flags
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.builders.router import bound, build_router_template
@@ -154,3 +156,25 @@ def test_an_engine_that_is_left_out_keeps_no_router_from_starting(tmp_path: Path
 
             until("ready router", lambda: ask(port, "GET", "/readiness") == 200, 60, str)
             until("requests that are answered", answered, 60, str)
+
+
+def test_the_router_takes_what_may_be_added_and_has_each_flag_that_may_not() -> None:
+    """The flags come from the real router's own parser, in a process of its own."""
+    program = (
+        "import argparse, json\n"
+        "from vllm_router.router_args import RouterArgs\n"
+        "parser = argparse.ArgumentParser()\n"
+        "RouterArgs.add_cli_args(parser, use_router_prefix=False)\n"
+        "print(json.dumps([word for one in parser._actions for word in one.option_strings]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=True, text=True
+    )
+    flags = set(json.loads(done.stdout.splitlines()[-1])) | {"--host", "--port"}
+    assert flags >= OWNED_ROUTER_FLAGS.keys()
+    free = {flag for flag in flags if flag.startswith("--")} - OWNED_ROUTER_FLAGS.keys()
+    assert {"--decode-policy", "--prefill-policy", "--log-level"} <= free
+    refused = {
+        str(flag): [owned_flag(parse_flags((flag,))[0], OWNED_ROUTER_FLAGS)] for flag in free
+    }
+    assert {flag for flag, owned in refused.items() if owned != [None]} == set()

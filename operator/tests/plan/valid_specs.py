@@ -176,6 +176,7 @@ def manifests(draw: st.DrawFn) -> dict:
             optional(
                 replicas=st.integers(0, 3),
                 policy=st.sampled_from(["RoundRobin", "CacheAware"]),
+                extraArgs=st.just(["--decode-policy", "power_of_two"]),
                 resources=st.just({"limits": {"memory": "4Gi"}}),
                 allowFrom=st.just([{"namespaceSelector": {}}, {"ipBlock": {"cidr": "10.0.0.0/8"}}]),
                 apiKeySecretRef=st.just({"name": "api"}),

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 LONGEST_VALUE = 200
+NEAR = 0.7
+"""Likeness from which on a known name may be what is meant. That of GPU and CPU is 0.67."""
 
 
 class Rule(StrEnum):
@@ -31,7 +33,6 @@ class Rule(StrEnum):
     TOO_MANY_LINKS = "TooManyLinks"
     CONFLICTING_SETTINGS = "ConflictingSettings"
     TRANSPORT_WITHOUT_CUDA = "TransportWithoutCuda"
-    BACKEND_CARRIES_NOTHING = "BackendCarriesNothing"
     EXPANDABLE_SEGMENTS = "ExpandableSegments"
     EAGER_PIPELINE = "EagerPipeline"
     NODE_LOCAL_MODEL = "NodeLocalModel"
@@ -133,5 +134,5 @@ def under(path: str, parent: str) -> bool:
 def did_you_mean(text: str, known: Iterable[str]) -> str:
     """Ask for the known name that is nearest to a misspelt one in any case; empty if none is."""
     folded = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(text.lower()[:100], folded, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(text.lower()[:100], folded, n=1, cutoff=NEAR)
     return f"Did you mean {folded[near[0]]}?" if near else ""

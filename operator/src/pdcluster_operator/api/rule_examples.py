@@ -33,13 +33,15 @@ class Example(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         wrong: the rule refuses it, or warns of it.
-        right: no rule reports anything about it.
+        right: what who follows the remedy has. No rule reports anything about it.
         admits: what both are judged with beyond a default install: some of SETTINGS.
+        remedy: what the first finding says to do.
     """
 
     wrong: dict[str, Any]
     right: dict[str, Any]
     admits: tuple[str, ...] = ()
+    remedy: str = ""
 
     def judge(self, manifest: Mapping[str, Any]) -> Findings:
         """Return what admission finds in one of the two."""
@@ -89,8 +91,10 @@ def of_reason(reason: str) -> Mapping[str, Example]:
     return {rule: one for rule, one in examples().items() if rule.partition("/")[0] == reason}
 
 
-def _example(base: Any, wrong: Any, right: Any, admits: tuple[str, ...] = ()) -> Example:
-    return Example(merge(base, wrong), merge(base, right), tuple(admits))
+def _example(
+    base: Any, wrong: Any, right: Any, admits: tuple[str, ...] = (), remedy: str = ""
+) -> Example:
+    return Example(merge(base, wrong), merge(base, right), tuple(admits), remedy)
 
 
 def _with_long_texts(part: Any) -> Any:

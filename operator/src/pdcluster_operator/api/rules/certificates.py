@@ -56,7 +56,8 @@ def support_errors(cluster: Cluster) -> Iterator[FieldError]:
             "this operator has no certificate that such engines trust, so it cannot speak with "
             "them",
             "Give it one (the chart's operator.engineCertificate.existingSecret), or write "
-            "Enabled. Local mode knows Enabled and Disabled only.",
+            f"Enabled and mount nothing at {pod_templates.CERTIFICATE_FOLDER}. Local mode knows "
+            "Enabled and Disabled only.",
         )
 
 

@@ -122,13 +122,15 @@ def numbered_image_errors(cluster: Cluster) -> Iterator[FieldError]:
         engine = resolve_engine(cluster, role)
         cache, shape = engine.last("--mm-processor-cache-gb"), engine_shape(cluster, engine)
         is_off = cache and not cache.value.strip("0.") and not shape.prefix_caching
+        off = engine.last("--enable-prefix-caching")
         if cache and is_off and engine.last("--language-model-only") is None:
             yield FieldError(
                 flag_path(cluster, role, cache.name),
                 shown(" ".join(cache.words)),
                 Rule.FLAG_UNSUPPORTED,
                 f"in the {role} engines {IMAGES_NUMBERED}",
-                f"Remove {cache.head}, or set engine.prefixCaching: Enabled.",
+                f"Remove {cache.head}, or "
+                + (f"{off.words[0]}." if off else "set engine.prefixCaching: Enabled."),
                 (f"spec.{role}.engine.prefixCaching", "spec.engine.prefixCaching"),
             )
 

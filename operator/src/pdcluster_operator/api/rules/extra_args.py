@@ -6,7 +6,7 @@ and in pod templates. What containers of the user's own have is theirs.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pdcluster_connector.compat.supported import ANY_VERSION, REFUSED_FLAGS
@@ -16,7 +16,13 @@ from pdcluster_operator.api.rules import network
 from pdcluster_operator.api.rules.pod_template import env_source_errors
 from pdcluster_operator.api.spec import pod_templates
 from pdcluster_operator.api.spec.fields import camel
-from pdcluster_operator.api.spec.flags import OWNED_FLAGS, Flag, owned_flag, parse_flags
+from pdcluster_operator.api.spec.flags import (
+    OWNED_FLAGS,
+    OWNED_ROUTER_FLAGS,
+    Flag,
+    owned_flag,
+    parse_flags,
+)
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER
 from pdcluster_operator.api.spec.resolve import READ_FLAGS, engine_places, flag_path, resolve_engine
 from pdcluster_operator.api.spec.resources import gpu_transports
@@ -35,36 +41,43 @@ CHECKED_FLAGS = READ_FLAGS | TYPED_FLAGS.keys()
 
 def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
     """Yield flags that are not allowed in extraArgs."""
+    routers = cluster.spec.router.extra_args
+    yield from _words("spec.router.extraArgs", routers, OWNED_ROUTER_FLAGS)
     for path, engine in engine_places(cluster):
-        flags = parse_flags(engine.extra_args)
-        stray = range(flags[0].place if flags else len(engine.extra_args))
-        ends = [flag.place for flag in flags if flag.head == "--"]
-        for place in (*stray, *ends):
-            yield FieldError(
-                f"{path}.extraArgs[{place}]",
-                shown(engine.extra_args[place]),
-                Rule.UNREADABLE_FLAG,
-                "is neither a flag nor the value of one; the model is named in spec.model.source",
-                "Begin with a flag, as in --seed 1.",
-            )
-        for flag in flags:
-            here = f"{path}.extraArgs[{flag.place}]"
-            if owned := owned_flag(flag):
-                yield _owned(here, flag, owned)
-            else:
-                yield from _abbreviated(here, flag)
+        yield from _words(f"{path}.extraArgs", engine.extra_args, OWNED_FLAGS)
+        for flag in parse_flags(engine.extra_args):
+            if not owned_flag(flag):
+                yield from _abbreviated(f"{path}.extraArgs[{flag.place}]", flag)
     for role in Role:
         yield from _contradictions(cluster, role)
 
 
-def _owned(path: str, flag: Flag, owned: str) -> FieldError:
+def _words(path: str, words: tuple[str, ...], ours: Mapping[str, str]) -> Iterator[FieldError]:
+    """Yield words that are no flags, and flags of the operator's own."""
+    flags = parse_flags(words)
+    stray = range(flags[0].place if flags else len(words))
+    ends = [flag.place for flag in flags if flag.head == "--"]
+    for place in (*stray, *ends):
+        yield FieldError(
+            f"{path}[{place}]",
+            shown(words[place]),
+            Rule.UNREADABLE_FLAG,
+            "is neither a flag nor the value of one; the model is named in spec.model.source",
+            "Begin with a flag, as in --seed 1.",
+        )
+    for flag in flags:
+        if owned := owned_flag(flag, ours):
+            yield _owned(f"{path}[{flag.place}]", flag, owned, ours[owned])
+
+
+def _owned(path: str, flag: Flag, owned: str, remedy: str) -> FieldError:
     means = "" if owned == flag.head else f" (it abbreviates {owned})"
     return FieldError(
         path,
         shown(" ".join(flag.words)),
         Rule.OWNED_FLAG,
         f"{flag.head} belongs to the operator{means}",
-        OWNED_FLAGS[owned],
+        remedy,
     )
 
 

@@ -158,7 +158,9 @@ def _version(place: _Place) -> Iterator[FieldError]:
         shown(place.reference),
         Reason.VERSION_UNSUPPORTED,
         f"its tag says vLLM {text_of(release)}; this connector works with vLLM >= {low}, < {high}",
-        f"Use such an image, or try it with {ANY_VERSION}=1 in engine.env.",
+        f"Use such an image, or try it with {ANY_VERSION}=1 in engine.env."
+        if place.strict
+        else f"Use such an image, and remove {ANY_VERSION}.",
     )
 
 

@@ -1,9 +1,8 @@
-"""Rules of the network: peers of NetworkPolicies, NIXL's backends, and RDMA."""
+"""Rules of the network: peers of NetworkPolicies, and RDMA."""
 
 import ipaddress
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from pdcluster_connector.compat.supported import why_not
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.spec import pod_templates, resources, router_types, types
 from pdcluster_operator.api.spec.router_types import SelectorOperator
@@ -76,19 +75,6 @@ def _no_cidr(path: str, value: str) -> FieldError:
     return FieldError(
         path, value, Rule.BAD_FORMAT, message, "Write for example 10.0.0.0/8 or fd00::/8."
     )
-
-
-def backend_errors(cluster: types.Cluster) -> Iterator[FieldError]:
-    """Yield transport backends of NIXL that cannot carry KV."""
-    for place, backend in enumerate(cluster.spec.transfer.backends):
-        if why := why_not(backend):
-            yield FieldError(
-                f"spec.transfer.backends[{place}]",
-                shown(backend),
-                Rule.BACKEND_CARRIES_NOTHING,
-                f"NIXL's {backend} {why}",
-                "Use UCX, which carries RDMA, NVLink and TCP.",
-            )
 
 
 MULTUS = "k8s.v1.cni.cncf.io/networks"

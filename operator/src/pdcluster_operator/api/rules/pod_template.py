@@ -19,6 +19,8 @@ from pdcluster_operator.api.spec.resolve import grace_period, router_grace_perio
 from pdcluster_operator.api.spec.types import Cluster
 
 MOST_ERRORS = 16
+LEAST_TIMEOUT = 10
+"""The least ``spec.requestTimeoutSeconds``."""
 # Strings in Kubernetes' types, but a manifest may give a number.
 QUANTITIES = frozenset({"limits", "requests", "overhead", "sizeLimit", "divisor"})
 # What identifies an item where the API server takes no two of a kind (x-kubernetes-list-map-keys).
@@ -89,9 +91,16 @@ def pod_template_warnings(cluster: Cluster) -> Iterator[FieldError]:
                 str(seconds),
                 Rule.GRACE_TOO_SHORT,
                 f"the {ours} may need {needed} seconds to finish its requests and stop",
-                "Leave it out, or shorten requestTimeoutSeconds.",
+                _shorter(cluster, needed - seconds),
                 ("spec.requestTimeoutSeconds",),
             )
+
+
+def _shorter(cluster: Cluster, missing: int) -> str:
+    left = cluster.spec.request_timeout_seconds - missing
+    if left < LEAST_TIMEOUT:
+        return "Leave it out: the operator writes what is needed."
+    return f"Leave it out, or set spec.requestTimeoutSeconds to at most {left}."
 
 
 def overlay_warnings(cluster: Cluster) -> Iterator[FieldError]:
@@ -107,7 +116,7 @@ def overlay_warnings(cluster: Cluster) -> Iterator[FieldError]:
                         shown(entry[field]),
                         Rule.ARGUMENTS_OVERLAID,
                         f"replaces the operator's own {field}, and no rule checks it",
-                        "Use engine.extraArgs instead if you can.",
+                        pod_templates.extra_args_instead(path, field),
                     )
 
 
@@ -131,14 +140,14 @@ def _images(path: str, template: Mapping[str, object], ours: str) -> Iterator[Fi
 
 def _life(path: str, template: Mapping[str, object]) -> Iterator[FieldError]:
     """Yield fields that Kubernetes refuses in the pods of a controller."""
-    for field in ("activeDeadlineSeconds", "ephemeralContainers", "restartPolicy"):
+    for field in sorted(pod_templates.REFUSED):
         value = pod_templates.pod_spec(template).get(field)
         if value is not None and (field, value) != ("restartPolicy", "Always"):
             yield FieldError(
                 f"{path}.spec.{field}",
                 shown(value),
                 Rule.NOT_ALLOWED,
-                "is refused by Kubernetes in the template of a StatefulSet or Deployment",
+                pod_templates.REFUSED_BECAUSE,
                 "Remove it.",
             )
 
@@ -192,6 +201,10 @@ def _object(path: str, kind: str, value: object) -> Iterator[FieldError]:
 
 
 def _remedy(path: str, kind: str, key: str, known: Mapping[str, str]) -> str:
+    if kind in ("V1PodTemplateSpec", "V1PodSpec") and key in pod_templates.PROCESS:
+        return pod_templates.extra_args_instead(path, key)
+    if kind == "V1PodTemplateSpec" and key in pod_templates.REFUSED:
+        return f"Remove it: {pod_templates.REFUSED_BECAUSE}."
     if kind == "V1PodTemplateSpec" and key in pod_templates.FIELDS["V1PodSpec"]:
         return f"Write it as {path}.spec.{key}."
     if kind == "V1PodSpec" and key in pod_templates.FIELDS["V1Container"]:
@@ -338,6 +351,6 @@ def _host_field(path: str, message: str) -> FieldError:
         "true",
         Rule.HOST_NAMESPACE,
         message,
-        "Use it only where you trust what runs in the pod and on the node; docs/operations.md "
+        "Leave it out, unless you trust what runs in the pod and on the node; docs/operations.md "
         "says what needs it.",
     )

@@ -219,7 +219,9 @@ def _gpus(engine: Engine, limits: dict[str, Amount]) -> Iterator[FieldError]:
         shown(" + ".join(amount.text for amount in named.values())),
         Rule.GPU_COUNT_MISMATCH,
         f"spec.{engine.role}.parallelism needs {counted(wanted, 'GPU')} in each pod",
-        f"Write {wanted}, or leave it out.",
+        f"Write {wanted}, or leave it out."
+        if len(named) == 1
+        else f"Write amounts whose sum is {wanted}, or leave all of them out.",
         (f"spec.{engine.role}.parallelism", "spec.transfer.device"),
     )
 

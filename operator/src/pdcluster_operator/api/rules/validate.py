@@ -106,7 +106,6 @@ def _errors(cluster: Cluster) -> Iterator[FieldError]:
     yield from extra_args.variable_errors(cluster)
     yield from extra_args.flag_errors(cluster)
     yield from engines.numbered_image_errors(cluster)
-    yield from network.backend_errors(cluster)
     yield from network.pod_network_errors(cluster)
     yield from extra_args.start_errors(cluster)
     yield from extra_args.transport_errors(cluster)

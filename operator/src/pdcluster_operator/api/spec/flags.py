@@ -7,6 +7,7 @@ a long name. All of these are resolved here. Otherwise a flag of the operator co
 
 import itertools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -112,40 +113,60 @@ def merge_flags(shared: tuple[str, ...], role: tuple[str, ...]) -> tuple[str, ..
     return tuple(word for flag in (*kept, *ours) for word in flag.words)
 
 
+# Flag -> what to do instead.
 OWNED_FLAGS = {
-    "--kv-transfer-config": "The operator writes it; use spec.transfer.",
+    "--kv-transfer-config": "Remove it: the operator writes it, from spec.transfer.",
     "--kv-offloading-size": "Use spec.prefill.engine.kvOffload.",
-    "--host": "The operator sets it.",
-    "--port": "The operator sets it.",
+    "--host": "Remove it: the operator sets it.",
+    "--port": "Remove it: the operator sets it.",
     "--api-key": "Use spec.router.apiKeySecretRef: arguments can be read by every process.",
-    "--uds": "The operator serves the API on a port.",
-    "--grpc": "The operator serves the API over HTTP.",
-    "--ssl-keyfile": "Router and probes speak plain HTTP: end TLS before the router.",
-    "--ssl-certfile": "Router and probes speak plain HTTP: end TLS before the router.",
+    "--uds": "Remove it: the API is served on a port.",
+    "--grpc": "Remove it: the API is served over HTTP.",
+    "--ssl-keyfile": "Remove it: router and probes speak plain HTTP. End TLS before the router.",
+    "--ssl-certfile": "Remove it: router and probes speak plain HTTP. End TLS before the router.",
     "--config": "Write the flags into extraArgs, where rules can see them.",
     "--model": "Name the model in spec.model.source.",
     "--served-model-name": "Use spec.model.name.",
-    "--tensor-parallel-size": "Use parallelism.tensor.",
-    "--pipeline-parallel-size": "Use parallelism.pipeline.",
+    "--tensor-parallel-size": "Use the role's parallelism.tensor.",
+    "--pipeline-parallel-size": "Use the role's parallelism.pipeline.",
     **dict.fromkeys((
         "--data-parallel-size", "--data-parallel-size-local", "--data-parallel-rank",
         "--data-parallel-start-rank", "--data-parallel-address", "--data-parallel-rpc-port",
         "--data-parallel-backend", "--data-parallel-hybrid-lb", "--data-parallel-external-lb",
         "--data-parallel-multi-port-external-lb",
-    ), "Use parallelism.data."),
+    ), "Use the role's parallelism.data."),
     **dict.fromkeys((
         "--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless",
-    ), "Use parallelism.nodes."),
-    "--distributed-executor-backend": "The operator uses vLLM's own multiprocessing.",
-    "--api-server-count": "One API server belongs to one engine.",
+    ), "Use the role's parallelism.nodes."),
+    "--distributed-executor-backend": "Remove it: engines use vLLM's own multiprocessing.",
+    "--api-server-count": "Remove it: an engine has one API server.",
+}  # fmt: skip
+
+OWNED_ROUTER_FLAGS = {
+    "--policy": "Use spec.router.policy.",
+    "--request-timeout-secs": "Use spec.requestTimeoutSeconds.",
+    "--api-key": "Use spec.router.apiKeySecretRef: arguments can be read by every process.",
+    **dict.fromkeys((
+        "--prefill", "--decode", "--worker-urls", "--service-discovery", "--selector",
+        "--prefill-selector", "--decode-selector", "--vllm-discovery-address",
+    ), "Remove it: the operator tells the router its engines."),
+    **dict.fromkeys((
+        "--vllm-pd-disaggregation", "--enable-igw", "--mini-lb", "--kv-connector",
+    ), "Remove it: the router has to send each prompt to prefill, and then to decode."),
+    **dict.fromkeys((
+        "--host", "--port", "--prometheus-host", "--prometheus-port",
+        "--worker-startup-timeout-secs", "--worker-startup-check-interval",
+        "--health-check-interval-secs", "--health-failure-threshold", "--health-success-threshold",
+    ), "Remove it: the operator sets it."),
 }  # fmt: skip
 
 
-def owned_flag(flag: Flag) -> str | None:
+def owned_flag(flag: Flag, ours: Mapping[str, str] = OWNED_FLAGS) -> str | None:
     """Return the operator's flag that a flag is or abbreviates; None if it is the user's."""
-    if flag.head in OWNED_FLAGS:
+    if flag.head in ours:
         return flag.head
-    # argparse accepts abbreviations. No flag of vLLM is itself the beginning of an owned one.
+    # argparse accepts abbreviations. No flag of vLLM, nor one of its router, is itself the
+    # beginning of an owned one.
     if not flag.head.startswith("--") or flag.head == "--":
         return None
-    return next((owned for owned in OWNED_FLAGS if owned.startswith(flag.head)), None)
+    return next((owned for owned in ours if owned.startswith(flag.head)), None)

@@ -26,13 +26,20 @@ from pdcluster_operator.api.findings import FieldError, Rule, did_you_mean, quot
 from pdcluster_operator.api.object_names import API_VERSION, KIND, name_errors, namespace_errors
 from pdcluster_operator.api.spec import fields as spec_fields, pod_templates, resources
 from pdcluster_operator.api.spec.autoscaling_types import EngineBounds
-from pdcluster_operator.api.spec.engine_types import EngineOverride, Model, ModelSource, RoleSpec
+from pdcluster_operator.api.spec.engine_types import (
+    EngineOverride,
+    Model,
+    ModelSource,
+    RoleSpec,
+    SharedEngine,
+)
 from pdcluster_operator.api.spec.fields import FieldInfo, describe
 from pdcluster_operator.api.spec.router_types import Router
 from pdcluster_operator.api.spec.types import Cluster, Role, Spec
 
 MAX_ERRORS = 100
 METADATA_FIELDS = frozenset({"labels", "annotations"})
+HAVE_ARGUMENTS = frozenset({Spec, SharedEngine, EngineOverride, RoleSpec, Router})
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +144,7 @@ class Reader:
             if given is not None:
                 arguments[field.name] = self._read(field, given, here)
             elif field.required:
-                self.error(here, "", Rule.REQUIRED, "is missing", f"It {field.doc}")
+                self.error(here, "", Rule.REQUIRED, "is missing", f"Give it. It {field.doc}")
                 arguments[field.name] = _placeholder(field)
         if getattr(cls, "ONE_OF", False):
             self._one_of(known, entries, path)
@@ -157,7 +164,7 @@ class Reader:
                 ", ".join(given) or "nothing",
                 Rule.EXACTLY_ONE,
                 "needs exactly one of its fields",
-                f"Give one of {', '.join(known)}.",
+                "Keep one of them." if given else f"Give one of {', '.join(known)}.",
             )
 
     def _read(self, field: FieldInfo, value: object, path: str) -> Any:
@@ -191,7 +198,8 @@ class Reader:
         if value in allowed:
             return field.item(value)
         remedy = did_you_mean(str(value), allowed) or f"Write {' or '.join(allowed)}."
-        self.error(path, value, Rule.NOT_ALLOWED, f"must be one of {', '.join(allowed)}", remedy)
+        one = "" if len(allowed) == 1 else "one of "
+        self.error(path, value, Rule.NOT_ALLOWED, f"must be {one}{', '.join(allowed)}", remedy)
         return _placeholder(field)
 
     def _string(self, field: FieldInfo, value: object, path: str) -> Any:
@@ -243,7 +251,8 @@ class Reader:
         bounds: spec_fields.Items = field.mark(spec_fields.Items)
         if not bounds.least <= len(value) <= bounds.most:
             message = f"has {len(value)} items; {bounds.least} to {bounds.most} are allowed"
-            self.error(path, "", Rule.OUT_OF_RANGE, message, "Change the number of items.")
+            remedy = "Write one, or leave the field out." if not value else "Remove some of them."
+            self.error(path, "", Rule.OUT_OF_RANGE, message, remedy)
             value = value[: bounds.most]
         item = field.item_info
         items = [self._read(item, entry, f"{path}[{n}]") for n, entry in enumerate(value)]
@@ -318,7 +327,16 @@ def where_it_belongs(path: str, key: str, cls: type[Any] | None) -> str:
             else [f"spec.{role}" for role in Role]
         )
         return f"Write it as {' or '.join(f'{role}.{key}' for role in roles)}."
-    return _pod_template(path, key, cls)
+    return _no_place(path, key, cls) or _pod_template(path, key, cls)
+
+
+def _no_place(path: str, key: str, cls: type[Any]) -> str:
+    """Return the remedy for a field of pods that would do harm in a pod template."""
+    if cls not in HAVE_ARGUMENTS:
+        return ""
+    if key in pod_templates.REFUSED:
+        return f"Remove it: {pod_templates.REFUSED_BECAUSE}."
+    return pod_templates.extra_args_instead(path, key) if key in pod_templates.PROCESS else ""
 
 
 def _pod_template(path: str, key: str, cls: type[Any]) -> str:
@@ -327,7 +345,7 @@ def _pod_template(path: str, key: str, cls: type[Any]) -> str:
         place = f"podTemplate.metadata.{key}"
     elif key in pod_templates.FIELDS["V1PodSpec"]:
         place = f"podTemplate.spec.{key}"
-    elif key in pod_templates.FIELDS["V1Container"]:
+    elif key in pod_templates.FIELDS["V1Container"].keys() - {"name"}:
         place = f"podTemplate.spec.containers, as {key} of the container {container}"
     else:
         return ""

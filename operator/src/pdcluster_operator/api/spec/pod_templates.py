@@ -88,6 +88,23 @@ def is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
+REFUSED = frozenset({"activeDeadlineSeconds", "ephemeralContainers", "restartPolicy"})
+REFUSED_BECAUSE = "Kubernetes refuses it in the template of a StatefulSet or Deployment"
+PROCESS = frozenset({"args", "command"})
+"""Fields of a container that say which process runs. Those of ours start launcher and router."""
+
+
+def extra_args_instead(path: str, field: str) -> str:
+    """Return what to write instead of a process of one's own, at or below a path of the spec."""
+    part = path.split(".")[1] if "." in path else ""
+    place = f"spec.{part}.extraArgs" if part in ("engine", "router") else "spec.engine.extraArgs"
+    if part in (*Role,):
+        place = f"spec.{part}.engine.extraArgs"
+    program = "vllm-router" if part == "router" else "vllm serve"
+    starts = f"Remove it: the operator starts {program}. " if field == "command" else ""
+    return f"{starts}Write flags of {program} into {place}."
+
+
 # The field that identifies an item of a list. Kubernetes requires it, but of a pull secret.
 REQUIRED_KEYS = {
     "containers": "name",

@@ -146,6 +146,12 @@ class Router:
     policy: Annotated[
         RouterPolicy, fields.Example("CacheAware"), "is how the router picks engines."
     ] = RouterPolicy.ROUND_ROBIN
+    extra_args: Annotated[
+        tuple[Annotated[str, fields.Text(16384, shortest=0)], ...],
+        fields.Example(["--decode-policy", "power_of_two", "--log-level", "debug"]),
+        "are further arguments of vllm-router, after the operator's own.",
+        fields.Items(128),
+    ] = ()
     image: Annotated[
         str,
         fields.Example("registry.example/team/vllm-router:0.1.17"),

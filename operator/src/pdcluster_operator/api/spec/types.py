@@ -49,10 +49,9 @@ class Device(StrEnum):
 
 
 class Backend(StrEnum):
-    """NIXL's transport backends in the schema. Not all of them can carry KV."""
+    """NIXL's transport backends that can carry KV."""
 
     UCX = "UCX"
-    GDS = "GDS"
 
 
 class LoadFailurePolicy(StrEnum):
@@ -114,7 +113,8 @@ class Transfer:
     backends: Annotated[
         tuple[Backend, ...],
         fields.Example(["UCX"]),
-        "are NIXL's transport backends, best first. GDS is refused: it reads and writes files.",
+        "are NIXL's transport backends. UCX carries RDMA, NVLink and TCP. NIXL's others are not "
+        "known to carry KV in this version, or they read and write files.",
         fields.Items(4, 1),
     ] = (Backend.UCX,)
     load_failure_policy: Annotated[

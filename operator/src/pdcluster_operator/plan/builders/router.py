@@ -137,6 +137,7 @@ def _container(cluster: Cluster) -> dict[str, Any]:
         "--request-timeout-secs", str(cluster.spec.request_timeout_seconds),
         "--prometheus-host", "0.0.0.0",  # noqa: S104 (a pod's own network)
         "--prometheus-port", str(object_names.ROUTER_METRICS_PORT),
+        *cluster.spec.router.extra_args,
     ]  # fmt: skip
     container = {
         "name": pod_templates.ROUTER_CONTAINER,
