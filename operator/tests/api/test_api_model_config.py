@@ -37,6 +37,13 @@ def test_the_cache_may_have_another_type_than_the_weights() -> None:
     assert read_model(states, "fp8_e4m3").kv_bytes(1) == 77338624 - 4 * 2048
 
 
+@pytest.mark.parametrize("field", ["kv_cache_scheme", "kv_cache_quant_algo"])
+def test_a_checkpoint_with_a_type_of_its_own_leaves_it_to_the_engines(field: str) -> None:
+    config = {**LLAMA, "quantization_config": {field: "FP8"}}
+    assert "kv_dtype" in found(config).unchecked
+    assert "kv_dtype" not in found({**LLAMA, "quantization_config": {field: None}}).unchecked
+
+
 def manifest(**spec: Any) -> dict[str, Any]:
     return {
         "apiVersion": "pdcluster.dev/v1alpha1",

@@ -21,6 +21,7 @@ from pdcluster_operator.api.object_names import short
 from pdcluster_operator.cli import once, view
 from pdcluster_operator.cli.exits import UserError
 from pdcluster_operator.cli.once import Answer, ask, describe_path
+from pdcluster_operator.cli.up import UpRun
 from pdcluster_operator.cli.view import (
     Condition,
     PodLine,
@@ -374,6 +375,24 @@ def test_an_engine_with_a_stopped_process_is_frozen_whatever_its_launcher_said()
     line = line_of(engine(), ready, stopped=[7, 9])
     assert line.state == "Frozen"
     assert line.doing.endswith("kill -CONT 7 9 lets it go on")
+
+
+def test_only_an_engine_of_a_cluster_that_was_ready_begins_to_be_counted_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: Any = Shown(monkeypatch).view
+    options: Any = SimpleNamespace(keep_going=False)
+    cluster: Any = SimpleNamespace(namespace="ns", name="tiny")
+    run = UpRun(options, cluster, shown, None, Path("/run"))  # type: ignore[arg-type]
+    died = replace(POD, state="Died", end="SIGILL")
+    run._judge(replace(POD, serves=True), True)
+    run._judge(died, False)  # the one that served
+    run._judge(replace(died, restarts=1), False)
+    # It is ready, and dies of the canary: the cluster was not ready.
+    run._judge(replace(POD, state="Ready", serves=True, restarts=2), False)
+    with pytest.raises(UserError, match="died 2 times: SIGILL; see None") as error:
+        run._judge(replace(died, restarts=2), False)
+    assert error.value.exit == 3
 
 
 def test_the_line_of_a_pod_has_its_place_its_log_and_its_starts() -> None:

@@ -9,22 +9,25 @@ import pytest
 from manifests import tiny
 
 from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.spec.model_config import Model, read_model
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.local.cpu_engines import complete
 
 GIB = 1 << 30
 SIZE = ["--kv-cache-memory-bytes", str(GIB)]
-AUTO, EAGER = ["--max-model-len", "auto"], ["--enforce-eager"]
+AUTO, EAGER = ["--max-model-len", "auto"], ["--dtype", "float32", "--enforce-eager"]
 THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "4"}
 
 
-def completed(tmp_path: Path, free: int = 16 * GIB, **spec: Any) -> tuple[Cluster, list[str]]:
+def completed(
+    tmp_path: Path, free: int = 16 * GIB, model: Model | None = None, **spec: Any
+) -> tuple[Cluster, list[str]]:
     document = tiny(tmp_path, **{"engine": {}, **spec})
     cluster, findings = check_manifest(document)
     assert findings.ok, findings.errors
     before = str(document)
-    document, added = complete(document, cluster, free=free, cores=8)
+    document, added = complete(document, cluster, model, free=free, cores=8)
     assert str(tiny(tmp_path, **{"engine": {}, **spec})) == before, "the manifest itself stays"
     cluster, findings = check_manifest(document)
     assert findings.ok, findings.errors
@@ -50,7 +53,8 @@ def given(cluster: Cluster, role: Role) -> tuple[list[str], dict[str, str | None
          ["--gpu-memory-utilization", "0.3", *EAGER], THREADS),
         ({"env": [{"name": "VLLM_CPU_KVCACHE_SPACE", "value": "1"}]}, EAGER,
          {"VLLM_CPU_KVCACHE_SPACE": "1", **THREADS}),
-        ({"extraArgs": ["--no-enforce-eager"]}, ["--no-enforce-eager", *SIZE, *AUTO], THREADS),
+        ({"extraArgs": ["--no-enforce-eager"]},
+         ["--no-enforce-eager", *SIZE, *AUTO, "--dtype", "float32"], THREADS),
         ({"env": [{"name": "OMP_NUM_THREADS", "value": "2"}]}, [*SIZE, *AUTO, *EAGER],
          {"OMP_NUM_THREADS": "2"}),
     ],
@@ -91,10 +95,43 @@ def test_stages_are_not_eager_and_workers_share_the_cores(tmp_path: Path) -> Non
 
 def test_nothing_is_added_where_nothing_is_left_out_or_for_gpus(tmp_path: Path) -> None:
     whole = {
-        "extraArgs": ["--kv-cache-memory-bytes", "1G", "--enforce-eager"],
+        "extraArgs": ["--kv-cache-memory-bytes", "1G", "--enforce-eager", "--dtype", "half"],
         "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
     }
     assert completed(tmp_path, engine=whole)[1] == []
     on_gpus, added = completed(tmp_path, transfer={"device": "CUDA"})
     assert added == []
     assert given(on_gpus, Role.DECODE) == ([], {})
+
+
+MAMBA2 = dict.fromkeys(
+    ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"), 4
+)
+GATED = dict.fromkeys(
+    (
+        "linear_num_value_heads", "linear_value_head_dim", "linear_num_key_heads",
+        "linear_key_head_dim", "linear_conv_kernel_dim",
+    ),
+    4,
+)  # fmt: skip
+FLOAT = ["--dtype", "float32"]
+
+
+@pytest.mark.parametrize(
+    ("config", "flags"),
+    [
+        ({}, FLOAT),
+        ({"layer_types": ["mamba", "attention"], **MAMBA2}, FLOAT),
+        ({"layer_types": ["linear_attention", "full_attention"], **GATED}, []),
+        (
+            {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+            [*FLOAT, "--attention-backend", "CPU_MLA"],
+        ),
+    ],
+)
+def test_each_kind_of_model_has_a_type_that_its_kernels_take(
+    tmp_path: Path, config: dict[str, Any], flags: list[str]
+) -> None:
+    model = read_model({"num_hidden_layers": 2, "num_attention_heads": 8, **config})
+    cluster, _ = completed(tmp_path, model=model)
+    assert given(cluster, Role.DECODE)[0] == [*SIZE, *AUTO, *flags, "--enforce-eager"]

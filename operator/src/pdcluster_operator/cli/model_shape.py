@@ -14,6 +14,7 @@ from typing import Any
 from pdcluster_connector.compat.findings import counted
 from pdcluster_operator.api.findings import did_you_mean
 from pdcluster_operator.api.spec.model_config import (
+    Model,
     UnknownModel,
     number,
     read_model,
@@ -259,3 +260,17 @@ def json_of(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UnknownModel(f"{file} holds no JSON object")
     return found
+
+
+def model_of(document: Any) -> Model | None:
+    """Return what the config.json of the manifest's folder says; None if it does not say enough.
+
+    The pre-flight says what is wrong with the folder.
+    """
+    source = document
+    for name in ("spec", "model", "source", "hostPath"):
+        source = as_mapping(as_mapping(source).get(name))
+    try:
+        return read_model(json_of(Path(str(source.get("path")), "config.json")))
+    except UnknownModel:
+        return None

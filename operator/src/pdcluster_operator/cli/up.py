@@ -21,13 +21,12 @@ from pdcluster_connector.host_memory import available_bytes
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.api.findings import Findings, under
 from pdcluster_operator.api.object_names import HTTP_PORT
-from pdcluster_operator.api.spec.model_config import Model, UnknownModel, read_model
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Cluster, Visibility
 from pdcluster_operator.cli import lint, manifests, once, output, plan, view as views
 from pdcluster_operator.cli.commands import Command, duration, positive
 from pdcluster_operator.cli.exits import Exit, UserError
-from pdcluster_operator.cli.model_shape import json_of
+from pdcluster_operator.cli.model_shape import model_of
 from pdcluster_operator.cli.runs import new_run_folder
 from pdcluster_operator.local import cluster as local_cluster, pod_logs
 from pdcluster_operator.local.cpu_engines import complete
@@ -63,8 +62,8 @@ matter are printed, and its path. --keep-going lets the engine start again and a
 does.
 
 Engines on CPUs (transfer.device: CPU) share this machine. What a manifest leaves out for that is
-added and printed: the size of the KV cache, --enforce-eager, and threads that are not bound to
-cores.
+added and printed: the size of the KV cache, float32, --enforce-eager, and threads that are bound to
+no cores.
 
 A manifest usually names a model folder of the nodes (model.source.hostPath). --model-dir puts a
 folder of this machine in its place, whatever source the manifest names.
@@ -143,7 +142,7 @@ def run(options: Options) -> Exit:
     console = output.console()
     read = manifests.read_cluster(options.file)
     document = with_model(read.body, options.model_dir)
-    model = _model_of(document)
+    model = model_of(document)
     cluster, findings = lint.judge(replace(read, body=document), one_node=True, model=model)
     if not findings.ok:
         lint.print_findings(console, read, findings)
@@ -155,7 +154,7 @@ def run(options: Options) -> Exit:
             said = f"warning: {lint.located(read, warning)}{warning}"
             console.print(Text(said, style="yellow"), soft_wrap=True)
     document, added = complete(
-        document, cluster, free=available_bytes(), cores=len(os.sched_getaffinity(0))
+        document, cluster, model, free=available_bytes(), cores=len(os.sched_getaffinity(0))
     )
     if added:
         cluster = lint.judge(replace(read, body=document), one_node=True)[0]
@@ -208,20 +207,6 @@ def with_model(document: Any, folder: Path | None) -> Any:
         return document
     source = {"hostPath": {"path": os.path.abspath(folder)}}
     return {**document, "spec": {**spec, "model": {**model, "source": source}}}
-
-
-def _model_of(document: Any) -> Model | None:
-    """Return what the config.json of the manifest's folder says; None if it does not say enough.
-
-    The pre-flight says what is wrong with the folder.
-    """
-    source = document
-    for name in ("spec", "model", "source", "hostPath"):
-        source = as_mapping(as_mapping(source).get(name))
-    try:
-        return read_model(json_of(Path(str(source.get("path")), "config.json")))
-    except UnknownModel:
-        return None
 
 
 def with_names(document: dict[str, Any]) -> dict[str, Any]:
@@ -329,13 +314,13 @@ class UpRun:
             if settled(snapshot):
                 return
             for pod in snapshot.pods:
-                self._judge(pod)
+                self._judge(pod, snapshot.ready)
             self._view.show_conditions(snapshot, types)
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _judge(self, pod: views.PodLine) -> None:
+    def _judge(self, pod: views.PodLine, ready: bool) -> None:
         """End the run if a pod died too often while it started; with --keep-going, say it once."""
-        if pod.state == "Ready":
+        if ready and pod.serves:  # one that dies of its first request has not begun to serve
             self._served[pod.name] = pod.restarts + 1
             self._told.discard(pod.name)
         deaths = pod.restarts + 1 - self._served.get(pod.name, 0)

@@ -34,6 +34,7 @@ class PodLine:
         log: the file that its output goes to; None before its first start.
         restarts: how often its container was started again.
         end: how its last process ended; empty if none has.
+        serves: whether its readiness probe passes; ``state`` may be of the process before.
     """
 
     name: str
@@ -44,6 +45,7 @@ class PodLine:
     log: Path | None
     restarts: int
     end: str = ""
+    serves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,7 @@ def _pod_line(
         log=logs.get(metadata["name"]),
         restarts=container.get("restartCount", 0),
         end=end,
+        serves=is_pod_ready(pod),
     )
 
 

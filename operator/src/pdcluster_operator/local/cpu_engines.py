@@ -7,6 +7,7 @@ model for minutes. Engines that share the machine then do not start.
 from collections.abc import Mapping
 from typing import Any
 
+from pdcluster_operator.api.spec.model_config import Model
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.resolve import Engine, resolve_engine
 from pdcluster_operator.api.spec.types import Cluster, Device, Role
@@ -22,11 +23,17 @@ COMPILED = ("--enforce-eager", "--compilation-config", "--optimization-level")
 
 
 def complete(
-    document: Mapping[str, Any], cluster: Cluster, *, free: int, cores: int
+    document: Mapping[str, Any],
+    cluster: Cluster,
+    model: Model | None,
+    *,
+    free: int,
+    cores: int,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return a valid manifest with what its engines need, and what was added.
 
     Args:
+        model: what its config.json says; None if nobody has it.
         free: bytes of memory.
         cores: that this process may use.
     """
@@ -38,7 +45,8 @@ def complete(
     room = max(LEAST_KV, min(MOST_KV, free // (SHARE * max(1, sum(counts.values())))))
     spec, added = dict(as_mapping(document.get("spec"))), []
     for role, engine in engines.items():
-        flags, variables = _lacking(engine, room // MIB * MIB, max(1, cores // max(1, workers)))
+        threads = max(1, cores // max(1, workers))
+        flags, variables = _lacking(engine, model, room // MIB * MIB, threads)
         own = as_mapping(spec.get(role.value))
         shared = as_mapping(own.get("engine"))
         given = {
@@ -54,7 +62,9 @@ def complete(
     return {**document, "spec": spec}, added
 
 
-def _lacking(engine: Engine, room: int, threads: int) -> tuple[list[str], dict[str, str]]:
+def _lacking(
+    engine: Engine, model: Model | None, room: int, threads: int
+) -> tuple[list[str], dict[str, str]]:
     """Return the flags and variables that one role's engines are started with.
 
     Args:
@@ -66,8 +76,17 @@ def _lacking(engine: Engine, room: int, threads: int) -> tuple[list[str], dict[s
         flags += ["--kv-cache-memory-bytes", str(room)]
         if not engine.max_model_len and not engine.last("--max-model-len"):
             flags += ["--max-model-len", "auto"]  # the model's own, or less if it has no room
+    # bfloat16 ends engines with SIGILL on CPUs that claim to have it. A gated delta net needs it.
+    if not engine.last("--dtype") and not (model and model.has_whole_states):
+        flags += ["--dtype", "float32"]
+        if model and not model.kv_heads and not _has_backend(engine):
+            flags += ["--attention-backend", "CPU_MLA"]  # the other one takes bfloat16 alone
     if engine.parallelism.pipeline == 1 and not any(map(engine.last, COMPILED)):
         flags.append("--enforce-eager")
     if variables & THREADS:
         return flags, {}
     return flags, {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+
+
+def _has_backend(engine: Engine) -> bool:
+    return bool(engine.attention_backend or engine.last("--attention-backend"))

@@ -76,10 +76,15 @@ class Folder:
 def read_folder(path: str) -> Folder:
     """Look into a model's folder."""
     folder = Path(path)
-    if not folder.is_dir():
-        return Folder(path, "is not a folder" if folder.exists() else "does not exist")
+    if not os.path.isdir(path):
+        return Folder(path, "is not a folder" if os.path.exists(path) else "does not exist")
     try:
-        names = frozenset(os.listdir(path))
+        with os.scandir(path) as entries:  # a link that leads nowhere is a file that is broken
+            names = frozenset(
+                one.name
+                for one in entries
+                if one.is_file() or (one.is_symlink() and not os.path.exists(one))
+            )
     except OSError as error:
         return Folder(path, f"can't be read by this user ({error.strerror})")
     faults: list[Fault] = []

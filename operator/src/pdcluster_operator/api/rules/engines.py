@@ -10,16 +10,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import isqrt
 
+from msgspec import structs
+
 from pdcluster_connector.compat.check import check, check_engine
 from pdcluster_connector.compat.findings import Finding, Verdict, counted
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.compat.supported import IMAGES_NUMBERED
 from pdcluster_operator.api.findings import FieldError, Findings, Rule, shown
-from pdcluster_operator.api.rules.model import shape_of
+from pdcluster_operator.api.rules.model import is_replaced
 from pdcluster_operator.api.spec.fields import camel
 from pdcluster_operator.api.spec.flags import parse_flags
 from pdcluster_operator.api.spec.model_config import Model
-from pdcluster_operator.api.spec.resolve import DRAFT_FLAGS, engine_shape, flag_path, resolve_engine
+from pdcluster_operator.api.spec.resolve import (
+    DRAFT_FLAGS,
+    Engine,
+    engine_shape,
+    flag_path,
+    resolve_engine,
+)
 from pdcluster_operator.api.spec.types import Cluster, Role
 
 LARGEST_ENGINE = 4096
@@ -168,7 +176,7 @@ def pair_findings(cluster: Cluster, model: Model | None = None) -> Findings:
     Args:
         model: what the model's config.json says; None if nobody has it.
     """
-    shapes = {role: shape_of(cluster, resolve_engine(cluster, role), model) for role in Role}
+    shapes = {role: _shape_of(cluster, resolve_engine(cluster, role), model) for role in Role}
     findings = check(shapes[Role.PREFILL], shapes[Role.DECODE])
     refused = [finding for finding in findings if finding.verdict is Verdict.REFUSED]
     waiting = [finding.field for finding in findings if finding.verdict is Verdict.UNKNOWN]
@@ -176,6 +184,17 @@ def pair_findings(cluster: Cluster, model: Model | None = None) -> Findings:
         errors=tuple(_error(cluster, finding, shapes) for finding in refused),
         unchecked=tuple(dict.fromkeys(waiting)),
     )
+
+
+def _shape_of(cluster: Cluster, engine: Engine, model: Model | None) -> EngineShape:
+    """Return the shape of one role's engines, with what the model's config tells of it."""
+    shape = engine_shape(cluster, engine)
+    if model is None or is_replaced(engine):
+        return shape
+    # vLLM takes any other type as it sees fit, and a quantized checkpoint may bring its own.
+    dtype = shape.kv_dtype or (model.dtype if model.dtype == "bfloat16" else None)
+    layers = model.shapes(shape.tensor)
+    return structs.replace(shape, kv_dtype=dtype, layers=layers, hybrid=model.hybrid)
 
 
 def _error(cluster: Cluster, finding: Finding, shapes: Mapping[Role, EngineShape]) -> FieldError:

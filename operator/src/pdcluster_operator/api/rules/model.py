@@ -2,29 +2,15 @@
 
 from collections.abc import Iterator
 
-from msgspec import structs
-
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_operator.api.findings import FieldError, Rule
 from pdcluster_operator.api.spec.model_config import Model
-from pdcluster_operator.api.spec.resolve import Engine, engine_shape, resolve_engine
+from pdcluster_operator.api.spec.resolve import Engine, resolve_engine
 from pdcluster_operator.api.spec.types import Cluster, Role
 
 REPLACED = ("--model", "--hf-overrides", "--hf-config-path")
 """Flags that give vLLM another config than the one of the model's folder."""
 LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
-
-
-def shape_of(cluster: Cluster, engine: Engine, model: Model | None) -> EngineShape:
-    """Return the shape of one role's engines, with what the model's config tells of it."""
-    shape = engine_shape(cluster, engine)
-    if model is None or is_replaced(engine):
-        return shape
-    # vLLM takes any other type as it sees fit, and a quantized checkpoint may bring its own.
-    dtype = shape.kv_dtype or (model.dtype if model.dtype == "bfloat16" else None)
-    layers = model.shapes(shape.tensor)
-    return structs.replace(shape, kv_dtype=dtype, layers=layers, hybrid=model.hybrid)
 
 
 def is_replaced(engine: Engine) -> bool:

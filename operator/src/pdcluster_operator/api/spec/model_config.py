@@ -50,6 +50,8 @@ OPEN = (
 """Fields of models whose layers keep KV in ways that are not computed here."""
 UNSCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Kinds of RoPE whose ``factor`` is part of ``max_position_embeddings`` (vLLM 0.32)."""
+QUANTIZED_KV = ("kv_cache_scheme", "kv_cache_quant_algo")
+"""Fields of a checkpoint that brings a type of its own for the KV cache."""
 WHOLE = "conv"
 INDEXER_BLOCK = 128
 """Elements of a scale in the cache of DeepSeek V3.2's indexer; each scale has 4 bytes."""
@@ -69,7 +71,7 @@ class Model:
         head_dim: elements of a head; of a token's latent vector with MLA.
         depth: its layers, also those without KV.
         longest: tokens of the longest context; 0 if the config does not say.
-        dtype: of the weights; empty if the config does not say.
+        dtype: of the weights and the KV cache; empty if the config does not say.
         layers: those with KV or states; None if they cannot be told.
         hybrid: whether some layers keep states beside KV, although ``layers`` may be None.
     """
@@ -82,6 +84,11 @@ class Model:
     dtype: str
     layers: tuple[LayerShape, ...] | None
     hybrid: bool
+
+    @property
+    def has_whole_states(self) -> bool:
+        """Whether some states cannot be cut by head: those of a gated delta net."""
+        return any(layer.name.endswith(WHOLE) for layer in self.layers or ())
 
     def shapes(self, tensor: int) -> tuple[LayerShape, ...] | None:
         """Return the layers as engines of this tensor parallel size state them.
@@ -125,6 +132,7 @@ def read_model(config: Mapping[str, Any], kv_dtype: str | None = None) -> Model:
         kv_heads = 0
         head_dim = number(known, "kv_lora_rank") + number(known, "qk_rope_head_dim")
     dtype = str(known.get("torch_dtype") or known.get("dtype") or "")
+    quantized = as_mapping(known.get("quantization_config"))
     words = _words(known)
     kinds, layers = _kinds(known, depth, words), None
     states = any(name.startswith(HYBRID_WORDS) for name in known) or STATE in (kinds or ())
@@ -134,7 +142,8 @@ def read_model(config: Mapping[str, Any], kv_dtype: str | None = None) -> Model:
         with suppress(UnknownModel):  # a Mamba of another kind, say
             layers = tuple(_layers(known, kinds, layer, BYTES.get(dtype, 2)))
     return Model(
-        heads=heads, kv_heads=kv_heads, head_dim=head_dim, depth=depth, dtype=dtype,
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, depth=depth,
+        dtype="" if any(quantized.get(name) for name in QUANTIZED_KV) else dtype,
         longest=_longest(known), layers=layers,
         hybrid=states or any("mamba" in str(word) or "linear" in str(word) for word in words),
     )  # fmt: skip
