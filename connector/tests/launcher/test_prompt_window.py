@@ -21,6 +21,7 @@ from pdcluster_connector.protocol.prompt_outcomes import (
 
 MOVED = (Outcome.TRANSFERRED.value, "")
 NO_TICKET = (Outcome.LOCAL.value, LocalReason.NO_TICKET.value)
+SKIPPED = (Outcome.LOCAL.value, LocalReason.LOCAL_BY_ROUTER.value)
 HIT = (Outcome.LOCAL.value, LocalReason.PREFIX_HIT.value)
 
 
@@ -86,6 +87,21 @@ def test_what_decode_is_meant_to_compute_is_no_prompt_of_the_share() -> None:
     failed = (Outcome.FAILED.value, "TransferStalled")
     window.add({HIT: 100, MOVED: 4, NO_TICKET: 1, failed: 5}, 1)
     assert told(window, 1) == (10, 1, "NoTicket"), "an error is not silent, so it is no local one"
+
+
+def test_prompts_that_a_router_sent_past_prefill_are_a_fault_if_nearly_none_went_through_it() -> (
+    None
+):
+    window = PromptWindow()
+    window.add({SKIPPED: 95, MOVED: 5}, 0)
+    assert told(window, 0) == (5, 0, "")
+    window.add({SKIPPED: 95, MOVED: 4, NO_TICKET: 1}, 1)
+    assert told(window, 1) == (5, 1, "NoTicket"), "it went to prefill, or was meant to"
+    window.add({SKIPPED: 96, MOVED: 4, NO_TICKET: 1}, 2)
+    assert told(window, 2) == (101, 97, "LocalByRouter")
+    alone = PromptWindow()
+    alone.add({SKIPPED: 1}, 0)
+    assert told(alone, 0) == (1, 1, "LocalByRouter")
 
 
 def test_two_causes_do_not_alternate() -> None:

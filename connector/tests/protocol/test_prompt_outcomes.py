@@ -15,10 +15,17 @@ from pdcluster_connector.protocol.prompt_outcomes import (
     was_due,
 )
 
-NO_FAULT = {"CacheReset", "PrefixHit", "PrefixReadingOff", "Requested", "ShortPrompt"}
+NO_FAULT = {
+    "CacheReset",
+    "LocalByRouter",
+    "PrefixHit",
+    "PrefixReadingOff",
+    "Requested",
+    "ShortPrompt",
+}
 
 
-def test_a_prompt_is_no_fault_for_five_reasons_and_only_if_no_transfer_was_tried() -> None:
+def test_a_prompt_is_no_fault_for_six_reasons_and_only_if_no_transfer_was_tried() -> None:
     names = {reason.value for reason in (*Reason, *LocalReason)}
     assert {name for name in names if not was_due("local", name)} == NO_FAULT
     assert {name for name in names if not is_fault("local", name)} == NO_FAULT

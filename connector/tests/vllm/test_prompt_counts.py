@@ -60,6 +60,24 @@ def test_a_prompt_that_its_sender_wants_computed_here_is_no_fault(engines: Any) 
     assert decode.params["asked"]["kv_path"]["reason"] == "Requested"
 
 
+def test_a_prompt_that_the_router_sent_past_prefill_is_told_from_one_that_lost_its_ticket(
+    engines: Any,
+) -> None:
+    decode = engines("consumer", prefixes=False, router_may_skip_prefill=True)
+    done(decode, "skipped", prompt(3 * BLOCK), None)
+    done(decode, "short", prompt(BLOCK - 1), None)
+    done(decode, "lost", prompt(2 * BLOCK), {"do_remote_prefill": False})
+    done(decode, "asked", prompt(BLOCK), {"local_prefill": True})
+    assert decode.prompts() == {
+        ("local", "LocalByRouter"): 1,
+        ("local", "ShortPrompt"): 1,
+        ("local", "NoTicket"): 1,
+        ("local", "Requested"): 1,
+    }
+    assert decode.total("local_prompt_tokens") == {"NoTicket": 2 * BLOCK}
+    assert decode.params["skipped"]["kv_path"]["reason"] == "LocalByRouter"
+
+
 def test_with_a_ticket_the_wish_counts_for_nothing(engines: Any) -> None:
     prefill, decode = engines("producer"), engines("consumer")
     params = prefill.prefill("p", prompt(40))

@@ -64,6 +64,7 @@ WORDS = {
     "transfer.internalNames": (("Hidden", "Shown"), "Hidden"),
     "scheduling.gang": (("Enabled", "Disabled"), "Disabled"),
     "rollout.type": (("Surge", "Replace", "Recreate"), "Surge"),
+    "router.type": (("VLLMRouter", "LLMD", "None"), "VLLMRouter"),
     "router.policy": (
         ("RoundRobin", "Random", "CacheAware", "PowerOfTwo", "ConsistentHash"), "RoundRobin",
     ),
@@ -83,6 +84,12 @@ TEXTS = {
     "transfer.rdma.resource": (1, 253, NONE, "a/"),
     "router.extraArgs[]": (0, 16_384, NONE, "a"),
     "router.image": (1, 500, "docker.io/vllm/vllm-router:nightly", "a"),
+    "router.sidecarImage": (
+        1,
+        500,
+        "ghcr.io/llm-d/llm-d-router-disagg-sidecar:v0.10.0",
+        "a",
+    ),
     "router.apiKeySecretRef.name": (1, 253, NONE, "a"),
     "router.apiKeySecretRef.key": (1, 253, "token", "a"),
     f"{HUB}.repo": (1, 200, NONE, "a"),

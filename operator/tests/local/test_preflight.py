@@ -349,6 +349,14 @@ def test_pods_are_asked_what_they_need(tmp_path: Path) -> None:
     assert facts.models[Role.PREFILL].problem == ""
 
 
+def test_llmds_sidecar_needs_a_cluster(tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    facts = facts_of(tmp_path, path, router={"type": "LLMD"})
+    [finding] = facts.pods
+    assert (finding.path, finding.value) == ("spec.router.type", "routing-proxy")
+    assert finding.rule == "NotSimulated"
+
+
 def test_volumes_and_secrets_that_local_mode_lacks_are_named_by_their_field(tmp_path: Path) -> None:
     source = {"huggingFace": {"repo": "a/b", "tokenSecretRef": {"name": "token"}}}
     cache = {"persistentVolumeClaim": {"claimName": "weights"}}

@@ -13,8 +13,14 @@ the operator shows them. All three use the rule that is written here:
   also computed at once, as if there was no prefill. Routers put a ticket in the place of these
   parameters. vLLM's router lets them pass if prefill gave none.
 
-Without that, a request without a ticket is a fault even if a router sent it to decode on purpose:
-the engine cannot know the purpose. Whoever runs such a router allows the share that they expect.
+* It is no fault by itself if the engine was told that its router decides (the option
+  ``router_may_skip_prefill``) and the request has no ``kv_transfer_params`` at all. In this way,
+  llm-d's endpoint picker sends short and cached prompts straight to decode. If nearly no prompt
+  comes with KV, that is a fault all the same: see :data:`LEAST_TRANSFERRED_PERCENT`.
+
+Without that option, a request without a ticket is a fault even if a router sent it to decode on
+purpose: the engine cannot know the purpose. Whoever runs such a router allows the share that they
+expect.
 """
 
 from collections.abc import Mapping
@@ -45,6 +51,7 @@ class LocalReason(StrEnum):
     PROMPT_MISMATCH = "PromptMismatch"
     TICKET_SPENT = "TicketSpent"
     TICKET_TOO_LONG = "TicketTooLong"  # holds the last token, which this model's decode computes
+    LOCAL_BY_ROUTER = "LocalByRouter"  # no kv_transfer_params, and the router may skip prefill
     CACHE_RESET = "CacheReset"  # the caches were cleared, e.g. for new weights
     PREFIX_HIT = "PrefixHit"
     PREFIX_READING_OFF = "PrefixReadingOff"  # e.g. prompt logprobs: vLLM computes all itself
@@ -55,12 +62,18 @@ class LocalReason(StrEnum):
 NOT_DUE: Final = frozenset(
     {
         LocalReason.CACHE_RESET,
+        LocalReason.LOCAL_BY_ROUTER,
         LocalReason.PREFIX_HIT,
         LocalReason.PREFIX_READING_OFF,
         LocalReason.REQUESTED,
         LocalReason.SHORT_PROMPT,
     }
 )
+
+
+LEAST_TRANSFERRED_PERCENT: Final = 5
+"""If a smaller share of prompts was due for a transfer, a router that may skip prefill never uses
+it, or requests come past the router."""
 
 
 def was_due(outcome: str, reason: str) -> bool:

@@ -44,6 +44,8 @@ class ConnectorOptions:
         tls: files for mutual TLS on the side channel; None for plain HTTP.
         local_tokens_per_step: prompt tokens that a decode engine computes itself in a mean engine
             step while other requests generate; 0 for no limit.
+        router_may_skip_prefill: a request without ``kv_transfer_params`` is a decision of the
+            router, and no fault of its own.
     """
 
     side_channel_host: str = "127.0.0.1"
@@ -60,6 +62,7 @@ class ConnectorOptions:
     ticket_audience: str = ""
     tls: TlsFiles | None = None
     local_tokens_per_step: int = prompt_outcomes.TOKENS_PER_STEP
+    router_may_skip_prefill: bool = False
 
 
 def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> ConnectorOptions:
@@ -239,4 +242,5 @@ _READERS: Final[dict[str, Callable[[Any], Any]]] = {
     ),
     "tls": tls_files,
     "local_tokens_per_step": _whole(prompt_outcomes.MOST_TOKENS_PER_STEP),
+    "router_may_skip_prefill": _flag,
 }

@@ -61,6 +61,8 @@ class Rule(StrEnum):
     IMAGE_NOT_PINNED = "ImageNotPinned"
     IMAGES_DIFFER = "ImagesDiffer"
     PEER_UNUSABLE = "PeerUnusable"
+    ROUTER_FIELD_UNUSED = "RouterFieldUnused"
+    SIDECAR_OPEN = "SidecarOpen"
     GANG_MIXED = "GangMixed"
     MIN_ABOVE_MAX = "MinAboveMax"
     NO_TARGET = "NoTarget"

@@ -62,10 +62,10 @@ class Serving:
     def router(self) -> Pod:
         """Return a router that is ready."""
         name = self.cluster.name
-        if self.cluster.spec.router.replicas == 0:
+        if self.cluster.spec.router.pods == 0:
             raise UserError(
-                f'PDCluster "{name}" has no router (spec.router.replicas is 0), so no '
-                "prompt can be sent to it; set the field to 1",
+                f'PDCluster "{name}" has no router of the operator (spec.router), so no '
+                "prompt can be sent to it; with another router, ask that one",
                 Exit.REQUEST_FAILED,
             )
         if not self.routers:

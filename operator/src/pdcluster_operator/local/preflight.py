@@ -17,6 +17,7 @@ from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_operator.api.findings import FieldError, shown
 from pdcluster_operator.api.spec.resolve import Engine, resolve_engine
+from pdcluster_operator.api.spec.router_types import RouterType
 from pdcluster_operator.api.spec.types import Cluster, Device, Role
 from pdcluster_operator.local.model_files import Fault, Folder, Part
 
@@ -111,13 +112,17 @@ def judge(cluster: Cluster, facts: Facts, *, once: bool, model_flag: bool) -> li
 
 
 def _once(cluster: Cluster) -> Iterator[FieldError]:
-    if cluster.spec.router.replicas == 0:
+    router = cluster.spec.router
+    if router.pods == 0:
+        ours = router.type is RouterType.VLLM_ROUTER
         yield FieldError(
-            "spec.router.replicas",
-            "0",
+            "spec.router.replicas" if ours else "spec.router.type",
+            "0" if ours else router.type.value,
             Lack.ONCE_NEEDS_ROUTER,
             "--once sends its prompt through the router, and none is wanted",
-            "Set router.replicas to 1, or leave --once out.",
+            "Set router.replicas to 1, or leave --once out."
+            if ours
+            else "Set router.type to VLLMRouter, or leave --once out.",
         )
     for role in Role:
         if cluster.spec.role(role).replicas == 0:

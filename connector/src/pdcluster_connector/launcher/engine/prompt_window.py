@@ -11,12 +11,20 @@ from typing import Final, NamedTuple
 
 from pdcluster_connector.launcher.engine.engine_api import samples
 from pdcluster_connector.protocol.launcher_documents import PromptsReport
-from pdcluster_connector.protocol.prompt_outcomes import PROMPTS_METRIC, is_fault, was_due
+from pdcluster_connector.protocol.prompt_outcomes import (
+    LEAST_TRANSFERRED_PERCENT,
+    PROMPTS_METRIC,
+    LocalReason,
+    Outcome,
+    is_fault,
+    was_due,
+)
 
 WINDOW_SECONDS: Final = 300.0
 SILENCE_SECONDS: Final = 60.0  # after this long without counts, nothing is known
 
 Kind = tuple[str, str]  # (outcome, reason)
+_SKIPPED: Final[Kind] = (Outcome.LOCAL, LocalReason.LOCAL_BY_ROUTER)
 
 
 def count_prompts(metrics: str) -> Counter[Kind]:
@@ -62,6 +70,10 @@ class PromptWindow:
         for (outcome, reason), number in added.items():
             if is_fault(outcome, reason):
                 faults[reason] += number
+        skipped = added[_SKIPPED]
+        if 100 * due < LEAST_TRANSFERRED_PERCENT * (due + skipped):
+            due += skipped
+            faults[LocalReason.LOCAL_BY_ROUTER] = skipped
         return PromptsReport(due, faults.total(), self._main_cause(faults), self._seconds)
 
     def _main_cause(self, faults: Counter[str]) -> str:

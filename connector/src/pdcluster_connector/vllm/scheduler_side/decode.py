@@ -139,14 +139,19 @@ class DecodeRole:
         keys = self.keys()
         ticket = ticket_of(request.kv_transfer_params, keys, self.options.ticket_audience)
         if ticket is None:
-            asked = asks_for_local(request.kv_transfer_params)
-            reason = LocalReason.REQUESTED if asked else LocalReason.NO_TICKET
-            return Incoming(None, Stage.SETTLED, reason)
+            return Incoming(None, Stage.SETTLED, self._why_no_ticket(request.kv_transfer_params))
         if isinstance(ticket, Failure):
             return Incoming(None, Stage.SETTLED, ticket.reason, ticket.message)
         incoming = Incoming(ticket, Stage.WAITING, self._objection(request, ticket))
         incoming.held = keys is not None or not incoming.reason
         return incoming
+
+    def _why_no_ticket(self, params: Mapping[str, Any] | None) -> LocalReason:
+        if asks_for_local(params):
+            return LocalReason.REQUESTED
+        # A router that used prefill, or a client that means to, sends parameters.
+        skipped = self.options.router_may_skip_prefill and not params
+        return LocalReason.LOCAL_BY_ROUTER if skipped else LocalReason.NO_TICKET
 
     def _objection(self, request: Request, ticket: Ticket) -> str:
         """Return why a true ticket must not be used for a request; empty if it may."""
@@ -263,7 +268,8 @@ class DecodeRole:
             return
         incoming.counted = True
         tokens = max(0, int(request.num_prompt_tokens) - incoming.computed)
-        if incoming.reason == LocalReason.NO_TICKET and tokens < self._block:
+        ticketless = incoming.reason in (LocalReason.NO_TICKET, LocalReason.LOCAL_BY_ROUTER)
+        if ticketless and tokens < self._block:
             incoming.reason = LocalReason.SHORT_PROMPT
         self.stats.prompt(Outcome.LOCAL, incoming.reason, tokens)
 

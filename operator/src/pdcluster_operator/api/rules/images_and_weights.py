@@ -118,8 +118,10 @@ def image_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
     router = cluster.spec.router
     # The default tag moves too, because no release of the router is published (docs/images.md). A
     # warning about our own default would appear for every manifest.
-    if router.replicas and router.image != router_types.Router().image:
+    if router.pods and router.image != router_types.Router().image:
         yield from _moving("spec.router.image", router.image)
+    if router.type is router_types.RouterType.LLMD:
+        yield from _moving("spec.router.sidecarImage", router.sidecar_image)
     prefill, decode = places[Role.PREFILL], places[Role.DECODE]
     if prefill.reference != decode.reference:
         own, other = (prefill, decode) if decode.path == "spec.engine.image" else (decode, prefill)
@@ -167,7 +169,7 @@ def _version(place: _Place) -> Iterator[FieldError]:
 def _moving(path: str, reference: str) -> Iterator[FieldError]:
     image = parse_image(reference)
     if image.tag in MOVING_TAGS and not image.digest:
-        example = "a release" if path == "spec.router.image" else "a release, such as v0.32.0,"
+        example = "a release" if path.startswith("spec.router.") else "a release, such as v0.32.0,"
         yield FieldError(
             path,
             shown(reference),

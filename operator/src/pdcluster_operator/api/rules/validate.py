@@ -20,6 +20,7 @@ from pdcluster_operator.api.rules import (
     network,
     pod_template,
     resources,
+    routers,
     whole_pods,
 )
 from pdcluster_operator.api.rules.model import model_errors
@@ -113,6 +114,7 @@ def _errors(cluster: Cluster) -> Iterator[FieldError]:
     spec = cluster.spec
     yield from network.peer_errors("spec.monitoring.scrapeFrom", spec.monitoring.scrape_from)
     yield from network.peer_errors("spec.router.allowFrom", spec.router.allow_from or ())
+    yield from routers.router_errors(cluster)
     yield from resources.gang_errors(cluster)
     yield from autoscaling.autoscaling_errors(cluster)
 
@@ -130,6 +132,7 @@ def _warnings(cluster: Cluster) -> Iterator[FieldError]:
     yield from network.rdma_warnings(cluster)
     yield from certificates.mount_warnings(cluster)
     yield from pod_template.exposure_warnings(cluster)
+    yield from routers.sidecar_warnings(cluster)
 
 
 @dataclass(frozen=True, slots=True)

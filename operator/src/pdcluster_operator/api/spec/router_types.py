@@ -21,6 +21,14 @@ class RouterPolicy(StrEnum):
     CONSISTENT_HASH = "ConsistentHash"
 
 
+class RouterType(StrEnum):
+    """What sends requests to the engines."""
+
+    VLLM_ROUTER = "VLLMRouter"
+    LLMD = "LLMD"
+    NONE = "None"
+
+
 class SelectorOperator(StrEnum):
     """How a label is compared with values."""
 
@@ -135,12 +143,25 @@ class RouterResources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """The router that sends requests to the engines: vLLM's own vllm-router."""
+    """The router that sends requests to the engines: vLLM's own vllm-router, or llm-d's."""
 
+    type: Annotated[
+        RouterType,
+        fields.Example("LLMD"),
+        "is the kind of router. VLLMRouter: the operator runs vLLM's vllm-router. LLMD: you run "
+        "llm-d's router; pods get its labels, and decode pods its sidecar (docs/routers.md). None: "
+        "you run another one. LLMD and None take only apiKeySecretRef, allowFrom and sidecarImage.",
+    ] = RouterType.VLLM_ROUTER
+    sidecar_image: Annotated[
+        str,
+        fields.Example("registry.example/team/llm-d-router-disagg-sidecar:v0.10.0"),
+        "is the image of llm-d's sidecar in decode pods, for type LLMD alone.",
+        fields.IMAGE,
+    ] = "ghcr.io/llm-d/llm-d-router-disagg-sidecar:v0.10.0"
     replicas: Annotated[
         int,
         fields.Example(2),
-        "is the number of router pods. 0 means no router.",
+        "is the number of pods of vllm-router. 0 means no router, as type None does.",
         fields.Whole(0, 64),
     ] = 1
     policy: Annotated[
@@ -171,8 +192,8 @@ class Router:
     allow_from: Annotated[
         tuple[NetworkPeer, ...] | None,
         fields.Example(PEERS),
-        "are the peers that may reach the router, or the engines' API if replicas is 0. "
-        "Without this field everybody may.",
+        "are the peers that may reach the router, or the engines' API if the operator runs no "
+        "router. Without this field everybody may.",
         fields.Items(64, 1),
     ] = None
     pod_template: Annotated[
@@ -181,3 +202,8 @@ class Router:
         "is a Kubernetes pod template. It is merged over the operator's own, containers by "
         "name. The router's container is called router.",
     ] = None
+
+    @property
+    def pods(self) -> int:
+        """The number of pods of vllm-router; 0 with another type of router."""
+        return self.replicas if self.type is RouterType.VLLM_ROUTER else 0

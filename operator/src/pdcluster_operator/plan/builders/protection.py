@@ -104,7 +104,7 @@ def build_engines_policy(cluster: Cluster, operator_namespace: str | None) -> di
         "podSelector": {"matchLabels": dict(object_names.OPERATOR_LABELS)},
     }
     router = {"podSelector": {"matchLabels": router_pods(cluster)}}
-    clients = [router] if cluster.spec.router.replicas else _clients(cluster)
+    clients = [router] if cluster.spec.router.pods else _clients(cluster)
     ingress = [
         {"from": [{"podSelector": _engines(cluster)}]},
         {"from": [operator], "ports": _ports(object_names.LAUNCHER_PORT)},
@@ -127,7 +127,7 @@ def operator_namespace_in(policy: Mapping[str, Any]) -> str | None:
 
 def build_router_policy(cluster: Cluster) -> dict[str, Any] | None:
     """Return what routers let in: their clients, and scrapers to their metrics."""
-    if cluster.spec.router.replicas == 0:
+    if cluster.spec.router.pods == 0:
         return None
     ingress = [
         _rule(_clients(cluster), object_names.ROUTER_PORT),
@@ -199,7 +199,7 @@ def build_disruption_budget(cluster: Cluster, role: Role, pods: int) -> dict[str
 
 def build_router_budget(cluster: Cluster, pairing_key: str) -> dict[str, Any] | None:
     """Return the routers' PodDisruptionBudget; None for one router: it must be evictable."""
-    if cluster.spec.router.replicas < 2:
+    if cluster.spec.router.pods < 2:
         return None
     selector = router_selector(cluster, pairing_key)
     return _budget(cluster, ROUTER_COMPONENT, selector, {"maxUnavailable": 1})

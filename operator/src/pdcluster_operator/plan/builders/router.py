@@ -91,7 +91,7 @@ def build_router_deployment(
     """
     name = object_names.router_deployment_name(cluster.name, pairing_key)
     spec = {
-        "replicas": cluster.spec.router.replicas,
+        "replicas": cluster.spec.router.pods,
         "strategy": {
             "type": "RollingUpdate",
             "rollingUpdate": {"maxSurge": 1, "maxUnavailable": "100%" if stop else 0},
@@ -195,7 +195,7 @@ def _gated(cluster: Cluster, container: Mapping[str, Any]) -> dict[str, Any]:
 
 def build_router_service(cluster: Cluster, pairing_key: str) -> dict[str, Any] | None:
     """Return the Service of the routers of one pairing key; None without routers."""
-    if cluster.spec.router.replicas == 0:
+    if cluster.spec.router.pods == 0:
         return None
     labels = object_names.cluster_labels(cluster.name, ROUTER_COMPONENT)
     port = {
@@ -213,6 +213,6 @@ def build_router_service(cluster: Cluster, pairing_key: str) -> dict[str, Any] |
 
 def endpoint(cluster: Cluster) -> str:
     """Return the base URL for clients inside the Kubernetes cluster; empty without routers."""
-    if cluster.spec.router.replicas == 0:
+    if cluster.spec.router.pods == 0:
         return ""
     return f"http://{object_names.router_name(cluster.name)}.{cluster.namespace}.svc:{object_names.ROUTER_PORT}"

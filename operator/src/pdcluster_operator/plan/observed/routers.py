@@ -32,7 +32,7 @@ def why_unreachable(observed: Observed, cluster: Cluster, *, accepted: bool) -> 
     # The status keeps the address while another spec is not accepted, unless the status was lost.
     lost = "unknown" if observed.children else ""  # a new PDCluster had none
     offered = key or (not accepted and status_of(observed.cluster).get("endpoint", lost))
-    if cluster.spec.router.replicas == 0 and not offered:
+    if cluster.spec.router.pods == 0 and not offered:
         return ""
     behind = [one for one in _deployments(observed) if not key or pairing_key_of(one) == key]
     if not (accepted or behind):  # it held the template that was accepted

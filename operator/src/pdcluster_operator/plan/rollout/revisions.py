@@ -227,7 +227,7 @@ def pairing_key(cluster: Cluster) -> str:
 ELSEWHERE = (
     *("rollout", "monitoring", "verification", "operatorClass", "scheduling", "autoscaling"),
 )
-ONLY_FIELD_OF_THE_ROUTER = "apiKeySecretRef"
+FIELDS_OF_THE_ROUTER = ("apiKeySecretRef", "type", "sidecarImage")
 PARTLY = (*(role.value for role in Role), "router")
 """Parts of the spec of which engines have some fields."""
 MOST_SHOWN = 3
@@ -286,4 +286,4 @@ def in_words(paths: Iterable[str]) -> str:
 
 
 def _is_of_engines(part: str, name: str) -> bool:
-    return name == ONLY_FIELD_OF_THE_ROUTER if part == "router" else name != "replicas"
+    return name in FIELDS_OF_THE_ROUTER if part == "router" else name != "replicas"

@@ -83,7 +83,7 @@ class Build:
 
     def _routers(self) -> list[dict[str, Any]]:
         """Return the routers of each pairing key that has engines of both roles."""
-        if self.cluster.spec.router.replicas == 0:
+        if self.cluster.spec.router.pods == 0:
             return []
         return [
             self._router(key, members)

@@ -171,7 +171,7 @@ def _verdicts(
     pairs: Sequence[PairView],
     change: ChangeView,
 ) -> dict[ConditionType, Verdict]:
-    key = routers.served_key(observed, cluster) if cluster.spec.router.replicas else ""
+    key = routers.served_key(observed, cluster) if cluster.spec.router.pods else ""
     served = {name for name, own in change.desired.keys.items() if key in ("", own)}
     # Nobody sees which engines older pods of routers know, or those with arguments of the user.
     if routers.routers_run(observed, key) and routers.engines_are_listed(observed, key):
