@@ -17,6 +17,7 @@ from kv_load import moved, text
 from local_run import LocalRun, manifest
 from reply import Reply, answer
 
+from llmd_sidecar import PREFILL_HEADER, Sidecar
 from pdcluster_operator.api.object_names import HTTP_PORT, LAUNCHER_PORT
 from pdcluster_operator.cli.once import ask
 
@@ -86,6 +87,72 @@ def test_with_the_key_kv_moves_through_the_router(run: LocalRun) -> None:
             ask(f"http://{run.address('prefill')}:{HTTP_PORT}", "tiny", text(60, 8), 8, [], KEY)
         ).text
     )
+
+
+def through_llmd(
+    run: LocalRun, path: str, body: dict[str, object], *, key: str = KEY, skip: bool = False
+) -> Reply:
+    """Send a request as llm-d's endpoint picker does, through its sidecar's contract."""
+    with Sidecar(f"http://{run.address('decode')}:{HTTP_PORT}") as sidecar:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        if not skip:
+            headers[PREFILL_HEADER] = f"{run.address('prefill')}:{HTTP_PORT}"
+        document = json.dumps({"model": "tiny", "temperature": 0, **body}).encode()
+        return answer(urllib.request.Request(f"{sidecar.url}{path}", document, headers))
+
+
+def alone(run: LocalRun, path: str, body: dict[str, object]) -> Reply:
+    """Send the same request to the prefill engine alone."""
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    document = json.dumps({"model": "tiny", "temperature": 0, **body}).encode()
+    url = f"http://{run.address('prefill')}:{HTTP_PORT}{path}"
+    return answer(urllib.request.Request(url, document, headers))
+
+
+COMPLETION = {"prompt": text(60, 31), "max_tokens": 8, "min_tokens": 8}
+CHAT = {
+    "messages": [{"role": "user", "content": text(60, 32)}],
+    "max_completion_tokens": 8,
+    "min_tokens": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)],
+    ids=["completion", "chat"],
+)
+def test_kv_moves_under_the_contract_of_llmds_sidecar(
+    run: LocalRun, path: str, body: dict[str, object]
+) -> None:
+    reply = through_llmd(run, path, body)
+    assert reply.status == 200, reply.text
+    assert reply.kv_path["outcome"] == "transferred", reply.kv_path
+    assert reply.kv_path["bytes"] > 0
+    assert reply.document["usage"]["completion_tokens"] == 8
+    salted = alone(run, path, {**body, "cache_salt": "alone"}).document
+    assert [one | {"logprobs": None} for one in reply.document["choices"]] == [
+        one | {"logprobs": None} for one in salted["choices"]
+    ]
+
+
+def test_a_stream_under_that_contract_has_the_same_tokens(run: LocalRun) -> None:
+    body: dict[str, object] = {"prompt": text(60, 33), "max_tokens": 8, "min_tokens": 8}
+    reply = through_llmd(run, "/v1/completions", {**body, "stream": True})
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    streamed = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+    assert streamed == alone(run, "/v1/completions", body).completion
+
+
+def test_a_prompt_without_that_header_is_computed_by_decode(run: LocalRun) -> None:
+    reply = through_llmd(run, "/v1/completions", {**COMPLETION, "prompt": text(60, 34)}, skip=True)
+    assert reply.status == 200, reply.text
+    assert reply.kv_path["outcome"] == "local"
+
+
+def test_a_wrong_key_is_refused_by_prefill_and_the_client_sees_it(run: LocalRun) -> None:
+    assert through_llmd(run, "/v1/completions", COMPLETION, key="sk-wrong").status == 401
 
 
 def test_pipeline_stages_hand_over_to_one_rank(run: LocalRun) -> None:

@@ -22,7 +22,7 @@ from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.local.addresses import taken_everywhere
 from pdcluster_operator.local.model_files import Folder, read_folder
 from pdcluster_operator.local.preflight import VISIBLE, Facts, Host, Lack
-from pdcluster_operator.plan.builders.llmd import SIDECAR_CONTAINER
+from pdcluster_operator.plan.builders.router import SIDECAR_CONTAINER
 from pdcluster_operator.plan.builders.secrets import CERTIFICATE_VOLUME, TICKET_KEY_VOLUME
 from pdcluster_operator.plan.rollout.desired import desire
 from pdcluster_operator.plan.types import ConnectorBundle, Manifest, Observed

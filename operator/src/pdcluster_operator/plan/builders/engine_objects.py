@@ -12,7 +12,7 @@ from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec import engine_types, resolve, resources, types
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, merge
 from pdcluster_operator.plan import connectors
-from pdcluster_operator.plan.builders import llmd, secrets, weights
+from pdcluster_operator.plan.builders import router, secrets, weights
 from pdcluster_operator.plan.objects.ownership import child_object, common_metadata
 
 
@@ -105,7 +105,7 @@ def build_engine_pod(
 ) -> dict[str, Any]:
     """Return the pod template, with the user's own merged over it by container name."""
     labels = object_names.engine_labels(name, pairing_key)
-    labels |= llmd.pod_labels(cluster, engine.role)
+    labels |= router.pod_labels(cluster, engine.role)
     if (tls := cluster.spec.transfer.tls) is types.TlsMode.MOUNTED:
         labels[object_names.TLS_LABEL] = tls.value
     signed = secrets.certificates_of(cluster) is types.Certificates.OPERATOR
@@ -122,7 +122,7 @@ def build_engine_pod(
             # Service links would set VLLM_PORT and the like for Services of such names.
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": resolve.grace_period(cluster),
-            **llmd.init_containers(cluster, engine.role),
+            **router.init_containers(cluster, engine.role),
             "containers": [_container(cluster, engine, name, pairing_key)],
             "volumes": [
                 *([connectors.connector_volume(config_map)] if bundled else []),
@@ -248,8 +248,8 @@ def vllm_args(
 ) -> list[str]:
     """Return the words after ``vllm serve``; the model comes first."""
     host, port = "0.0.0.0", object_names.HTTP_PORT  # noqa: S104 (a pod's own network)
-    if llmd.has_sidecar(cluster, engine.role):
-        host, port = "127.0.0.1", llmd.ENGINE_PORT
+    if router.has_sidecar(cluster, engine.role):
+        host, port = "127.0.0.1", router.ENGINE_PORT
     words = [
         engine.model,
         "--served-model-name", cluster.served_name,
@@ -308,7 +308,7 @@ def kv_transfer_config(cluster: types.Cluster, engine: resolve.Engine, pairing_k
     threads = {} if transfer.nixl_threads is None else {"num_threads": transfer.nixl_threads}
     tokens = transfer.local_tokens_per_step if role is types.Role.DECODE else None
     pace = {} if tokens is None else {"local_tokens_per_step": tokens}
-    skips = {"router_may_skip_prefill": True} if llmd.has_sidecar(cluster, role) else {}
+    skips = {"router_may_skip_prefill": True} if router.has_sidecar(cluster, role) else {}
     document = {
         "kv_connector": "PDClusterConnector",
         "kv_connector_module_path": "pdcluster_connector.vllm.connector",
