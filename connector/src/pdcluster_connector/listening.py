@@ -25,6 +25,8 @@ from heapq import nsmallest
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from pdcluster_connector.protocol.host_port import EVERY_ADDRESS
+
 if TYPE_CHECKING:
     from aiohttp import web
     from aiohttp.typedefs import Handler
@@ -63,12 +65,25 @@ def connection_limit() -> int:
     return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 4)
 
 
+def every_address() -> str:
+    """Return what stands for all addresses of this machine, IPv6 ones too where it has them.
+
+    A kernel whose IPv6 addresses are turned off by sysctl takes ``::`` for those of IPv4.
+    """
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 - a pod's own network
+
+
 def open_port(host: str, port: int) -> socket.socket:
-    """Return a socket that listens and does not block; raises OSError."""
-    both = not host and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if ":" in host or both else socket.AF_INET
+    """Return a socket that listens and does not block; raises OSError.
+
+    The address ``0.0.0.0`` stands for those of IPv6, too: a pod may have no others.
+    """
+    host = every_address() if host in EVERY_ADDRESS else host
     listener = socket.create_server(
-        (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both
+        (host, port),
+        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+        backlog=BACKLOG,
+        dualstack_ipv6=host == "::",
     )
     listener.setblocking(False)
     return listener

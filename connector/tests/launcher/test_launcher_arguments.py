@@ -155,6 +155,30 @@ def test_defaults():
     assert (command.block_tokens, command.max_tokens) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("given", "every", "host"),
+    [
+        (("--host", "0.0.0.0"), "::", "::"),
+        (("--host=0.0.0.0",), "::", "::"),
+        ((), "::", "::"),
+        (("--host", "::"), "0.0.0.0", "0.0.0.0"),
+        (("--host", "127.0.0.3"), "::", "127.0.0.3"),
+        (("--host", "fd00::7"), "::", "fd00::7"),
+        (("--host", "0.0.0.0"), "", "0.0.0.0"),
+    ],
+)
+def test_every_address_is_that_of_the_families_that_there_are(given, every, host):
+    """vLLM's 0.0.0.0 leaves out IPv6, and a kernel without IPv6 takes no ``::``."""
+    words = ["m", *given, "--kv-transfer-config", CONFIG]
+    command = engine_command(words, engine_id="a/b", role="prefill", every_address=every)
+    assert command.host == host
+    flags = [word for word in command.arguments if word.startswith("--host")]
+    if host in given or not every:
+        assert len(flags) == len([word for word in given if word.startswith("--host")])
+    else:
+        assert command.arguments[-2:] == ("--host", host), "vLLM takes the last one"
+
+
 def test_values():
     extra = {"side_channel_host": "10.0.0.7", "side_channel_port": 5700}
     config = json.dumps({**json.loads(CONFIG), "kv_connector_extra_config": extra})

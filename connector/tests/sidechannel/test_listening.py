@@ -12,6 +12,7 @@ from contextlib import closing
 
 import pytest
 
+from pdcluster_connector import listening
 from pdcluster_connector.listening import connection_limit
 from pdcluster_connector.sidechannel.server import (
     SideChannelError,
@@ -63,6 +64,24 @@ def test_a_side_channel_listens_on_the_family_of_its_address(
     for host in ("10.0.0.7", "engine.example", "fd00::1"):
         open_port(host, 5600).close()
     assert families == [socket.AF_INET, socket.AF_INET, socket.AF_INET6]
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+def test_every_address_is_one_of_both_families(host: str) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this kernel has no IPv6")
+    with closing(listening.open_port(host, 0)) as listener:
+        for client in ("127.0.0.1", "::1"):
+            socket.create_connection((client, listener.getsockname()[1])).close()
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+def test_a_kernel_without_ipv6_has_those_of_ipv4(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with closing(listening.open_port(host, 0)) as listener:
+        assert listener.getsockname()[0] == listening.every_address() == "0.0.0.0"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.255.255.254", "::1", "localhost"])

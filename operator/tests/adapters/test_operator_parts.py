@@ -641,6 +641,16 @@ def test_without_a_kubeconfig_a_command_works_in_the_namespace_of_its_pod(monkey
     assert kubeconfig.own_namespace() == "of-the-pod"
 
 
+@pytest.mark.parametrize(
+    ("service", "host"), [("10.96.0.1", "0.0.0.0"), ("fd00:10:96::1", "::"), (None, "0.0.0.0")]
+)
+def test_routers_bind_to_the_family_of_the_clusters_services(monkeypatch, service, host):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    if service:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", service)
+    assert kubeconfig.every_address() == host
+
+
 def test_a_pod_holds_leases_under_its_name_and_others_under_names_that_differ(monkeypatch):
     monkeypatch.setenv("POD_NAME", "operator-7d")
     assert own_identity() == own_identity() == "operator-7d"

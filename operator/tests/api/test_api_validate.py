@@ -192,6 +192,63 @@ def test_draft_models_that_a_spec_does_not_contradict_are_accepted(prefill, deco
     assert "draft" not in found.unchecked
 
 
+HYBRID = ("--mamba-block-size", "16")
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "path"),
+    [
+        (args(), spec(model="o/e", method="eagle3"), "spec.decode.engine.extraArgs"),
+        (spec(method="mtp"), args(), "spec.prefill.engine.extraArgs"),
+        (args(), args("-sc", '{"model": "o/e"}'), "spec.decode.engine.extraArgs"),
+        (args(), args("--speculative-config.method", "mtp"), "spec.decode.engine.extraArgs"),
+        (args("--spec-model=o/e"), spec(method="ngram"), "spec.prefill.engine.extraArgs"),
+        (args(*HYBRID), args(*HYBRID, "-sc.method", "ngram"), "spec.decode.engine.extraArgs"),
+        (args(), spec(method="ngram"), None),
+        (args(), spec(method="suffix"), None),
+        (spec(model="o/m", method="medusa"), args(), None),
+        (args(), spec(model="my.module.Proposer"), None),
+        (args(), args("--speculative-config", "{"), None),
+        (args(), spec(method=["eagle"]), None),
+        (spec(model="o/e", method="eagle"), spec(method="mtp"), None),
+        (args(), args(), None),
+    ],
+)
+def test_drafts_with_kv_on_one_role_alone_are_warned_of(prefill, decode, path):
+    found = findings(prefill=prefill, decode=decode)
+    said = [one for one in found.warnings if one.rule == "SetOnOneRole"]
+    assert [one.path for one in said] == ([] if path is None else [path])
+    for one in said:
+        assert "LayerMismatch" in one.message
+        shared = prefill if "prefill" in path else decode
+        both = findings(engine=shared["engine"])
+        assert both.ok
+        assert "SetOnOneRole" not in {one.rule for one in both.warnings}, "the way out"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "name"),
+    [
+        (args("--tokenizer", "o/t"), args(), "--tokenizer"),
+        (args(), args("--tokenizer=o/t"), "--tokenizer"),
+        (args("--tokenizer", "o/t"), args("--tokenizer", "o/u"), "--tokenizer"),
+        (args(), args("--chat-template", "/t.jinja"), "--chat-template"),
+        (args("--mm-processor-kwargs.fps", "2"), args(), "--mm-processor-kwargs"),
+        (args("--tokenizer", "o/t"), args("--tokenizer=o/t"), None),
+        (args(), args("--tokenizer", "/models/model"), None),
+        (args("--mm-processor-kwargs", '{"fps":2}'), args("--mm-processor-kwargs", '{"fps": 2}'),
+         None),
+    ],
+)  # fmt: skip
+def test_flags_that_make_other_tokens_of_a_prompt_are_set_alike(prefill, decode, name):
+    folder = {"source": {"persistentVolumeClaim": {"claimName": "weights"}}}
+    found = findings(prefill=prefill, decode=decode, model=folder)
+    said = [(one.value, one.path) for one in found.warnings if one.rule == "SetOnOneRole"]
+    role = "decode" if decode["engine"]["extraArgs"] else "prefill"
+    assert said == ([] if name is None else [(name, f"spec.{role}.engine.extraArgs")])
+    assert found.ok
+
+
 @pytest.mark.parametrize("flag", ["--kv-cache-dtype=fp8_e5m2", "--dtype=float"])
 def test_a_role_is_named_if_one_of_its_flags_can_say_the_value(flag):
     [refused] = findings(prefill=args(flag), decode=args("--dtype=half")).errors

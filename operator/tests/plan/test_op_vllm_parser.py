@@ -16,10 +16,45 @@ import pytest
 import yaml
 
 import pdcluster_connector
+import pdcluster_operator
 from pdcluster_operator.api.rules.extra_args import CHECKED_FLAGS
+from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.flags import OWNED_FLAGS, SHORT_NAMES
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+# Words after the model, and what vLLM's parser takes them for: True where it refuses them.
+REFUSED = {
+    ("--max-num-seqs 128",): True,
+    ("--seed", "1", "--max-num-seqs 128"): True,
+    ("--max-num-seqs",): True,
+    ("--max-num-seqs", "--seed", "1"): True,
+    ("--max-num-seqs", "1", "2"): True,
+    ("--max-num-seqs=1", "2"): True,
+    ("--enforce-eager", "true"): True,
+    ("--enforce-eager=true",): True,
+    ("--enforce-eager ",): True,
+    ("-sc.method", "ngram", "x"): True,
+    ("--allowed-media-domains",): True,
+    ("--max-num-seqs", "128"): False,
+    ("--max_num_seqs=128",): False,
+    ("--no-enforce-eager",): False,
+    ("-O3", "--seed", "-1"): False,
+    ("--chat-template", "-- {{ messages }}"): False,
+    ("--chat-template", "--x y"): False,
+    ("--allowed-media-domains", "a", "b"): False,
+    ("--device-memory-utilization", "0.5"): False,
+    ("-sc.method", "ngram", "--speculative-config.num_speculative_tokens=3"): False,
+    ("--generation-config", "a b=c -d"): False,
+}  # fmt: skip
+# vLLM refuses these too, but another version may know them, so that admission only warns.
+UNKNOWN = (
+    ("--max-nmu-seqs", "1"), ("--max-num", "1"), ("--no-disable-log-stats",), ("--enable-magic",),
+    ("--no-max-num-seqs", "1"),
+)  # fmt: skip
+# vLLM reads these as the flag that they begin.
+BEGUN = (("--max-num-seq", "1"), ("--max-logp", "2"))
+WORDS = [*REFUSED, *UNKNOWN, *BEGUN]
 CHILD = """
 import importlib.metadata, json, sys
 sys.path[:0] = json.loads(sys.argv[1])
@@ -28,7 +63,9 @@ answer_for_vllm()
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = make_arg_parser(FlexibleArgumentParser())
-answer = {"read": [], "flags": {}}
+from importlib.metadata import version
+from dev.vllm_flags import render
+answer = {"read": [], "flags": {}, "table": render(parser, version("vllm")), "refused": []}
 for words in json.load(sys.stdin):
     args = parser.parse_args(words)
     answer["read"].append({name: getattr(args, name, None) for name in (
@@ -40,6 +77,12 @@ for words in json.load(sys.stdin):
 for action in parser._actions:
     for name in action.option_strings:
         answer["flags"][name] = action.option_strings[0]
+for words in json.loads(sys.argv[2]):
+    try:
+        parser.parse_args(["model", *words])
+        answer["refused"].append(False)
+    except SystemExit:
+        answer["refused"].append(True)
 print("ANSWER" + json.dumps(answer, default=str))
 """
 
@@ -60,9 +103,9 @@ def vllm():
     overlaid = [name for name, words in lines.items() if words == ["/other"]]
     for name in overlaid:
         del lines[name]
-    sources = [str(Path(package.__file__).parents[1]) for package in (pdcluster_connector,)]
+    sources = [str(Path(pdcluster_connector.__file__).parents[1]), str(ROOT)]
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, json.dumps(sources)],
+        [sys.executable, "-c", CHILD, json.dumps(sources), json.dumps(WORDS)],
         input=json.dumps(list(lines.values())),
         capture_output=True,
         text=True,
@@ -73,7 +116,7 @@ def vllm():
     answers = [line for line in done.stdout.splitlines() if line.startswith("ANSWER")]
     assert answers, done.stderr[-3000:]
     answer = json.loads(answers[0].removeprefix("ANSWER"))
-    return dict(zip(lines, answer["read"], strict=True)), answer["flags"]
+    return dict(zip(lines, answer["read"], strict=True)), answer["flags"], answer
 
 
 @pytest.mark.vllm
@@ -117,3 +160,64 @@ def test_our_picture_of_vllms_flags_is_true(vllm):
         checked = CHECKED_FLAGS.union(OWNED_FLAGS)
         whole = flag in checked or not any(name.startswith(flag) for name in checked)
         assert whole or not flag.startswith("--"), flag
+
+
+@pytest.mark.vllm
+def test_the_table_of_flags_is_vllms_own(vllm):
+    table = Path(pdcluster_operator.api.spec.flags.__file__).with_name("vllm_flags.txt")
+    assert table.read_text() == vllm[2]["table"], "run python -m dev.vllm_flags"
+
+
+@pytest.mark.vllm
+def test_vllm_refuses_what_admission_refuses(vllm):
+    refused = dict(zip(WORDS, vllm[2]["refused"], strict=True))
+    assert refused == REFUSED | dict.fromkeys(UNKNOWN, True) | dict.fromkeys(BEGUN, False)
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_admission_refuses_what_vllm_certainly_refuses_and_warns_of_the_rest(words):
+    found = judged(words)
+    assert (not found.ok) is REFUSED.get(words, False), found
+    warned = {str(one.rule) for one in found.warnings} & {"UnknownFlag", "UnreadableFlag"}
+    assert warned == ({"UnknownFlag"} if words in (*UNKNOWN, *BEGUN) else set())
+    # An image of another release, or of a version that nobody can see, may take other values.
+    for image in ("docker.io/vllm/vllm-openai:v0.33.0", "registry.example/vllm:custom"):
+        other = judged(words, image)
+        assert other.ok or " " in words[0], other.errors
+        rules = {str(one.rule) for one in (*other.errors, *other.warnings)}
+        said = {str(one.rule) for one in (*found.errors, *found.warnings)}
+        assert rules >= said
+
+
+def test_a_flag_is_corrected_by_its_words():
+    def said(*words):
+        found = judged(words)
+        one = next(f for f in (*found.errors, *found.warnings) if str(f.rule).endswith("Flag"))
+        return one.path.removeprefix("spec.engine.extraArgs"), one.message, one.remedy
+
+    path, _, remedy = said("--seed", "1", "--max-num-seqs 128")
+    assert (path, remedy) == (
+        "[2]", 'Write each as a word of its own: "--max-num-seqs", "128".',
+    )  # fmt: skip
+    (unknown,) = (one for one in judged(UNKNOWN[0]).warnings if one.value.startswith("--max-nmu"))
+    assert unknown.rule == "UnknownFlag"
+    assert "Did you mean --max-num-seqs?" in unknown.remedy
+    assert "reads --max-num-seq as --max-num-seqs" in said("--max-num-seq", "1")[1]
+    assert "--max-num-batched-tokens" in said("--max-num", "1")[2]
+    assert "has no form with --no-" in said("--no-max-num-seqs", "1")[1]
+    assert said("--seed", "1", "--max-num-seqs")[0] == "[2]"
+    assert said("--enforce-eager=true")[2] == "Write the flag alone."
+
+
+def judged(words, image="docker.io/vllm/vllm-openai:v0.32.0"):
+    return check_manifest(
+        {
+            "apiVersion": "pdcluster.dev/v1alpha1",
+            "kind": "PDCluster",
+            "metadata": {"name": "x"},
+            "spec": {
+                "model": {"source": {"persistentVolumeClaim": {"claimName": "weights"}}},
+                "engine": {"image": image, "extraArgs": list(words)},
+            },
+        }
+    )[1]

@@ -1333,6 +1333,17 @@ async def test_engines_take_orders_from_the_operators_namespace(namespace: str |
     assert policies["tiny-engines"] == namespace
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+async def test_routers_listen_on_the_addresses_that_pods_have(host: str) -> None:
+    world = World()
+    world.start(world.events, place=Place(every_address=host))
+    await world.reconcile()
+    (router,) = world.api.list("Deployment")
+    words = router["spec"]["template"]["spec"]["containers"][0]["args"]
+    named = [words[n + 1] for n, word in enumerate(words) if word.endswith("-host")]
+    assert named == [host, host]
+
+
 @pytest.mark.parametrize(("tls", "role"), [("Mounted", MOUNTED), ("Enabled", {})])
 async def test_who_changes_the_labels_of_a_pod_gets_no_request_without_tls(
     tls: str, role: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

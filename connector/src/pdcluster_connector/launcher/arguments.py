@@ -13,6 +13,7 @@ from typing import Any, Final
 from pdcluster_connector.certificate_files import TlsFiles, tls_files
 from pdcluster_connector.launcher import inside_vllm
 from pdcluster_connector.plan.rank_pairs import node_of_data_rank
+from pdcluster_connector.protocol.host_port import EVERY_ADDRESS
 from pdcluster_connector.protocol.launcher_documents import MAX_SIDE_CHANNELS
 
 CONNECTOR_FLAG: Final = "--kv-transfer-config"
@@ -94,13 +95,17 @@ class EngineCommand:
         return self.node_rank == 0
 
 
-def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> EngineCommand:
+def engine_command(
+    arguments: Sequence[str], *, engine_id: str, role: str, every_address: str = ""
+) -> EngineCommand:
     """Read ``vllm serve``'s arguments and write ``engine_id`` into the connector's JSON.
 
     Args:
         arguments: everything after ``--`` on the launcher's command line.
         engine_id: ``logical/incarnation``, the same in every rank.
         role: ``prefill`` or ``decode``.
+        every_address: what vLLM binds to instead of 0.0.0.0, which is only IPv4; empty changes
+            nothing.
 
     Raises:
         ArgumentError: the connector's JSON is missing, malformed or of the other role, the model
@@ -122,6 +127,10 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
         # A follower runs no server. Add at the end, so no index moves. vLLM uses the last flag.
         servers = ["--api-server-count", "0"] if "--api-server-count" in flags else []
         words += [*servers, "--headless"]
+    host = flags.get("--host", "")
+    if every_address and host in EVERY_ADDRESS:
+        host = every_address
+        words += ["--host", host]
     text = json.dumps(config, separators=(",", ":"), ensure_ascii=False)
     index, inline = where
     words[index] = f"{CONNECTOR_FLAG}={text}" if inline else text
@@ -131,7 +140,7 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
     return EngineCommand(
         arguments=tuple(words),
         model=model,
-        host=flags.get("--host", ""),
+        host=host,
         port=_number(flags, "--port", 8000, high=65535),
         side_channel_host=str(extra.get("side_channel_host", "127.0.0.1")),
         side_channel_port=_port(extra.get("side_channel_port", 5600), data),

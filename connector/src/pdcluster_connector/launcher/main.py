@@ -10,6 +10,7 @@ from pdcluster_connector.launcher import installed_versions, say
 from pdcluster_connector.launcher.arguments import ArgumentError, EngineCommand, engine_command
 from pdcluster_connector.launcher.before_start import Port, problems
 from pdcluster_connector.launcher.options import Options, UsageError, parse
+from pdcluster_connector.listening import every_address
 
 EX_USAGE: Final = 2
 EX_CONFIG: Final = 78
@@ -21,7 +22,12 @@ def main() -> NoReturn:
     arguments = sys.argv[1:]
     try:
         options = parse(arguments)
-        command = engine_command(options.vllm, engine_id=options.engine.engine, role=options.role)
+        command = engine_command(
+            options.vllm,
+            engine_id=options.engine.engine,
+            role=options.role,
+            every_address=every_address(),
+        )
     except (UsageError, ArgumentError) as error:
         _last_words(_termination_log(arguments), str(error))
         sys.exit(EX_USAGE)

@@ -232,7 +232,12 @@ class Supervisor:
         leader = Leader(session, address, self.command.node_rank, secrets.token_hex(8), self.tls)
         met = await leader.meet(self._readiness.waiting)
         self._readiness.engine = engine_id.parse_engine_id(met.engine_id)
-        command = engine_command(self.options.vllm, engine_id=met.engine_id, role=self.options.role)
+        command = engine_command(
+            self.options.vllm,
+            engine_id=met.engine_id,
+            role=self.options.role,
+            every_address=listening.every_address(),
+        )
         self._start_engine(command, address, met.token)
         self._leader = leader, self._spawn(self._watch_leader(leader, met))
 

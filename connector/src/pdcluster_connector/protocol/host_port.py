@@ -1,15 +1,22 @@
 """A host and a port as text."""
 
+EVERY_ADDRESS = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - compared, not bound to
+
 
 def reachable(host: str, otherwise: str = "127.0.0.1") -> str:
     """Choose an address to connect to; ``host`` may be the wildcard address."""
-    return otherwise if host in {"", "0.0.0.0", "::"} else host  # noqa: S104 - compared alone
+    return otherwise if host in EVERY_ADDRESS else host
+
+
+def join_address(host: str, port: int) -> str:
+    """Return ``host:port``; an IPv6 address gets its brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def url(host: str, port: int, path: str = "", *, secured: bool = False) -> str:
     """Return ``http://host:port/path``, or ``https://…``; an IPv6 address gets its brackets."""
     scheme = "https" if secured else "http"
-    return f"{scheme}://[{host}]:{port}{path}" if ":" in host else f"{scheme}://{host}:{port}{path}"
+    return f"{scheme}://{join_address(host, port)}{path}"
 
 
 def split_address(text: str) -> tuple[str, int] | None:

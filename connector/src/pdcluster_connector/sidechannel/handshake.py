@@ -152,7 +152,8 @@ async def _ask(
     **arguments: Any,
 ) -> tuple[int, bytes] | Failure | TryAgain:
     """Send one request to the side channel of ``engine_id``; see :func:`request`."""
-    where, url = f"{host}:{port}", host_port.url(host, port, path, secured=tls is not None)
+    where = host_port.join_address(host, port)
+    url = host_port.url(host, port, path, secured=tls is not None)
     try:
         return await request(session, method, url, tls, engine_id, **arguments)
     except ssl.SSLError as error:
@@ -172,7 +173,8 @@ async def shake_hands(
     tls: Tls | None = None,
 ) -> messages.EngineMetadata | Failure | TryAgain:
     """Ask ``host:port`` once for the metadata of ``engine_id``, and judge the answer."""
-    where, peer, asked = f"{host}:{port}", (engine_id, host, port, tls), messages.encode(me)
+    where, peer = host_port.join_address(host, port), (engine_id, host, port, tls)
+    asked = messages.encode(me)
     found = await _ask(session, "POST", "/v1/handshake", *peer, data=asked, timeout=ATTEMPT)
     if not isinstance(found, tuple):
         return found
@@ -225,7 +227,7 @@ async def ask_health(
     status, reply = found[0], messages.decode_health(found[1])
     if status != 200 or isinstance(reply, messages.Malformed):
         why = f"answered {status}, which is not the answer of a side channel"
-        return TryAgain(f"{host}:{port} {why}")
+        return TryAgain(f"{host_port.join_address(host, port)} {why}")
     return reply
 
 

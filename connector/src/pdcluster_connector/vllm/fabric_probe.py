@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from pdcluster_connector import listening
 from pdcluster_connector.compat.shape import Memory
 from pdcluster_connector.nixl_io.interface import AgentInterface, NixlError
 from pdcluster_connector.nixl_io.probe_memory import Buffer, HostMemory
@@ -141,8 +142,7 @@ def _run(options: argparse.Namespace, log: Path) -> dict[str, Any]:
     os.environ.update(UCX_PROTO_INFO="y", UCX_LOG_FILE=str(log), UCX_LOG_LEVEL="info")
     agent, buffer = NixlAgent("probe"), _buffer(options.device, options.mib << 20)
     if options.side == "serve":
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        with socket.create_server((options.host, options.port), family=family) as listener:
+        with listening.open_port(options.host, options.port) as listener:
             listener.settimeout(options.patience)
             serve(agent, buffer, listener)
         return {}

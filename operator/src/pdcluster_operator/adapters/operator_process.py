@@ -147,6 +147,7 @@ class OperatorProcess:
                 options.host_path_models,
                 mounted_certificates=folder is not None,
                 operator_class=options.operator_class,
+                every_address=kubeconfig.every_address(),
             ),
             holds=leases.holds,
             worked=metrics.reconciled,

@@ -27,6 +27,7 @@ class Rule(StrEnum):
     OWNED_FLAG = "OwnedFlag"
     OWNED_VARIABLE = "OwnedVariable"
     UNREADABLE_FLAG = "UnreadableFlag"
+    UNKNOWN_FLAG = "UnknownFlag"
     NODES_DIVIDE_WORKERS = "NodesDivideWorkers"
     GPU_COUNT_MISMATCH = "GpuCountMismatch"
     GPU_BESIDE_CLAIM = "GpuBesideClaim"

@@ -70,6 +70,8 @@ class Place:
         mounted_certificates: whether the operator has a certificate for engines whose
             certificates are mounted.
         operator_class: the class of PDClusters to work on; empty for those without, None for all.
+        every_address: what routers bind to: ``::`` in a cluster whose Services have IPv6 addresses,
+            so that its nodes have IPv6.
     """
 
     namespace: str | None = None
@@ -77,6 +79,7 @@ class Place:
     one_node: bool = False
     mounted_certificates: bool = True
     operator_class: str | None = None
+    every_address: str = "0.0.0.0"  # noqa: S104 - of a pod's own network
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.protocol.engine_id import EngineId
-from pdcluster_connector.protocol.host_port import reachable, url
+from pdcluster_connector.protocol.host_port import join_address, reachable, url
 from pdcluster_connector.protocol.launcher_documents import EngineReport, EngineState
 
 _ORDER: Final = {state: place for place, state in enumerate(EngineState)}
@@ -102,7 +102,7 @@ class Readiness:
             engine=engine.logical,
             role=role,
             versions=dict(versions),
-            side_channel=f"{command.side_channel_host}:{command.side_channel_port}",
+            side_channel=join_address(command.side_channel_host, command.side_channel_port),
             data_parallel_size=command.data,
             # Other pods use the API and the side channel. If the API binds every address, the side
             # channel's address is the one that they know.

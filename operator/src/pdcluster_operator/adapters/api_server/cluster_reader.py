@@ -60,6 +60,9 @@ async def observe(
     engines, links = reports_in(cluster, children)
     ticket_key, certificates = await _secrets(api, key, cluster, children)
     policies = (one for one in children if one["kind"] == "NetworkPolicy")
+    # The API server gives each Service its families; the first one is that of the cluster.
+    services = (one["spec"] for one in children if one["kind"] == "Service")
+    six = any(spec.get("ipFamilies", ())[:1] == ["IPv6"] for spec in services)
     return types.Observed(
         cluster=slim(cluster, PDCLUSTER),
         children=children,
@@ -69,7 +72,10 @@ async def observe(
         connector=connector,
         ticket_key=ticket_key,
         certificates=certificates,
-        place=types.Place(next(filter(None, map(operator_namespace_in, policies)), None)),
+        place=types.Place(
+            next(filter(None, map(operator_namespace_in, policies)), None),
+            every_address="::" if six else "0.0.0.0",  # noqa: S104
+        ),
         pod_groups=store.serves(POD_GROUP_KIND),
         scaler=store.scaler(key),
         connectors=store.connectors(key.namespace),

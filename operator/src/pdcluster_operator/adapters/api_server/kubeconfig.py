@@ -89,6 +89,14 @@ def _files(kubeconfig: str | None) -> str:
     return kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
 
 
+def every_address() -> str:
+    """Return what stands for all addresses of a pod: ``::`` if this cluster's Services have IPv6.
+
+    Elsewhere the kernel of a node may have no IPv6 at all.
+    """
+    return "::" if ":" in os.environ.get("KUBERNETES_SERVICE_HOST", "") else "0.0.0.0"  # noqa: S104
+
+
 def own_namespace() -> str | None:
     """Return the namespace of the operator's pod; None outside of a cluster."""
     if named := os.environ.get("POD_NAMESPACE"):

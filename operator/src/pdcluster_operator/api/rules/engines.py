@@ -6,6 +6,7 @@ needs values that a manifest may leave out. Such a rule is checked when the engi
 other.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import isqrt
@@ -19,14 +20,18 @@ from pdcluster_connector.compat.supported import IMAGES_NUMBERED
 from pdcluster_operator.api.findings import FieldError, Findings, Rule, shown
 from pdcluster_operator.api.rules.model import is_replaced
 from pdcluster_operator.api.spec.fields import camel
-from pdcluster_operator.api.spec.flags import parse_flags
+from pdcluster_operator.api.spec.flags import Flag, parse_flags
 from pdcluster_operator.api.spec.model_config import Model
 from pdcluster_operator.api.spec.resolve import (
     DRAFT_FLAGS,
+    PROMPT_FLAGS,
     Engine,
+    drafts_with_kv,
     engine_shape,
     flag_path,
+    prompt_setting,
     resolve_engine,
+    speculation,
 )
 from pdcluster_operator.api.spec.types import Cluster, Role
 
@@ -235,6 +240,20 @@ def one_sided_warnings(cluster: Cluster) -> Iterator[FieldError]:
     """Yield settings of one role only: vLLM chooses the other role's, which may differ."""
     engines = {role: resolve_engine(cluster, role) for role in Role}
     shapes = {role: engine_shape(cluster, engines[role]) for role in Role}
+    yield from _one_sided_drafts(cluster, engines, shapes)
+    for name in PROMPT_FLAGS:
+        ours, theirs = (prompt_setting(engines[role], name) for role in Role)
+        if ours != theirs:
+            role = next(role for role in reversed(Role) if _places(cluster, role, name))
+            yield FieldError(
+                f"spec.{role}.engine.extraArgs",
+                name,
+                Rule.SET_ON_ONE_ROLE,
+                "differs between the roles: the same prompt may become other tokens in decode, "
+                "which then computes it again (PromptMismatch)",
+                f"Set the same {name} on both roles, in spec.engine.extraArgs.",
+                tuple(f"spec.{other}.engine.extraArgs" for other in Role),
+            )
     for field in CHOSEN_BY_VLLM:
         attribute, flags = SOURCES[field]
         name = camel(attribute)
@@ -251,6 +270,34 @@ def one_sided_warnings(cluster: Cluster) -> Iterator[FieldError]:
             "with different values refuse each other",
             f"Set the same engine.{name} on both roles, in spec.engine.",
             (f"spec.engine.{name}", *(f"spec.{other}.engine.{name}" for other in Role)),
+        )
+
+
+def _places(cluster: Cluster, role: Role, head: str) -> list[Flag]:
+    return [f for f in parse_flags(cluster.spec.role(role).engine.extra_args) if f.head == head]
+
+
+def _one_sided_drafts(
+    cluster: Cluster, engines: Mapping[Role, Engine], shapes: Mapping[Role, EngineShape]
+) -> Iterator[FieldError]:
+    """Yield drafts of one role that change its layers or, of a Mamba model, its states."""
+    hybrid = any(shape.hybrid for shape in shapes.values())
+    drafting = [
+        role
+        for role, engine in engines.items()
+        if drafts_with_kv(engine) or (hybrid and speculation(engine))
+    ]
+    if len(drafting) == 1:
+        (role,) = drafting
+        own = any(_places(cluster, role, name) for name in DRAFT_FLAGS)
+        yield FieldError(
+            f"spec.{role}.engine.extraArgs" if own else "spec.engine.extraArgs",
+            shown(json.dumps(speculation(engines[role]))),
+            Rule.SET_ON_ONE_ROLE,
+            f"only the {role} engines draft so, which gives them other layers or states with KV, "
+            "and engines with other ones refuse each other (LayerMismatch)",
+            "Set the same speculative decoding on both roles, in spec.engine.extraArgs.",
+            tuple(f"spec.{other}.engine.extraArgs" for other in Role),
         )
 
 

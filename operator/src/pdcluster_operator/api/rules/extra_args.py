@@ -5,13 +5,15 @@ not start, and flags that contradict a field of the spec. Variables are judged a
 and in pod templates. What containers of the user's own have is theirs.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.compat.supported import ANY_VERSION, REFUSED_FLAGS
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
-from pdcluster_operator.api.findings import FieldError, Rule, shown
+from pdcluster_operator.api.findings import FieldError, Rule, did_you_mean, shown
 from pdcluster_operator.api.rules import network
 from pdcluster_operator.api.rules.pod_template import env_source_errors
 from pdcluster_operator.api.spec import pod_templates
@@ -19,6 +21,8 @@ from pdcluster_operator.api.spec.fields import camel
 from pdcluster_operator.api.spec.flags import (
     OWNED_FLAGS,
     OWNED_ROUTER_FLAGS,
+    VLLM_FLAGS,
+    VLLM_RELEASE,
     Flag,
     owned_flag,
     parse_flags,
@@ -58,13 +62,9 @@ def _words(path: str, words: tuple[str, ...], ours: Mapping[str, str]) -> Iterat
     stray = range(flags[0].place if flags else len(words))
     ends = [flag.place for flag in flags if flag.head == "--"]
     for place in (*stray, *ends):
-        yield FieldError(
-            f"{path}[{place}]",
-            shown(words[place]),
-            Rule.UNREADABLE_FLAG,
-            "is neither a flag nor the value of one; the model is named in spec.model.source",
-            "Begin with a flag, as in --seed 1.",
-        )
+        message = "is neither a flag nor the value of one; the model is in spec.model.source"
+        remedy = _two_words(words[place]) or "Begin with a flag, as in --seed 1."
+        yield _unreadable(f"{path}[{place}]", words[place], message, remedy)
     for flag in flags:
         if owned := owned_flag(flag, ours):
             yield _owned(f"{path}[{flag.place}]", flag, owned, ours[owned])
@@ -86,13 +86,91 @@ def _abbreviated(path: str, flag: Flag) -> Iterator[FieldError]:
     meant = sorted(name for name in CHECKED_FLAGS if name.startswith(flag.head))
     whole = flag.head in CHECKED_FLAGS or not re.match("--.", flag.head)
     if meant and not whole:
-        yield FieldError(
-            path,
-            shown(" ".join(flag.words)),
-            Rule.UNREADABLE_FLAG,
-            f"{flag.head} abbreviates {' or '.join(meant)}, which rules check by its whole name",
-            "Write the whole name.",
-        )
+        message = f"abbreviates {' or '.join(meant)}, which rules check by its whole name"
+        yield _unreadable(path, " ".join(flag.words), message, "Write the whole name.")
+
+
+def _unreadable(path: str, value: str, message: str, remedy: str) -> FieldError:
+    return FieldError(path, shown(value), Rule.UNREADABLE_FLAG, message, remedy)
+
+
+def _two_words(word: str) -> str:
+    """Return what to do about a flag that stands in one word with its value; empty for others."""
+    name, blank, value = word.partition(" ")
+    two = ", ".join(json.dumps(part) for part in (name, value) if part)
+    return f"Write each as a word of its own: {two}." if blank and name.startswith("-") else ""
+
+
+Releases = Mapping[Role, str]
+"""The release of vLLM in each role's image; empty for one that does not say it."""
+
+
+def miscounted_errors(cluster: Cluster, releases: Releases) -> Iterator[FieldError]:
+    """Yield flags whose values vLLM's own image certainly refuses: too many, or none."""
+    return (found for certain, found in _miscounted(cluster, releases) if certain)
+
+
+def flag_warnings(cluster: Cluster, releases: Releases) -> Iterator[FieldError]:
+    """Yield the same for images that may hold another vLLM, and flags that vLLM does not know."""
+    yield from (found for certain, found in _miscounted(cluster, releases) if not certain)
+    for path, engine in engine_places(cluster):
+        for flag in parse_flags(engine.extra_args):
+            here = f"{path}.extraArgs[{flag.place}]"
+            if not (owned_flag(flag) or flag.head == "--" or [*_abbreviated(here, flag)]):
+                yield from _unknown(here, flag)
+
+
+def _unknown(path: str, flag: Flag) -> Iterator[FieldError]:
+    count = VLLM_FLAGS.get(flag.head)
+    if count == "0!" or (count is not None and not flag.negated):
+        return
+    written = flag.words[0].partition("=")[0]
+    longer = [name for name in VLLM_FLAGS if len(flag.head) > 2 and name.startswith(flag.head)]
+    message = f"vLLM {VLLM_RELEASE} does not know {written}, and does not start with it"
+    remedy = did_you_mean(flag.head, VLLM_FLAGS) or "Remove it."
+    if count is not None:
+        message, remedy = f"{flag.head} of vLLM {VLLM_RELEASE} has no form with --no-", "Remove it."
+    elif len(longer) == 1:
+        message = f"vLLM {VLLM_RELEASE} reads {written} as {longer[0]}, and others may not"
+        remedy = "Write the whole name."
+    elif longer:
+        message = f"{written} is the beginning of {len(longer)} flags of vLLM {VLLM_RELEASE}"
+        remedy = f"Write the whole name of one: {', '.join(longer[:6])}."
+    others = "" if count is None and len(longer) == 1 else " Another version of vLLM may know it."
+    words = " ".join(flag.words)
+    yield FieldError(path, shown(words), Rule.UNKNOWN_FLAG, message, remedy + others)
+
+
+def _miscounted(cluster: Cluster, releases: Releases) -> Iterator[tuple[bool, FieldError]]:
+    """Yield (whether vLLM certainly refuses it, the finding) for flags with too many or no values.
+
+    A flag of another release may take another number of values.
+    """
+    for path, engine in engine_places(cluster):
+        roles = [role for role in Role if path == f"spec.{role}.engine"] or Role
+        certain = all(releases[role] == VLLM_RELEASE for role in roles)
+        for flag in parse_flags(engine.extra_args):
+            if (count := VLLM_FLAGS.get(flag.head)) and not owned_flag(flag):
+                count = "1" if "." in flag.name else count.removesuffix("!")
+                for found in _surplus(f"{path}.extraArgs", flag, count):
+                    yield certain, found
+
+
+def _surplus(path: str, flag: Flag, count: str) -> Iterator[FieldError]:
+    """Yield a value that is missing, or the first one that is too many."""
+    most = {"0": 0, "1": 1, "?": 1}.get(count, len(flag.values))
+    takes = f"{flag.head} takes {counted(most, 'value')}" if most else f"{flag.head} takes no value"
+    if count in ("1", "+") and not flag.values:
+        message = f"is without a value, and {flag.head} takes one"
+        remedy = "Write the value as the next word, or remove the flag."
+        yield _unreadable(f"{path}[{flag.place}]", flag.words[0], message, remedy)
+    elif len(flag.values) > most:
+        # A value after = is in the flag's own word.
+        place = most + 1 - (len(flag.values) - len(flag.words) + 1)
+        word = flag.words[place]
+        message = f"is neither a flag nor the value of one: {takes}"
+        remedy = _two_words(word) or ("Remove it." if place else "Write the flag alone.")
+        yield _unreadable(f"{path}[{flag.place + place}]", word, message, remedy)
 
 
 def _contradictions(cluster: Cluster, role: Role) -> Iterator[FieldError]:

@@ -147,6 +147,17 @@ def _place(cluster: types.Cluster, role: Role) -> _Place:
     return _Place(f"spec.{role}.engine.image" if own else "spec.engine.image", engine.image, strict)
 
 
+def releases(cluster: types.Cluster) -> dict[Role, str]:
+    """Return the release in the tag of each role's vLLM image, as ``0.32``; empty for others."""
+    images = {role: parse_image(_place(cluster, role).reference) for role in Role}
+    return {
+        role: text_of(image.release)
+        if image.release and RELEASED.fullmatch(image.repository)
+        else ""
+        for role, image in images.items()
+    }
+
+
 def _version(place: _Place) -> Iterator[FieldError]:
     image = parse_image(place.reference)
     release = image.release

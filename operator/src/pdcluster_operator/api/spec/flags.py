@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.resources import files
+from typing import Final
 
 SHORT_NAMES = {
     "-tp": "--tensor-parallel-size",
@@ -38,6 +40,19 @@ SHORT_NAMES = {
     "-O": "--optimization-level",
 }
 _NUMBER = re.compile(r"-\d")
+
+
+def _read_flags() -> tuple[str, dict[str, str]]:
+    """Return the release and the flags of the table, which ``dev/vllm_flags.py`` writes."""
+    lines = files(__package__).joinpath("vllm_flags.txt").read_text().splitlines()
+    release, *rows = (line for line in lines if not line.startswith("#"))
+    return release, dict(row.split(" ") for row in rows)
+
+
+_TABLE = _read_flags()
+VLLM_RELEASE: Final = _TABLE[0]
+VLLM_FLAGS: Final[Mapping[str, str]] = _TABLE[1]
+"""Flag of that release -> how many values it takes. The table's head explains them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +96,10 @@ def parse_flags(words: tuple[str, ...]) -> tuple[Flag, ...]:
 
 
 def _is_flag(word: str) -> bool:
-    return word.startswith("-") and len(word) > 1 and not _NUMBER.match(word)
+    # argparse takes a word with a blank in its name for a value. vLLM reads dotted names itself.
+    name = word.partition("=")[0]
+    spaced = " " in name and "." not in name
+    return word.startswith("-") and len(word) > 1 and not _NUMBER.match(word) and not spaced
 
 
 def _flag(words: tuple[str, ...], place: int) -> Flag:

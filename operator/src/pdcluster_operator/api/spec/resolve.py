@@ -137,11 +137,20 @@ CONTEXT_FLAGS = ("--decode-context-parallel-size", "--prefill-context-parallel-s
 DRAFT_FLAGS = ("--speculative-config", "--spec-model", "--spec-method")
 # Methods of speculative decoding whose draft model has KV (vLLM 0.32 config/speculative.py).
 DRAFTS_WITH_KV = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark")
+# Those without; of a custom class nobody knows.
+DRAFTS_WITHOUT_KV = (
+    "ngram", "[ngram]", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class",
+)  # fmt: skip
+# Flags that decide which tokens a prompt becomes.
+PROMPT_FLAGS = (
+    "--tokenizer", "--tokenizer-mode", "--tokenizer-revision", "--chat-template",
+    "--chat-template-content-format", "--default-chat-template-kwargs", "--mm-processor-kwargs",
+)  # fmt: skip
 # Flags that rules look for, each by its whole name.
 READ_FLAGS = frozenset({
     *MODEL_FLAGS, *CONTEXT_FLAGS, *DRAFT_FLAGS, "--attention-backend", "--block-size", "--dtype",
     "--enable-prefix-caching", "--enforce-eager", "--kv-cache-dtype", "--max-model-len",
-    "--mm-processor-cache-gb", "--language-model-only",
+    "--mm-processor-cache-gb", "--language-model-only", *PROMPT_FLAGS,
 })  # fmt: skip
 # Flags that only a model with Mamba layers has a use for.
 HYBRID_FLAGS = ("--mamba-", "--enable-mamba-")
@@ -187,15 +196,39 @@ def _named_model(engine: Engine) -> str:
 
 def _draft(engine: Engine) -> str | None:
     """Return the draft model with KV that flags name, and its revision."""
-    whole, *words = DRAFT_FLAGS
-    given = {flag.name.partition(".")[2]: flag.value for flag in engine.flags if flag.head == whole}
-    # vLLM obeys dotted keys, which are named here, rather than the JSON.
-    said = {key: value for key, value in given.items() if key} or _mapping(given.get("", ""))
-    said |= {word[7:]: flag.value for word in words if (flag := engine.last(word)) is not None}
+    said = speculation(engine)
     model, revision = said.get("model"), said.get("revision")
     if not model or said.get("method", "draft_model") not in DRAFTS_WITH_KV:
         return None
     return f"{model} --revision {revision}" if revision else str(model)
+
+
+def speculation(engine: Engine) -> dict[str, Any]:
+    """Return what flags say about speculative decoding, by vLLM's own keys."""
+    whole, *words = DRAFT_FLAGS
+    given = {flag.name.partition(".")[2]: flag.value for flag in engine.flags if flag.head == whole}
+    # vLLM obeys dotted keys, which are named here, rather than the JSON.
+    said = {key: value for key, value in given.items() if key} or _mapping(given.get("", ""))
+    return said | {word[7:]: flag.value for word in words if (flag := engine.last(word))}
+
+
+def drafts_with_kv(engine: Engine) -> bool:
+    """Whether flags ask for drafts of layers with KV of their own, as far as they say so."""
+    said = speculation(engine)
+    model, method = said.get("model"), said.get("method")
+    if method is None:
+        # vLLM takes a dotted name of Python for a class.
+        return isinstance(model, str) and model not in DRAFTS_WITHOUT_KV and (
+            "." not in model or "/" in model
+        )  # fmt: skip
+    return isinstance(method, str) and method not in DRAFTS_WITHOUT_KV
+
+
+def prompt_setting(engine: Engine, name: str) -> list[tuple[str, object]]:
+    """Return what the flag ``name`` and its dotted keys say, or what vLLM takes without it."""
+    given = {flag.name: _mapping(flag.value) or flag.value
+             for flag in engine.flags if flag.head == name}  # fmt: skip
+    return sorted((given or ({name: engine.model} if name == "--tokenizer" else {})).items())
 
 
 def _mapping(text: str) -> dict[str, Any]:

@@ -35,12 +35,18 @@ PROBE_SECONDS = 1
 PROBE_FAILURES = 3
 
 
-def build_router_template(cluster: Cluster, pairing_key: str, connector: str) -> dict[str, Any]:
+def build_router_template(
+    cluster: Cluster,
+    pairing_key: str,
+    connector: str,
+    host: str = "0.0.0.0",  # noqa: S104 (a pod's own network)
+) -> dict[str, Any]:
     """Return the pod template, with a placeholder for the engines of each role; see :func:`bound`.
 
     Args:
         connector: name of the ConfigMap with the connector. It holds the gate that asks for the
             API key.
+        host: the address that the router binds to.
     """
     router = cluster.spec.router
     labels = router_labels(cluster, pairing_key)
@@ -60,7 +66,7 @@ def build_router_template(cluster: Cluster, pairing_key: str, connector: str) ->
             # drops a SIGTERM that process 1 does not handle: here the pause process is process 1.
             "shareProcessNamespace": True,
             "terminationGracePeriodSeconds": resolve.router_grace_period(cluster),
-            "containers": [_container(cluster)],
+            "containers": [_container(cluster, host)],
         },
     }
     if router.api_key_secret_ref is not None:
@@ -130,12 +136,12 @@ def router_labels(cluster: Cluster, pairing_key: str) -> dict[str, str]:
     }
 
 
-def _container(cluster: Cluster) -> dict[str, Any]:
+def _container(cluster: Cluster, host: str) -> dict[str, Any]:
     gated = cluster.spec.router.api_key_secret_ref is not None
     args = [
         "--vllm-pd-disaggregation",
         *PLACEHOLDERS.values(),
-        "--host", "0.0.0.0",  # noqa: S104 (a pod's own network)
+        "--host", host,
         "--port", str(object_names.ROUTER_PORT),
         "--policy", cluster.spec.router.policy.name.lower(),
         "--worker-startup-timeout-secs", str(WORKER_STARTUP_SECONDS),
@@ -144,7 +150,7 @@ def _container(cluster: Cluster) -> dict[str, Any]:
         "--health-failure-threshold", str(HEALTH_CHECK_FAILURES),
         "--health-success-threshold", "1",
         "--request-timeout-secs", str(cluster.spec.request_timeout_seconds),
-        "--prometheus-host", "0.0.0.0",  # noqa: S104 (a pod's own network)
+        "--prometheus-host", host,
         "--prometheus-port", str(object_names.ROUTER_METRICS_PORT),
         *cluster.spec.router.extra_args,
     ]  # fmt: skip

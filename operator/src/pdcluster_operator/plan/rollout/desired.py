@@ -205,6 +205,7 @@ def desire(
         },
         given=observed.cluster.get("spec") or {},
         stored_routers=routers.stored_templates(observed),
+        every_address=observed.place.every_address,
     )
     spec = revisions.spec_of_engines(observed.cluster)
     causes = (choice.targets.causes(role, existing.engines, spec) for role in Role)

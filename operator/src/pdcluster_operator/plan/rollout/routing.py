@@ -131,7 +131,7 @@ def with_stored_router(observed: Observed, given: Manifest) -> dict[str, Any]:
 
 
 def router_template(
-    cluster: types.Cluster, given: Manifest, key: str, connector: str, stored: str
+    cluster: types.Cluster, given: Manifest, key: str, connector: str, stored: str, host: str
 ) -> dict[str, Any]:
     """Return the stored template if it renders to the same pods as the spec, else a new one.
 
@@ -144,9 +144,10 @@ def router_template(
         key: the pairing key.
         connector: name of the ConfigMap that the engines mount.
         stored: the annotation; empty if there is none.
+        host: the address that the router binds to.
     """
     spec = {part: given[part] for part in PARTS if part in given}
-    template = router.build_router_template(cluster, key, connector)
+    template = router.build_router_template(cluster, key, connector, host)
     today = {"spec": spec, "template": template}
     then = _read(stored, router.router_selector(cluster, key))
     if then is None or then["template"] == template:
@@ -161,7 +162,7 @@ def router_template(
     parsed = parse.parse_cluster({**document, "spec": {**others, **then["spec"]}})
     if parsed.errors:
         return today
-    meant = router.build_router_template(parsed.cluster, key, connector)
+    meant = router.build_router_template(parsed.cluster, key, connector, host)
     return {**then, "spec": spec} if meant == template else today
 
 

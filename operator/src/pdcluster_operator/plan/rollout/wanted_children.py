@@ -41,6 +41,7 @@ class Build:
             change it.
         given: the spec as the user wrote it.
         stored_routers: the template that each router's Deployment carries, by its name.
+        every_address: see :class:`pdcluster_operator.plan.types.Place`.
     """
 
     cluster: Cluster
@@ -55,6 +56,7 @@ class Build:
     queues: Mapping[EngineName, str] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)
     stored_routers: Mapping[str, str] = field(default_factory=dict)
+    every_address: str = ""
 
     def children(
         self, names: Mapping[Role, tuple[EngineName, ...]], skipped: AbstractSet[EngineName]
@@ -94,7 +96,8 @@ class Build:
     def _router(self, key: str, members: Members) -> dict[str, Any]:
         name = object_names.router_deployment_name(self.cluster.name, key)
         stored = self.stored_routers.get(name, "")
-        rendered = router_template(self.cluster, self.given, key, self._gate(), stored)
+        made_from = self.given, key, self._gate(), stored, self.every_address
+        rendered = router_template(self.cluster, *made_from)
         engines = [name for role in Role for name in members[role]]
         made = router.build_router_deployment(
             self.cluster, key, router.bound(rendered["template"], engines), stop=self.routing.stop
