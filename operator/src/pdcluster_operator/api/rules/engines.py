@@ -1,4 +1,4 @@
-"""Rules of the engines: the sizes of each role, and whether the two roles can exchange KV.
+"""Rules of the engines: how many and how large, and whether the two roles can exchange KV.
 
 The rules about KV are in the connector's ``compat/``, because the handshake applies the same ones.
 This module adds the field of the spec that a refusal comes from. A rule that compares two engines
@@ -326,3 +326,44 @@ def unchecked_message(fields: Iterable[str]) -> str:
     when = "The engines check this when they connect to each other."
     sooner = " Set a field in brackets to have it checked now." if any(s for _, s in named) else ""
     return f"Not checked yet: {parts}. {when}{sooner}"
+
+
+AUTOSCALING = "spec.autoscaling"
+
+
+def autoscaling_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield bounds that contradict each other or the links, and targets that are missing."""
+    wanted = cluster.spec.autoscaling
+    if wanted is None:
+        return
+    bounds = {Role.PREFILL: wanted.prefill, Role.DECODE: wanted.decode}
+    for role, allowed in bounds.items():
+        if allowed.min > allowed.max:
+            yield FieldError(
+                f"{AUTOSCALING}.{role}.min",
+                str(allowed.min),
+                Rule.MIN_ABOVE_MAX,
+                f"is above {AUTOSCALING}.{role}.max, which is {allowed.max}",
+                "Set max to at least min.",
+                (f"{AUTOSCALING}.{role}.max",),
+            )
+    links = wanted.prefill.max * wanted.decode.max
+    if links > MOST_LINKS:
+        yield FieldError(
+            f"{AUTOSCALING}.decode.max",
+            str(wanted.decode.max),
+            Rule.OUT_OF_RANGE,
+            f"{wanted.prefill.max} prefill x {wanted.decode.max} decode engines would be {links} "
+            f"links; {MOST_LINKS} are allowed",
+            "Set a smaller max of a role.",
+            (f"{AUTOSCALING}.prefill.max",),
+        )
+    if wanted.ttft_ms is None and wanted.itl_ms is None:
+        yield FieldError(
+            AUTOSCALING,
+            "",
+            Rule.NO_TARGET,
+            "has neither ttftMs nor itlMs, so nothing says how many engines are enough",
+            "Set ttftMs, itlMs or both, in milliseconds.",
+            (f"{AUTOSCALING}.ttftMs", f"{AUTOSCALING}.itlMs"),
+        )

@@ -12,7 +12,6 @@ from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Findings, Rule, under
 from pdcluster_operator.api.rules import (
-    autoscaling,
     certificates,
     engines,
     extra_args,
@@ -117,7 +116,7 @@ def _errors(cluster: Cluster) -> Iterator[FieldError]:
     yield from network.peer_errors("spec.router.allowFrom", spec.router.allow_from or ())
     yield from routers.router_errors(cluster)
     yield from resources.gang_errors(cluster)
-    yield from autoscaling.autoscaling_errors(cluster)
+    yield from engines.autoscaling_errors(cluster)
 
 
 def _warnings(cluster: Cluster) -> Iterator[FieldError]:
