@@ -13,6 +13,7 @@ PEERS = [{"podSelector": {"matchLabels": {"app": "gateway"}}}]
 OF_VLLMS_ROUTER: dict[str, Any] = {
     "replicas": 2,
     "policy": "CacheAware",
+    "extraArgs": ["--log-level", "debug"],
     "image": "registry.example/router:v1",
     "resources": {"requests": {"cpu": "2"}},
     "podTemplate": {"spec": {"priorityClassName": "high"}},
