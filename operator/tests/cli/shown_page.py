@@ -28,7 +28,8 @@ class ShownPage:
 
     def __init__(self, ui: UiServer, http: aiohttp.ClientSession, api: LocalApi) -> None:
         self.ui, self.http, self.api = ui, http, api
-        self.base, _, self.token = ui.url.partition("/?token=")
+        self.base = ui.url.removesuffix("/")
+        self.origin, _, self.token = self.base.rpartition("/")
 
     async def get(self, path: str, **options: object) -> tuple[int, str]:
         async with self.http.get(f"{self.base}{path}", **options) as answer:  # type: ignore[arg-type]
@@ -51,14 +52,13 @@ async def opened(
     folder: Path, monkeypatch: pytest.MonkeyPatch, first: Key | None = None
 ) -> AsyncIterator[ShownPage]:
     api = LocalApi()
-    jar = aiohttp.CookieJar(unsafe=True)  # cookies of an IP address
     async with Door(api, dict, folder, "llm") as door:
         configuration = await find_configuration(str(door.kubeconfig))
         async with KubeClient(configuration) as client:
             reader = KubeReader(client, None, "llm", on_this_machine=True)
             reader.period = 0.05
             monkeypatch.setattr("pdcluster_operator.cli.ui.board.FRESH_SECONDS", 0.0)
-            async with UiServer(reader, first) as ui, aiohttp.ClientSession(cookie_jar=jar) as http:
+            async with UiServer(reader, first) as ui, aiohttp.ClientSession() as http:
                 shown = ShownPage(ui, http, api)
                 for one in (cluster(), *pods()):
                     shown.put(one)

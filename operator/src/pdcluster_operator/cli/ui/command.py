@@ -27,8 +27,8 @@ it.
 
 NAME is the PDCluster that is shown first. Without it, the page begins with a list of all.
 
-The address ends with a token: whoever has it can read the page. To see the page on another device,
-forward the port with `ssh -L`, and open the address there.
+The address has a token, another one at each start: whoever has it can read the page. To see the
+page on another device, forward the port with `ssh -L`, and open the address there.
 
 Objects are read with your rights. What the requests do is read from the metrics of the engines'
 pods, as `kubectl port-forward` reaches them.

@@ -1,11 +1,11 @@
 """Serves the page on this machine, to whoever has its token.
 
 Other users of the machine, and pages of other sites in the same browser, can reach a port of
-localhost. So each request needs the token, which the printed URL has. A cookie then takes its
-place: scripts cannot read it, and browsers send it with no request that a page of another site
-makes, only when somebody follows a link. A request under another name than localhost is refused:
-another site's name may point to this machine (DNS rebinding). The page loads nothing from elsewhere
-and runs no inline script.
+localhost. So each path begins with a token, which the printed URL has. There is no cookie: browsers
+send one to every port of a machine, and the servers of other users listen there, too. A request
+under another name than localhost is refused: another site's name may point to this machine (DNS
+rebinding). The page loads nothing from elsewhere, tells no other page its address, and runs no
+inline script.
 """
 
 import hmac
@@ -58,9 +58,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Pages:
-    """The templates. Every value is escaped."""
+    """The templates. Every value is escaped.
 
-    def __init__(self) -> None:
+    Args:
+        root: with which the path of each link begins.
+    """
+
+    def __init__(self, root: str = "") -> None:
         self._environment = jinja2.Environment(
             loader=jinja2.PackageLoader("pdcluster_operator.cli.ui"),
             autoescape=True,
@@ -70,7 +74,7 @@ class Pages:
         )
         self._environment.filters.update(stamp=stamp, clock=clock, ago=ago)
         box = {"width": series.WIDTH, "height": series.HEIGHT}
-        self._environment.globals.update(steps=len(page.STEPS), box=box)
+        self._environment.globals.update(steps=len(page.STEPS), box=box, root=root)
 
     def sections(self, kind: str, context: Mapping[str, Any]) -> dict[str, str]:
         """Return the HTML of each section of a page."""
@@ -93,18 +97,20 @@ class UiServer:
     def __init__(self, reader: Reader, first: Key | None, port: int = 0) -> None:
         self._reader, self._first, self._port = reader, first, port
         self._token = secrets.token_urlsafe(32)
-        self._pages = Pages()
+        self._root = f"/{self._token}"
+        self._pages = Pages(self._root)
         self._boards: dict[Key | None, Board] = {}
         self._viewers = 0
         application = web.Application(middlewares=[self._guard])
         application.add_routes(
             [
-                web.get("/", self._index),
-                web.get("/clusters", self._clusters),
-                web.get("/clusters/events", self._events),
-                web.get("/c/{namespace}/{name}", self._cluster),
-                web.get("/c/{namespace}/{name}/events", self._events),
-                web.get("/static/{file}", _static),
+                web.get(self._root, self._index),
+                web.get(f"{self._root}/", self._index),
+                web.get(f"{self._root}/clusters", self._clusters),
+                web.get(f"{self._root}/clusters/events", self._events),
+                web.get(f"{self._root}/c/{{namespace}}/{{name}}", self._cluster),
+                web.get(f"{self._root}/c/{{namespace}}/{{name}}/events", self._events),
+                web.get(f"{self._root}/static/{{file}}", _static),
             ]
         )
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
@@ -112,7 +118,7 @@ class UiServer:
     @property
     def url(self) -> str:
         """The address with the token."""
-        return f"http://{ADDRESS}:{self._port}/?token={self._token}"
+        return f"http://{ADDRESS}:{self._port}{self._root}/"
 
     async def __aenter__(self) -> Self:
         """Listen.
@@ -151,30 +157,21 @@ class UiServer:
     def _refusal(self, request: web.Request) -> web.Response | None:
         if not NAMES.fullmatch(request.headers.get("Host", "")):
             return web.Response(status=403, text="403: open this page as localhost or 127.0.0.1\n")
-        cookie = f"pdcluster-ui-{self._port}"
-        given = request.query.get("token")
-        if not self._is_token(given if given is not None else request.cookies.get(cookie, "")):
-            words = "403: open the URL that `pdcluster ui` printed; it ends with a token\n"
+        given = request.path.split("/")[1].encode(errors="replace")
+        if not hmac.compare_digest(given, self._token.encode()):
+            words = "403: open the URL that `pdcluster ui` printed; it has a token\n"
             return web.Response(status=403, text=words)
-        if given is None:
-            return None
-        # The address bar, the history and copies of the address are then without the token.
-        answer = web.Response(status=303, headers={"Location": request.path})
-        answer.set_cookie(cookie, self._token, httponly=True, samesite="Lax", path="/")
-        return answer
-
-    def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(errors="replace"), self._token.encode())
+        return None
 
     async def _index(self, _: web.Request) -> web.Response:
         first = self._first
         where = f"/c/{first.namespace}/{first.name}" if first else "/clusters"
-        return web.Response(status=303, headers={"Location": where})
+        return web.Response(status=303, headers={"Location": f"{self._root}{where}"})
 
     async def _clusters(self, _: web.Request) -> web.Response:
         board = self._board(None)
         await board.fresh()
-        return self._html("list", "PDClusters", "/clusters/events", board)
+        return self._html("list", "PDClusters", f"{self._root}/clusters/events", board)
 
     async def _cluster(self, request: web.Request) -> web.Response:
         key = _key(request)
