@@ -17,6 +17,7 @@ from pdcluster_connector.protocol.launcher_documents import EngineState
 from pdcluster_connector.protocol.load_report import LoadReport
 from pdcluster_operator.api.conditions import own_status
 from pdcluster_operator.api.schema.crd import crd
+from pdcluster_operator.plan.scaling import follow
 from pdcluster_operator.plan.scaling.follow import role_load
 from pdcluster_operator.plan.types import Plan
 
@@ -378,6 +379,28 @@ def test_other_bounds_are_judged_at_once() -> None:
     made.edit(autoscaling={**made.cluster["spec"]["autoscaling"], "decode": {"min": 3, "max": 6}})
     made.step()
     assert made.cluster["spec"]["decode"]["replicas"] == 3
+
+
+def test_a_bug_of_the_advice_stops_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = world()
+    minutes(made, 3, busy)
+    said = made.cluster["status"]["scaling"]
+    made.edit(decode={"replicas": 2})
+    with monkeypatch.context() as broken:
+        broken.setattr(follow, "advise", lambda *_: list[int]().pop())
+        [plan, again] = minutes(made, 2, slow)
+        assert isinstance(plan.fault, IndexError)
+        assert (again.scales, again.moments) == ((), ())
+        is_(made, TARGETS_MET, "Unknown", "AdviceFailed")
+        words = made.condition(TARGETS_MET)["message"]
+        assert words == "the number of engines stays as it is: IndexError: pop from empty list"
+        assert counts(made) == (1, 2), "the change of the spec is carried out"
+        is_(made, "Ready", "True", "Ready")
+        assert made.cluster["status"]["scaling"] == said
+        jsonschema.validate(json.loads(json.dumps(made.cluster)), SCHEMA)
+    [plan] = minutes(made, 1, busy)
+    assert plan.fault is None
+    assert made.condition(TARGETS_MET)["reason"] != "AdviceFailed"
 
 
 def test_between_two_looks_nothing_is_judged() -> None:

@@ -45,6 +45,7 @@ from pdcluster_operator.plan.lifecycle import (
     LONGEST_WAIT_SECONDS,
 )
 from pdcluster_operator.plan.memo import Memo
+from pdcluster_operator.plan.scaling import follow
 from pdcluster_operator.plan.status import pace, progress
 from pdcluster_operator.plan.status.events import transitions
 from pdcluster_operator.plan.status.pace import LONGEST_SECONDS
@@ -961,6 +962,20 @@ async def test_a_bug_in_the_planner_stands_in_the_status(monkeypatch: pytest.Mon
             assert world.condition(kind)["status"] == "Unknown", "nothing is known any more"
     await world.reconcile()
     assert world.condition("Progressing")["status"] == "True"
+
+
+async def test_a_bug_of_the_advice_is_logged_once_and_the_rest_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(autoscaling={"prefill": {"max": 2}, "decode": {"max": 2}, "itlMs": 40})
+    monkeypatch.setattr(follow, "advise", lambda *_: list[int]().pop())
+    for _ in range(3):
+        await world.reconcile()
+    assert world.store.children(KEY)
+    assert world.condition("ScalingTargetsMet")["reason"] == "AdviceFailed"
+    [record] = [one for one in caplog.records if one.exc_info]
+    assert record.exc_info is not None
+    assert record.exc_info[0] is IndexError
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ class StatusReason(StrEnum):
     ENGINES_DID_NOT_COME = "EnginesDidNotCome"
     TARGETS_UNREACHABLE = "TargetsUnreachable"
     NOT_MEASURED = "NotMeasured"
+    ADVICE_FAILED = "AdviceFailed"
 
     # Service and change
     SERVING = "Serving"

@@ -113,6 +113,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         scaler=prefill_scaler.scaler_status(observed),
         scales=scaling.steps if scaling else (),
         moments=scaling.window if scaling else (),
+        fault=scaling.fault if scaling else None,
     )
 
 

@@ -277,6 +277,7 @@ class Plan:
         scaler: the status of the PrefillScaler; None if there is nothing to write.
         scales: numbers of engines to set.
         moments: see ``Observed``.
+        fault: of a part that is left out because of a bug of the operator.
     """
 
     steps: tuple[Step, ...]
@@ -288,6 +289,7 @@ class Plan:
     scaler: ScalerStatus | None = None
     scales: tuple[Scale, ...] = ()
     moments: tuple[Moment, ...] = ()
+    fault: Exception | None = None
 
 
 MAKE_PODS = ("StatefulSet", "Deployment")

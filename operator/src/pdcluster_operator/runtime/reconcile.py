@@ -70,6 +70,7 @@ class Reconciler:
         self._failing: dict[Key, float] = {}  # since when steps fail
         self._waiting: set[Key] = set()  # clusters with a status that waits
         self._moments: dict[Key, tuple[Moment, ...]] = {}  # of clusters with spec.autoscaling
+        self._logged: dict[Key, str] = {}  # the fault of the last plan, if it had one
 
     async def reconcile(self, key: Key) -> float | None:
         """Return seconds until the next call, or None if an event will cause it.
@@ -166,16 +167,27 @@ class Reconciler:
             status = progress.without_plan(cluster, bug.reason, str(bug), now)
             await self._write_status(key, cluster, status)
             raise bug from error
+        self._log_once(key, plan.fault)
         return await self._carry_out(key, cluster, plan, now, failure, new)
 
     def leave(self, key: Key) -> None:
         """Forget a cluster that is gone, or that another operator may change from now on."""
-        for held in (self._memos, self._began, self._wrote, self._failing, self._moments):
+        for held in (
+            self._memos, self._began, self._wrote, self._failing, self._moments, self._logged,
+        ):  # fmt: skip
             held.pop(key, None)
         self._waiting.discard(key)
         self._secrets.forget(key)
         self._executor.forget(key)
         self.monitor.forget(key)
+
+    def _log_once(self, key: Key, fault: Exception | None) -> None:
+        """Log the fault of a plan, unless it is the one of the plan before."""
+        if fault is None:
+            self._logged.pop(key, None)
+        elif self._logged.get(key) != (words := repr(fault)):
+            self._logged[key] = words
+            log.error("%s: a part of the plan is left out", key, exc_info=fault)
 
     def _memo(self, key: Key) -> Memo:
         memo = self._memos.setdefault(key, Memo())

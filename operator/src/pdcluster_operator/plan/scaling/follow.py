@@ -60,6 +60,7 @@ class Scaling:
         verdict: the condition ScalingTargetsMet.
         steps: numbers to set.
         wait: seconds to the next look.
+        fault: an exception, which is a bug of the operator.
     """
 
     window: tuple[Moment, ...]
@@ -67,6 +68,7 @@ class Scaling:
     verdict: Verdict
     steps: tuple[Scale, ...]
     wait: float
+    fault: Exception | None = None
 
 
 def follow(
@@ -88,6 +90,26 @@ def follow(
         return None
     status = as_mapping(observed.cluster.get("status"))
     before = as_mapping(status.get("scaling"))
+    try:
+        return _follow(observed, cluster, wanted, status, before, names, now, rolling=rolling)
+    except Exception as error:  # noqa: BLE001 - the engines need the rest of the plan
+        # Without what was seen so far, which may be the cause.
+        words = f"the number of engines stays as it is: {type(error).__name__}: {error}"
+        verdict = unknown(StatusReason.ADVICE_FAILED, words)
+        return Scaling((), before, verdict, (), LOOK_SECONDS, error)
+
+
+def _follow(
+    observed: Observed,
+    cluster: Cluster,
+    wanted: Autoscaling,
+    status: Manifest,
+    before: Mapping[str, Any],
+    names: Mapping[Role, Iterable[EngineName]],
+    now: float,
+    *,
+    rolling: bool,
+) -> Scaling:
     window = tuple(one for one in observed.moments if now - MEMORY_SECONDS < one.at <= now)
     goal, applies = _goal(wanted, observed.scaler), wanted.mode is ScalingMode.APPLY
     past = now - window[-1].at if window else LOOK_SECONDS
