@@ -52,6 +52,10 @@ class Section:
     same_as: str | None
 
 
+SHOWN = {"spec.engine.kvOffload": "spec.prefill.engine.kvOffload"}
+"""Examples that are refused at the first place of their object: decode engines do not offload."""
+
+
 class ExampleMissingError(TypeError):
     """A field of the API has no example. The message names the field and the remedy."""
 
@@ -61,13 +65,16 @@ def sections() -> list[Section]:
     places: dict[type[Any], list[str]] = {}
     for path, cls in _objects("spec", Spec):
         places.setdefault(cls, []).append(path)
+    shown = {f"{path}.{field.json_name}" for path, cls in _objects("spec", Spec)
+             for field in describe(cls) if field.required and path != "spec"}  # fmt: skip
     found = []
     for cls, paths in places.items():
         wider = next(
             (other for other in places if other is not cls and issubclass(other, cls)), cls
         )
         same = wider is not cls and len(describe(wider)) == len(describe(cls))
-        example = None if "[]" in paths[0] or same else _leaves(cls, paths[0])
+        hidden = "[]" in paths[0] or same or paths[0] in shown
+        example = None if hidden else _leaves(cls, paths[0])
         found.append(Section(tuple(paths), cls, example, places[wider][0] if same else None))
     return found
 
@@ -170,7 +177,8 @@ def _section(section: Section, homes: Mapping[str, str]) -> str:
     rows = [_row(field, first, homes) for field in describe(section.cls)]
     parts += ["| field | type | default | meaning |", "|---|---|---|---|", *rows, ""]
     if section.example:
-        parts += ["```yaml", f"{_nested(first, section.example)}```\n"]
+        shown = SHOWN.get(first, first)
+        parts += ["```yaml", f"{_nested(shown, section.example)}```\n"]
     return "\n".join(parts)
 
 
@@ -228,8 +236,13 @@ def _default(field: FieldInfo) -> str:
 
 
 def _nested(path: str, example: Any) -> str:
-    for name in reversed(path.split(".")):
-        example = {name: example}
+    """Return an example as part of a manifest, with the fields that the API requires beside it."""
+    classes = dict(_objects("spec", Spec))
+    while path:
+        parent, _, name = path.rpartition(".")
+        needed = describe(classes[path]) if parent else ()
+        more = {f.json_name: _example(f, path) for f in needed if f.required}
+        example, path = {name: {**more, **example}}, parent
     return to_yaml(example)
 
 

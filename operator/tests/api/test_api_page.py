@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +17,7 @@ from dev import api_page
 from dev.api_page_status import EXAMPLE, MEANINGS
 
 from pdcluster_operator.api.conditions import ConditionType
+from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.api.spec.fields import Example, Items, Text, describe
 from pdcluster_operator.api.spec.parse import parse_cluster
@@ -109,13 +112,45 @@ def schema_at(path: str) -> dict[str, Any]:
     return found
 
 
-def test_yaml_on_the_page_is_part_of_a_manifest() -> None:
-    for text in re.findall(r"^```yaml\n(.+?)^```", api_page.page(), re.MULTILINE | re.DOTALL):
-        document = yaml.safe_load(text)
-        assert set(document) <= {"spec", "status"}
-        jsonschema.Draft202012Validator(
-            {"type": "object", "properties": SCHEMA["properties"]}
-        ).evolve(schema=without_required(SCHEMA["properties"])).validate(document)
+ROOT = PAGE.parents[1]
+PAGES = sorted(one for folder in ("", "docs/**/", "examples/", "charts/*/")
+               for one in ROOT.glob(f"{folder}*.md"))  # fmt: skip
+OTHERS = {"ignoreDifferences", "healthCheckExprs"}
+"""Fields of objects of Argo CD and Flux, of which docs/gitops.md shows parts without a kind."""
+
+
+def shown_parts() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every PDCluster in YAML on a page, and every part of one, with the line where it stands."""
+    for page in PAGES:
+        text = page.read_text()
+        for block in re.finditer(r"^ *```ya?ml\n(.+?)^ *```", text, re.MULTILINE | re.DOTALL):
+            line = text.count("\n", 0, block.start()) + 1
+            for part in yaml.safe_load_all(textwrap.dedent(block[1])):
+                ours = part.get("kind", "PDCluster") == "PDCluster" and "spec" in part
+                if ours and OTHERS.isdisjoint(part["spec"]):
+                    yield f"{page.relative_to(ROOT)}:{line}", part
+
+
+SHOWN = dict(shown_parts())
+
+
+def test_most_sections_of_the_page_show_yaml() -> None:
+    assert sum(place.startswith("docs/api.md:") for place in SHOWN) > 20
+
+
+@pytest.mark.parametrize("place", SHOWN)
+def test_yaml_on_a_page_is_accepted_where_a_manifest_has_it(place: str) -> None:
+    """A reader copies a part below what the first steps have: a name, and a model."""
+    part = SHOWN[place]
+    manifest = {
+        "apiVersion": "pdcluster.dev/v1alpha1",
+        "kind": "PDCluster",
+        "metadata": {"name": "llama", **part.get("metadata", {})},
+        "spec": {"model": {"source": {"huggingFace": {"repo": "a/b"}}}, **part["spec"]},
+    }
+    jsonschema.Draft202012Validator(SCHEMA).validate(manifest)
+    _, found = check_manifest(manifest, host_paths=True)
+    assert [f"{one.path}: {one.message}" for one in found.errors] == []
 
 
 def without_required(properties: dict[str, Any]) -> dict[str, Any]:

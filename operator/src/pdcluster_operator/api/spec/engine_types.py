@@ -310,7 +310,7 @@ class Resources:
     ] = field(default_factory=Quantities)
     limits: Annotated[
         Quantities,
-        Example({"memory": "200Gi", "nvidia.com/gpu": "8"}),
+        Example({"memory": "200Gi", "nvidia.com/gpu": "1"}),
         "are the resources that a pod may use at most.",
     ] = field(default_factory=Quantities)
 
