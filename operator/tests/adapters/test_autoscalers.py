@@ -102,6 +102,29 @@ def test_autoscalers_scale_both_roles_and_read_what_exists(real, operator, names
     until(lambda: len(engines("prefill")) == 1, 90, said)
 
 
+def test_a_file_without_the_number_leaves_it_to_the_autoscaler(real, namespace):
+    """As a Deployment does: the first apply gives 1, and later ones leave what a scale has set."""
+    path = f"{GROUP}/namespaces/{namespace}/prefillscalers/tiny"
+    applied = f"{path}?fieldManager=me"
+    body = {
+        "apiVersion": "pdcluster.dev/v1alpha1",
+        "kind": "PrefillScaler",
+        "metadata": {"name": "tiny"},
+        "spec": {},
+    }
+    status, found = real.call("PATCH", applied, body, "application/apply-patch+yaml")
+    assert (status, found["spec"]) == (201, {"replicas": 1})
+    change = {"spec": {"replicas": 4}}
+    assert real.call("PATCH", f"{path}/scale", change, "application/merge-patch+json")[0] == 200
+    body["spec"] = {"maxPercentOfDecode": 300}
+    status, found = real.call("PATCH", applied, body, "application/apply-patch+yaml")
+    assert (status, found["spec"]) == (200, {"replicas": 4, "maxPercentOfDecode": 300})
+    # `kubectl apply` without --server-side sends what differs from the file before.
+    body["spec"] = {"maxPercentOfDecode": 200}
+    status, found = real.call("PATCH", path, body, "application/merge-patch+json")
+    assert (status, found["spec"]["replicas"]) == (200, 4)
+
+
 @pytest.mark.timeout(600)
 def test_the_operator_itself_sets_the_numbers_of_both_roles(real, operator, namespace):
     """With spec.autoscaling. No engine runs here, so the bounds alone say what is needed."""

@@ -115,8 +115,8 @@ def schema_at(path: str) -> dict[str, Any]:
 ROOT = PAGE.parents[1]
 PAGES = sorted(one for folder in ("", "docs/**/", "examples/", "charts/*/")
                for one in ROOT.glob(f"{folder}*.md"))  # fmt: skip
-OTHERS = {"ignoreDifferences", "healthCheckExprs"}
-"""Fields of objects of Argo CD and Flux, of which docs/gitops.md shows parts without a kind."""
+OTHERS = {"healthCheckExprs"}
+"""Fields of objects of Flux, of which docs/gitops.md shows parts without a kind."""
 
 
 def shown_parts() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -94,6 +94,12 @@ def test_a_folder_is_searched_for_yaml(
     assert capsys.readouterr().out == f"{empty} holds no file that ends with .yaml or .yml\n"
 
 
+SCALER_HEAD = (
+    "apiVersion: pdcluster.dev/v1alpha1\nkind: PrefillScaler\nmetadata: {name: s, namespace: a}\n"
+)
+SCALER = f"{SCALER_HEAD}spec: {{}}\n"
+
+
 @pytest.mark.parametrize(
     ("text", "code", "says"),
     [
@@ -111,7 +117,20 @@ def test_a_folder_is_searched_for_yaml(
         ("apiVersion: v1\nkind: PDClusters\n", 1, "-:2: kind = PDClusters"),
         ("apiVersion: v1\nkind: PDClusters\n", 1, "Write kind: PDCluster."),
         ("apiVersion: pdcluster.dev/v1beta1\nkind: PDCluster\n", 1, "-:1: apiVersion = pdclu"),
-        ("kind: PrefillScaler\napiVersion: pdcluster.dev/v1alpha1\n", 1, "PrefillScaler"),
+        (SCALER, 0, "- (s): no errors"),
+        (f"{SCALER_HEAD}spec: {{replicas: 9, minPercentOfDecode: 50}}\n", 0, "no errors"),
+        (SCALER.replace("spec: {}", ""), 1, "Give spec: {}, or a number in spec.replicas."),
+        (f"{SCALER_HEAD}spec: {{replicsa: 2}}\n", 1, "-:4: spec.replicsa"),
+        (f"{SCALER_HEAD}spec: {{replicsa: 2}}\n", 1, "Did you mean replicas?"),
+        (f"{SCALER_HEAD}spec: {{replicas: '2'}}\n", 1, "Leave out the quotes."),
+        (f"{SCALER_HEAD}spec: {{replicas: -1}}\n", 1, "must be between 0 and 1000 [OutOfRange]"),
+        (
+            f"{SCALER_HEAD}spec: {{minPercentOfDecode: 9, maxPercentOfDecode: 8}}\n",
+            1,
+            "[MinAboveMax]",
+        ),
+        (SCALER.replace("v1alpha1", "v1"), 1, "Write apiVersion: pdcluster.dev/v1alpha1."),
+        (SCALER.replace("name: s", "name: S_"), 1, "metadata.name = S_"),
     ],
 )
 def test_what_is_no_cluster_is_named(
@@ -124,6 +143,22 @@ def test_what_is_no_cluster_is_named(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     assert main(["lint", "-"]) == code
     assert says in capsys.readouterr().out
+
+
+def test_a_scaler_has_the_name_of_a_cluster_that_is_checked_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "no PDCluster that is checked with it has this name"
+    for name, clusters, warned in (
+        ("warned", "warned", False), ("warnd", "warned", True), ("other", None, False),
+    ):  # fmt: skip
+        (file := tmp_path / f"{name}.yaml").write_text(
+            SCALER.replace("name: s, namespace: a", f"name: {name}")
+        )
+        beside = [str(GOLDEN / "warnings.yaml")] if clusters else []
+        assert main(["lint", *beside, str(file)]) == 0
+        text = capsys.readouterr().out
+        assert (said in text, "Did you mean warned?" in text) == (warned, warned), name
 
 
 def test_a_list_of_kubectl_is_its_items(

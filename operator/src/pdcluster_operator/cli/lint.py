@@ -18,7 +18,7 @@ from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.compat.shape import LayerKind
 from pdcluster_connector.compat.supported import dtype_name
 from pdcluster_operator.api.findings import FieldError, Findings
-from pdcluster_operator.api.object_names import KIND
+from pdcluster_operator.api.object_names import KIND, SCALER_KIND
 from pdcluster_operator.api.rules import engines, validate
 from pdcluster_operator.api.rules.model import is_replaced
 from pdcluster_operator.api.spec.model_config import UnknownModel, read_model
@@ -38,11 +38,11 @@ DETAILS = """\
 Prints every error and warning with file, line, JSON path, value, rule and remedy.
 
 Each FILE is a manifest in YAML, a folder (its *.yaml and *.yml, and those below it), or - for
-standard input. A file may hold several documents. Those of other kinds are named and skipped, so
-the output of Helm and Kustomize can be checked.
+standard input. A file may hold several documents. PDClusters and PrefillScalers are checked.
+Objects of other kinds are named and skipped, so the output of Helm and Kustomize can be checked.
 
-Exits with 1 if there is an error, a file that cannot be read, or no PDCluster at all; warnings
-alone exit with 0.
+Exits with 1 if there is an error, a file that cannot be read, or nothing to check; warnings alone
+exit with 0.
 """
 EXAMPLES = (
     ("pdcluster lint cluster.yaml", "every mistake of one manifest"),
@@ -73,9 +73,10 @@ class Finding(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Checked(msgspec.Struct, frozen=True, rename="camel"):
-    """One PDCluster that was checked.
+    """One PDCluster or PrefillScaler that was checked.
 
-    ``unchecked`` says what only its engines can check; ``model`` what moves, with --model-config.
+    ``unchecked`` says what only the engines of a PDCluster can check; ``model`` what moves, with
+    --model-config.
     """
 
     file: str
@@ -115,11 +116,16 @@ class Lint(msgspec.Struct, frozen=True, rename="camel"):
     help="the model's config.json, or its folder: layers, heads and the context are checked too",
 )
 def lint(files: tuple[str, ...], model_config: str | None, output: str) -> Exit:
-    """Check every PDCluster of every file; DONE when none has an error."""
+    """Check each PDCluster and PrefillScaler of every file; DONE when none has an error."""
     documents, problems = _read(files)
     config = read_config(model_config) if model_config else None
-    checked = [(one, check(one, config)) for one in documents if not one.other_kind]
-    skipped = [one for one in documents if one.other_kind]
+    clusters = [one for one in documents if not one.other_kind]
+    checked = [
+        (one, _check_scaler(one, clusters) if one.other_kind else check(one, config))
+        for one in documents
+        if one.other_kind in ("", SCALER_KIND)
+    ]
+    skipped = [one for one in documents if one.other_kind not in ("", SCALER_KIND)]
     if not checked and not problems:
         problems = [f"there is no {KIND} in {', '.join(files)}, so nothing was checked"]
 
@@ -207,6 +213,13 @@ def _moves(document: Document, config: Mapping[str, Any]) -> str:
         f"Where both roles split it alike, these are about {pieces:,} descriptors in blocks of "
         f"{block} tokens."
     )
+
+
+def _check_scaler(document: Document, clusters: Iterable[Document]) -> Findings:
+    """Check a PrefillScaler; its name is that of a PDCluster of its namespace, if any is there."""
+    names = {one.name for one in clusters if one.namespace == document.namespace and one.name}
+    findings = validate.check_scaler(document.body, names)
+    return replace(findings, errors=(*document.repeated, *findings.errors))
 
 
 def judge(document: Document, **known: Any) -> tuple[Cluster, Findings]:

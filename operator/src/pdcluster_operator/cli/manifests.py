@@ -51,6 +51,13 @@ class Document:
         return name if isinstance(name, str) else ""
 
     @property
+    def namespace(self) -> str:
+        """``metadata.namespace``, if it is text."""
+        metadata = self.body.get("metadata") if isinstance(self.body, dict) else None
+        namespace = metadata.get("namespace") if isinstance(metadata, dict) else None
+        return namespace if isinstance(namespace, str) else ""
+
+    @property
     def title(self) -> str:
         """What to call it: its file, which document of it, and the name of the object."""
         number = f", document {self.number}" if self.number > 1 else ""

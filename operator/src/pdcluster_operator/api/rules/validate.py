@@ -6,11 +6,11 @@ an update only for errors that the update adds.
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pdcluster_operator.api.findings import FieldError, Findings, Rule, under
+from pdcluster_operator.api.findings import FieldError, Findings, Rule, did_you_mean, under
 from pdcluster_operator.api.rules import (
     certificates,
     engines,
@@ -24,7 +24,7 @@ from pdcluster_operator.api.rules import (
 )
 from pdcluster_operator.api.rules.model import model_errors
 from pdcluster_operator.api.spec.model_config import Model
-from pdcluster_operator.api.spec.parse import parse_cluster
+from pdcluster_operator.api.spec.parse import parse_cluster, parse_scaler
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Cluster
 
@@ -40,6 +40,26 @@ BY_DEFAULT: Mapping[str, str] = {
 }
 """What ``pdcluster lint`` says of such a finding. It sees neither the operator nor the server."""
 _INDEX = re.compile(r"\[\d+\]")
+
+
+def check_scaler(manifest: object, names: Collection[str] = ()) -> Findings:
+    """Parse the manifest of a PrefillScaler, and apply its rules.
+
+    Args:
+        names: of the PDClusters beside it. It should have one of these names, if there are any.
+    """
+    spec, errors = parse_scaler(manifest)
+    least, most = spec.min_percent_of_decode, spec.max_percent_of_decode
+    if least is not None and most is not None and least > most:
+        words = f"is above spec.maxPercentOfDecode, which is {most}"
+        where, remedy = "spec.minPercentOfDecode", "Set maxPercentOfDecode to at least this number."
+        errors = (*errors, FieldError(where, str(least), Rule.MIN_ABOVE_MAX, words, remedy))
+    name = as_mapping(as_mapping(manifest).get("metadata")).get("name")
+    if not names or name in names or not isinstance(name, str):
+        return Findings(errors)
+    words = "no PDCluster that is checked with it has this name, and it scales that one only"
+    remedy = did_you_mean(name, names) or f"There is {', '.join(sorted(names)[:10])}."
+    return Findings(errors, (FieldError("metadata.name", name, Rule.NAME_UNUSABLE, words, remedy),))
 
 
 def check_manifest(

@@ -80,3 +80,37 @@ class Autoscaling:
         "the replicas of the PDCluster, and those of the PrefillScaler of its name if there is "
         "one. Then no other autoscaler may set the same numbers.",
     ] = ScalingMode.ADVISE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalerSpec:
+    """The spec of a PrefillScaler, which has the name of its PDCluster."""
+
+    RULES: ClassVar[tuple[fields.Cel, ...]] = (
+        fields.Cel(
+            "!has(self.minPercentOfDecode) || !has(self.maxPercentOfDecode) "
+            "|| self.minPercentOfDecode <= self.maxPercentOfDecode",
+            "minPercentOfDecode must not be above maxPercentOfDecode (rule MinAboveMax)",
+        ),
+    )
+
+    replicas: Annotated[
+        int,
+        fields.Example(2),
+        "is the number of prefill engines. It is used instead of spec.prefill.replicas of the "
+        "PDCluster. If an autoscaler sets it, leave it out of the file that you apply.",
+        fields.Whole(0, 1000),
+    ] = 1
+    min_percent_of_decode: Annotated[
+        int | None,
+        fields.Example(50),
+        "is a lower bound of the number, as a share of the decode engines, rounded up: with 50 and "
+        "five decode engines there are at least three prefill engines.",
+        fields.Whole(1, 10_000),
+    ] = None
+    max_percent_of_decode: Annotated[
+        int | None,
+        fields.Example(200),
+        "is an upper bound of the number, as a share of the decode engines, rounded up.",
+        fields.Whole(1, 10_000),
+    ] = None

@@ -23,9 +23,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Rule, did_you_mean, quoted, shown
-from pdcluster_operator.api.object_names import API_VERSION, KIND, name_errors, namespace_errors
+from pdcluster_operator.api.object_names import (
+    API_VERSION,
+    KIND,
+    SCALER_KIND,
+    name_errors,
+    namespace_errors,
+)
 from pdcluster_operator.api.spec import fields as spec_fields, pod_templates, resources
-from pdcluster_operator.api.spec.autoscaling_types import EngineBounds
+from pdcluster_operator.api.spec.autoscaling_types import EngineBounds, ScalerSpec
 from pdcluster_operator.api.spec.engine_types import (
     EngineOverride,
     Model,
@@ -56,10 +62,36 @@ def parse_cluster(manifest: object) -> ParseResult:
     Unknown fields are errors in ``spec``; ``metadata`` and ``status`` belong to Kubernetes.
     """
     reader = Reader()
+    manifest, metadata = _envelope(reader, manifest, KIND, "at least spec.model.source")
+    name = metadata.get("name")
+    spec = reader.read_object(Spec, manifest.get("spec", {}), "spec")
+    generation = metadata.get("generation")
+    cluster = Cluster(
+        name=name if isinstance(name, str) and name else "unnamed",
+        namespace=_text(metadata.get("namespace")) or "default",
+        uid=_text(metadata.get("uid")),
+        generation=generation if isinstance(generation, int) else 0,
+        spec=spec,
+    )
+    return ParseResult(cluster, tuple(reader.errors[:MAX_ERRORS]))
+
+
+def parse_scaler(manifest: object) -> tuple[ScalerSpec, tuple[FieldError, ...]]:
+    """Parse the manifest of a PrefillScaler, as :func:`parse_cluster` does; return its errors."""
+    reader = Reader()
+    manifest, _ = _envelope(reader, manifest, SCALER_KIND, "spec: {}, or a number in spec.replicas")
+    spec = reader.read_object(ScalerSpec, manifest.get("spec", {}), "spec")
+    return spec, tuple(reader.errors[:MAX_ERRORS])
+
+
+def _envelope(
+    reader: "Reader", manifest: object, kind: str, least: str
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Check what stands around a spec; return the manifest and its metadata."""
     if not isinstance(manifest, Mapping):
         reader.error("", manifest, Rule.WRONG_TYPE, "a manifest is an object", "Write a mapping.")
         manifest = {}
-    for key, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
+    for key, wanted in (("apiVersion", API_VERSION), ("kind", kind)):
         given = manifest.get(key)
         if given is None:
             reader.error(key, "", Rule.REQUIRED, "is missing", f"Write {key}: {wanted}.")
@@ -72,20 +104,10 @@ def parse_cluster(manifest: object) -> ParseResult:
     metadata = manifest.get("metadata")
     if not isinstance(metadata, Mapping):
         metadata = {}
-    name = metadata.get("name")
-    _check_names(reader, name, metadata.get("namespace"))
+    _check_names(reader, metadata.get("name"), metadata.get("namespace"))
     if "spec" not in manifest:
-        reader.error("spec", "", Rule.REQUIRED, "is missing", "Give at least spec.model.source.")
-    spec = reader.read_object(Spec, manifest.get("spec", {}), "spec")
-    generation = metadata.get("generation")
-    cluster = Cluster(
-        name=name if isinstance(name, str) and name else "unnamed",
-        namespace=_text(metadata.get("namespace")) or "default",
-        uid=_text(metadata.get("uid")),
-        generation=generation if isinstance(generation, int) else 0,
-        spec=spec,
-    )
-    return ParseResult(cluster, tuple(reader.errors[:MAX_ERRORS]))
+        reader.error("spec", "", Rule.REQUIRED, "is missing", f"Give {least}.")
+    return manifest, metadata
 
 
 def _check_names(reader: "Reader", name: object, namespace: object) -> None:
