@@ -234,6 +234,47 @@ def test_what_one_role_alone_says(engine, field, value, role):
     assert not warnings(engine=engine)
 
 
+def on_one_node(how="nodeSelector", **more):
+    """Both roles with pod templates that put decode beside prefill."""
+    labels = {"pdcluster.dev/cluster": "x", "pdcluster.dev/role": "prefill"}
+    term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": labels}}
+    name = {"nodeName": "gpu-1", "nodeSelector": {"kubernetes.io/hostname": "gpu-1"}}
+    beside = {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    decode = {"affinity": beside} if how == "affinity" else {how: name[how]}
+    prefill = {} if how == "affinity" else {how: name[how]}
+    return {
+        "prefill": {"podTemplate": {"spec": {**prefill, **more}}},
+        "decode": {"podTemplate": {"spec": {**decode, **more}}},
+    }
+
+
+@pytest.mark.parametrize("how", ["nodeName", "nodeSelector", "affinity"])
+def test_roles_of_one_node_share_no_nvlink_unless_something_is_done(how):
+    def said(spec=None, **more):
+        found = check(**(spec or on_one_node(how)), **more)[1]
+        assert found.ok, found.errors
+        return [(one.rule, one.path) for one in found.warnings if one.rule == "NoRdma"]
+
+    field = "affinity.podAffinity" if how == "affinity" else how
+    assert said() == [("NoRdma", f"spec.decode.podTemplate.spec.{field}")]
+    # Each way out that the remedy names, and where there is no NVLink to be lost.
+    assert said(transfer={"rdma": {"resource": "rdma/ib"}}) == []
+    assert said(on_one_node(how, hostPID=True)) == []
+    assert said(engine={"env": [{"name": "UCX_TLS", "value": "tcp,cuda_copy"}]}) == []
+    assert said(transfer={"device": "CPU"}) == []
+    engine = {"name": "engine", "resources": {"limits": {"amd.com/gpu": 1}}}
+    assert said(on_one_node(how, containers=[engine])) == []
+
+
+def test_roles_that_only_may_be_on_one_node_are_not_warned_of():
+    for spec in (
+        on_one_node("nodeSelector") | {"decode": {}},
+        {"prefill": {"podTemplate": {"spec": {"nodeSelector": {"gpu": "h100"}}}},
+         "decode": {"podTemplate": {"spec": {"nodeSelector": {"gpu": "h100"}}}}},
+    ):  # fmt: skip
+        assert "NoRdma" not in {one.rule for one in check(**spec)[1].warnings}
+
+
 def test_engines_over_several_machines_without_rdma():
     role = {"parallelism": {"tensor": 16, "nodes": 2}}
     found = warnings(decode=role)

@@ -151,6 +151,7 @@ def _warnings(cluster: Cluster) -> Iterator[FieldError]:
     yield from whole_pods.pod_warnings(cluster)
     yield from engines.idle_warnings(cluster)
     yield from network.rdma_warnings(cluster)
+    yield from network.nvlink_warnings(cluster)
     yield from certificates.mount_warnings(cluster)
     yield from pod_template.exposure_warnings(cluster)
     yield from routers.sidecar_warnings(cluster)
