@@ -25,11 +25,11 @@ from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Cluster, Visibility
 from pdcluster_operator.cli import lint, manifests, once, output, plan, view as views
 from pdcluster_operator.cli.commands import Command, duration, positive
+from pdcluster_operator.cli.cpu_engines import complete
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.model_shape import model_of
 from pdcluster_operator.cli.runs import new_run_folder
 from pdcluster_operator.local import cluster as local_cluster, pod_logs
-from pdcluster_operator.local.cpu_engines import complete
 from pdcluster_operator.local.door import Door
 from pdcluster_operator.local.facts import gather
 from pdcluster_operator.local.preflight import COMMAND_LINE, judge

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "local"))
+
 from manifests import tiny
 
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.model_config import Model, read_model
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.types import Cluster, Role
-from pdcluster_operator.local.cpu_engines import complete
+from pdcluster_operator.cli.cpu_engines import complete
 
 GIB = 1 << 30
 SIZE = ["--kv-cache-memory-bytes", str(GIB)]
