@@ -68,6 +68,20 @@ def test_a_plain_launcher_is_asked_in_plain_words() -> None:
     assert (path, rule) == ("spec.containers[0].startupProbe.httpGet.scheme", "ProbeFails")
 
 
+def test_ports_that_are_not_known_to_answer_otherwise_are_not_judged() -> None:
+    """The side channel may speak TLS or not; a router has no launcher."""
+    for scheme in ("HTTP", "HTTPS"):
+        side = engine(livenessProbe=get("side-channel", "/healthz", scheme=scheme))
+        assert judge(template=side) == []
+        probe = get(5590, "/any", scheme=scheme)
+        beside = sidecar(ports=[{"containerPort": 5590}])
+        router = {"containers": [{"name": "router", "livenessProbe": probe}, beside]}
+        assert judge("router", {"spec": router}) == []
+    secure = {"name": "router", "livenessProbe": get("metrics", "/metrics", scheme="HTTPS")}
+    [(_, rule, _)] = judge("router", {"spec": {"containers": [secure]}})
+    assert rule == "ProbeFails"
+
+
 @pytest.mark.parametrize("part", ["decode", "router"])
 def test_a_probe_without_the_api_key_asks_only_what_is_open(part: str) -> None:
     name = "engine" if part == "decode" else "router"

@@ -173,7 +173,10 @@ def _missing(pod: _Pod) -> Iterator[FieldError]:
         for field, here, item in (*named, *(("resourceClaims", *item) for item in claims)):
             name = item.get("name")
             if name is not None and name not in given[field]:
-                remedy = did_you_mean(name, given[field]) or f"Add it to {pod.path}.spec.{field}."
+                remedy = (
+                    did_you_mean(name, sorted(given[field]))
+                    or f"Add it to {pod.path}.spec.{field}."
+                )
                 message = f"is not in {pod.path}.spec.{field}, nor is it the operator's own"
                 yield _wrong(f"{here}.name", name, Rule.NOT_IN_POD, message, remedy)
 
@@ -292,7 +295,9 @@ def _handlers(place: str, container: Mapping[str, Any], own: Outline) -> Iterato
             if field and value in (None, [], ""):
                 yield _wrong(where, "", Rule.REQUIRED, "is missing", f"Give the {field}.")
             elif field == "port" and not isinstance(value, int) and value not in ports:
-                remedy = did_you_mean(str(value), ports) or "Name a port of the same container."
+                remedy = (
+                    did_you_mean(str(value), sorted(ports)) or "Name a port of the same container."
+                )
                 remedy = "Leave out the quotes." if str(value).isdecimal() else remedy
                 message = "is the name of no port of this container"
                 yield _wrong(where, value, Rule.NOT_IN_POD, message, remedy)
@@ -320,24 +325,23 @@ def _fails(
     """Yield (field, message, remedy) of why our container never answers a probe as it should."""
     tls = cluster.spec.transfer.tls is not TlsMode.DISABLED and role is not None
     key = cluster.spec.router.api_key_secret_ref is not None
-    api, launcher = object_names.HTTP_PORT, object_names.LAUNCHER_PORT
-    asks_api = number == (api if role else object_names.ROUTER_PORT)
-    first = (api, object_names.ENGINE_METRICS_PORT)
-    if role and cluster.spec.role(role).parallelism.nodes > 1 and number in first:
+    api = object_names.HTTP_PORT if role else object_names.ROUTER_PORT
+    metrics = object_names.ENGINE_METRICS_PORT if role else object_names.ROUTER_METRICS_PORT
+    launcher = object_names.LAUNCHER_PORT if role or key else None
+    if role and cluster.spec.role(role).parallelism.nodes > 1 and number in (api, metrics):
         yield "port", "is open in the first pod of an engine only", "Ask the port launcher."
-    if kind != "httpGet":
+    if kind != "httpGet" or number not in (api, metrics, launcher):
         return
     scheme = "HTTPS" if tls and number == launcher else "HTTP"
-    ours = asks_api or number in (launcher, *object_names.ENGINE_PORTS.values())
-    if ours and (given := handler.get("scheme") or "HTTP") != scheme:
-        message = f"is answered over {scheme}, and the probe speaks {given}"
-        yield "scheme", f"port {number} {message}", f"Write scheme: {scheme}."
+    if (given := handler.get("scheme") or "HTTP") != scheme:
+        message = f"port {number} is answered over {scheme}, and the probe speaks {given}"
+        yield "scheme", message, f"Write scheme: {scheme}."
     path = str(handler.get("path") or "/").partition("?")[0]
-    if number == launcher and (role or key) and path != READY_PATH:
+    if number == launcher and path != READY_PATH:
         yield "path", f"is not answered to the kubelet on port {number}", f"Write {READY_PATH}."
     headers = [as_mapping(one).get("name") for one in as_list(handler.get("httpHeaders"))]
     known = any(str(one).lower() == "authorization" for one in headers)
-    if asks_api and key and not known and not (role and path in OPEN_PATHS):
+    if number == api and key and not known and not (role and path in OPEN_PATHS):
         remedy = f"Ask {READY_PATH} on the port {'launcher' if role else object_names.GATE}."
         yield "path", "is answered only to who sends the API key", remedy
 
