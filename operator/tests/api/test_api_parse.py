@@ -385,10 +385,8 @@ def test_the_block_size_of_a_hybrid_is_taken():
         ("router", "livenessProbe", ("Write it as spec.router.podTemplate.spec.containers, as "
          "livenessProbe of the container router.")),
         ("decode", "labels", "Write it as spec.decode.podTemplate.metadata.labels."),
-        ("", "imagePullSecrets", ("Write it as spec.prefill.podTemplate.spec.imagePullSecrets; "
-         "spec.decode and spec.router have one, too.")),
-        ("engine", "volumes", ("Write it as spec.prefill.podTemplate.spec.volumes; spec.decode "
-         "and spec.router have one, too.")),
+        ("", "imagePullSecrets", ("Write it as spec.podTemplate.spec.imagePullSecrets.")),
+        ("engine", "volumes", ("Write it as spec.podTemplate.spec.volumes.")),
         ("decode.engine", "volumeMounts", ("Write it as spec.decode.podTemplate.spec.containers, "
          "as volumeMounts of the container engine.")),
         ("engine", "resources", "Write it as spec.prefill.resources or spec.decode.resources."),

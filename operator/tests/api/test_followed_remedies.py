@@ -42,6 +42,13 @@ ELSEWHERE = {
         ),
         "needs the config.json of a model: test_api_model_config.py",
     ),
+    **dict.fromkeys(
+        (
+            "validate.py: Set maxPercentOfDecode to at least this number.",
+            "validate.py: There is {}.",
+        ),
+        "of a PrefillScaler: test_lint_command.py",
+    ),
 }
 """Sentences of these modules that are not followed here, and why."""
 
@@ -84,7 +91,14 @@ PLACES = {
     "spec": Spec, "spec.engine": SharedEngine, "spec.decode": RoleSpec,
     "spec.decode.engine": EngineOverride, "spec.router": Router,
 }  # fmt: skip
-OF_SAMPLES = ("HostNamespace", "GraceTooShort", "ExactlyOne", "ReadinessReplaced", "ClusterFirst")
+OF_SAMPLES = (
+    "HostNamespace",
+    "GraceTooShort",
+    "ExactlyOne",
+    "ReadinessReplaced",
+    "ClusterFirst",
+    "NVLink",
+)
 """What is said of the sample itself, wherever it stands."""
 SAMPLES = {"str": "x", "int": 1, "bool": True, "any": "x"}
 
@@ -113,8 +127,10 @@ def test_a_field_of_a_pod_is_sent_to_a_place_where_nothing_is_said_of_it(
         template: dict[str, Any] = {"spec": {field: sample(of_type)}}
         if f"as {field} of the container {ours}" in remedy:
             template = {"spec": {"containers": [{"name": ours, field: sample(of_type)}]}}
-        role = "router" if ours == "router" else "decode" if "decode" in path else "prefill"
-        right = merge(BASE, {"spec": {role: {"podTemplate": template}}})
+        spec = {"podTemplate": template}
+        if path.startswith(("spec.decode", "spec.router")):
+            spec = {path.split(".")[1]: spec}
+        right = merge(BASE, {"spec": spec})
         found = Example({}, right).judge(right)
         said = [str(one) for one in (*found.errors, *found.warnings)]
         about = [one for one in said if not any(word in one for word in OF_SAMPLES)]

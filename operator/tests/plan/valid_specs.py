@@ -66,6 +66,8 @@ TEMPLATES = st.sampled_from(
     ]
 )
 
+SHARED_TEMPLATES = st.sampled_from([{}, {"spec": {"nodeSelector": {"pool": "inference"}}}])
+
 
 @st.composite
 def roles(draw: st.DrawFn) -> dict:
@@ -148,6 +150,7 @@ def manifests(draw: st.DrawFn) -> dict:
                 env=ENV,
             )
         ),
+        **draw(optional(podTemplate=SHARED_TEMPLATES)),
         requestTimeoutSeconds=draw(st.integers(10, 43_200)),
         monitoring=draw(optional(scrapeFrom=PEERS)),
         **draw(optional(operatorClass=st.just("blue"), commonMetadata=COMMON)),

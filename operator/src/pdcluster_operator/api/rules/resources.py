@@ -23,6 +23,7 @@ from pdcluster_operator.api.spec.resolve import (
     workers_per_pod,
 )
 from pdcluster_operator.api.spec.router_types import RouterResources
+from pdcluster_operator.api.spec.shared_template import SHARED
 from pdcluster_operator.api.spec.types import Cluster, Device, Role
 
 KINDS = ("requests", "limits")
@@ -332,7 +333,8 @@ def stored_errors(manifest: object) -> Iterator[FieldError]:
         for name, value in as_mapping(fields).items()
     }
     for prefix, (most, why) in MOST_BYTES.items():
-        found = {path: size for path, size in sizes.items() if path.startswith(prefix)}
+        parts = (prefix, f"{SHARED}.")  # routers have the shared template, too
+        found = {path: size for path, size in sizes.items() if path.startswith(parts)}
         if (size := sum(found.values())) > most:
             yield FieldError(
                 max(found, key=lambda path: found[path]),

@@ -26,6 +26,7 @@ from pdcluster_operator.api.rules.model import model_errors
 from pdcluster_operator.api.spec.model_config import Model
 from pdcluster_operator.api.spec.parse import parse_cluster, parse_scaler
 from pdcluster_operator.api.spec.pod_templates import as_mapping
+from pdcluster_operator.api.spec.shared_template import as_written
 from pdcluster_operator.api.spec.types import Cluster
 
 LONGEST_WARNING = 256
@@ -106,9 +107,11 @@ def check_manifest(
     by_default = [error for one, errors in supported if one is None for error in errors]
     warned = [] if one_node else list(pod_template.node_local_warnings(cluster))
     warned += [replace(error, message=BY_DEFAULT[error.rule]) for error in by_default]
+    errors = filter(stands, (*_errors(cluster), *pair.errors, *refused))
+    warnings = filter(stands, (*_warnings(cluster), *warned))
     return cluster, Findings(
-        errors=(*parsed.errors, *filter(stands, (*_errors(cluster), *pair.errors, *refused))),
-        warnings=tuple(filter(stands, (*_warnings(cluster), *warned))),
+        errors=(*parsed.errors, *as_written(manifest, cluster, errors)),
+        warnings=tuple(as_written(manifest, cluster, warnings)),
         unchecked=pair.unchecked,
     )
 

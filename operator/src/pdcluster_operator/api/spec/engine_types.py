@@ -338,8 +338,8 @@ class RoleSpec:
                 }
             }
         ),
-        "is a Kubernetes pod template. It is merged over the operator's own, containers by "
-        "name. The engine's container is called engine.",
+        "is a Kubernetes pod template. It is merged over spec.podTemplate and the operator's "
+        "own, containers by name. The engine's container is called engine.",
     ] = None
     engine: Annotated[
         EngineOverride,

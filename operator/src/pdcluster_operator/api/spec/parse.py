@@ -41,6 +41,7 @@ from pdcluster_operator.api.spec.engine_types import (
 )
 from pdcluster_operator.api.spec.fields import FieldInfo, describe
 from pdcluster_operator.api.spec.router_types import Router
+from pdcluster_operator.api.spec.shared_template import with_shared
 from pdcluster_operator.api.spec.types import Cluster, Role, Spec
 
 MAX_ERRORS = 100
@@ -64,7 +65,7 @@ def parse_cluster(manifest: object) -> ParseResult:
     reader = Reader()
     manifest, metadata = _envelope(reader, manifest, KIND, "at least spec.model.source")
     name = metadata.get("name")
-    spec = reader.read_object(Spec, manifest.get("spec", {}), "spec")
+    spec = with_shared(reader.read_object(Spec, manifest.get("spec", {}), "spec"))
     generation = metadata.get("generation")
     cluster = Cluster(
         name=name if isinstance(name, str) and name else "unnamed",
@@ -376,5 +377,5 @@ def _pod_template(path: str, key: str, cls: type[Any]) -> str:
     if issubclass(cls, EngineOverride) and path != "spec.engine":
         return f"Write it as {path.removesuffix('.engine')}.{place}."
     if issubclass(cls, EngineOverride) or cls is Spec:
-        return f"Write it as spec.prefill.{place}; spec.decode and spec.router have one, too."
+        return f"Write it as spec.{place}."
     return ""

@@ -172,8 +172,8 @@ def _merge_items(
     for item in overlay:
         found = _identity(item, field)
         place = places.get(found) if found else None
-        if place is None:
-            items.append(item)
+        if place is None:  # a null inside of it would reach the API server
+            items.append(merge({}, item) if isinstance(item, Mapping) else item)
         else:
             old = items[place]
             other = field == "mountPath" and item.get("name") not in (None, old.get("name"))

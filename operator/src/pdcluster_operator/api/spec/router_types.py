@@ -199,8 +199,8 @@ class Router:
     pod_template: Annotated[
         fields.Free | None,
         fields.Example({"spec": {"priorityClassName": "high"}}),
-        "is a Kubernetes pod template. It is merged over the operator's own, containers by "
-        "name. The router's container is called router.",
+        "is a Kubernetes pod template. It is merged over spec.podTemplate and the operator's "
+        "own, containers by name. The router's container is called router.",
     ] = None
 
     @property

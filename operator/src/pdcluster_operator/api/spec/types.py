@@ -316,6 +316,20 @@ class Spec:
         default_factory=engine_types.RoleSpec
     )
     router: Annotated[Router, "sends requests to the engines."] = field(default_factory=Router)
+    pod_template: Annotated[
+        fields.Free | None,
+        fields.Example(
+            {
+                "spec": {
+                    "imagePullSecrets": [{"name": "registry"}],
+                    "nodeSelector": {"pool": "inference"},
+                }
+            }
+        ),
+        "is a Kubernetes pod template for all engines and routers. It is merged over the "
+        "operator's own, and podTemplate of prefill, of decode and of router over it. Its "
+        "container engine is for engines alone, and its container router for routers alone.",
+    ] = None
     rollout: Annotated[Rollout, "is how a change of the spec reaches the engines."] = Rollout()
     scheduling: Annotated[Scheduling, "is how the pods of engines get their nodes."] = Scheduling()
     autoscaling: Annotated[

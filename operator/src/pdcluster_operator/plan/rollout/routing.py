@@ -108,7 +108,7 @@ def _members(fleet: Fleet, moves: Moves, key: str, *, hold: bool) -> Members:
     return found
 
 
-PARTS = ("router", "requestTimeoutSeconds", "commonMetadata")
+PARTS = ("router", "requestTimeoutSeconds", "commonMetadata", "podTemplate")
 """What routers are made from in the spec."""
 
 
