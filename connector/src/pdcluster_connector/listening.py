@@ -68,9 +68,14 @@ def connection_limit() -> int:
 def every_address() -> str:
     """Return what stands for all addresses of this machine, IPv6 ones too where it has them.
 
-    A kernel whose IPv6 addresses are turned off by sysctl takes ``::`` for those of IPv4.
+    A kernel whose IPv6 addresses are turned off by sysctl takes ``::`` for those of IPv4. With the
+    sysctl ``bindv6only``, ``::`` leaves them out in vLLM, which does not ask for both.
     """
-    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 - a pod's own network
+    if not socket.has_dualstack_ipv6():
+        return "0.0.0.0"  # noqa: S104 - a pod's own network
+    with socket.socket(socket.AF_INET6) as fresh:
+        alone = fresh.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+    return "0.0.0.0" if alone else "::"  # noqa: S104
 
 
 def open_port(host: str, port: int) -> socket.socket:

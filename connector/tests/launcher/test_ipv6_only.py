@@ -81,6 +81,17 @@ def test_a_launcher_answers_and_gives_vllm_an_address_of_both_families() -> None
     assert words[len(words) - 1 - words[::-1].index("--host") + 1] == "::"
 
 
+EVERY = "from pdcluster_connector import listening; print(listening.every_address())"
+
+
+@pytest.mark.process
+@pytest.mark.needs("network")
+@pytest.mark.parametrize(("alone", "address"), [(0, "::"), (1, "0.0.0.0")])
+def test_ipv6_leaves_nobody_out_where_it_stands_alone_by_default(alone: int, address: str) -> None:
+    script = f'echo {alone} > /proc/sys/net/ipv6/bindv6only && exec "$@"'
+    assert inside("sh", "-c", script, "sh", sys.executable, "-c", EVERY).strip() == address
+
+
 HANDSHAKE = """
 import asyncio, sys, aiohttp
 from loopback_engines import DECODE, PREFILL, SHAPE, shards_of
