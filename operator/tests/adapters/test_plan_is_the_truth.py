@@ -94,6 +94,7 @@ CHANGES = {
         {"decode": {"replicas": 2, "engine": variable("1")}},
     ),
     "scale up": ({}, {"decode": {"replicas": 2}}),
+    "from our router to llm-d's": ({}, {"router": {"type": "LLMD"}}),
     "scale down": ({"decode": {"replicas": 2}}, {"decode": {"replicas": 1}}),
 }
 
