@@ -102,6 +102,20 @@ def speculation(folder: Path, method: str = "eagle3", *, kv: bool = True, parall
     )  # fmt: skip
 
 
+def test_weights_in_two_buckets_are_two_models(tmp_path: Path) -> None:
+    """vLLM downloads only the configuration, so the digest sees no weights."""
+    (tmp_path / "config.json").write_text("{}")
+    one = engine(tmp_path)
+    plain = digest_of_engine(one)
+    found = set()
+    for bucket in ("s3://models/a", "s3://models/b"):
+        one.model_weights = bucket
+        found.add(digest_of_engine(one))
+    one.model_weights = ""
+    assert len(found | {plain}) == 3
+    assert digest_of_engine(one) == plain
+
+
 def test_a_draft_model_with_other_weights_is_another_one(tmp_path: Path) -> None:
     write_weights(tmp_path / "a")
     write_weights(tmp_path / "b")

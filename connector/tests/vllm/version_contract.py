@@ -110,7 +110,7 @@ READS = {
     ("vllm.config.model", "ModelConfig"): (
         "model", "revision", "quantization", "hf_config", "hf_overrides", "enable_sleep_mode",
         "enable_cumem_allocator", "use_mla", "get_total_num_kv_heads", "dtype",
-        "multimodal_config", "is_encoder_decoder",
+        "multimodal_config", "is_encoder_decoder", "model_weights",
     ),
     ("vllm.config.multimodal", "MultiModalConfig"): (
         "mm_processor_cache_gb", "language_model_only", "allow_missing_mm_embeddings",

@@ -75,6 +75,8 @@ WORDS = {
 }  # fmt: skip
 HUB = "model.source.huggingFace"
 CLAIM = "model.source.persistentVolumeClaim"
+OCI = "model.source.oci"
+STORAGE = "model.source.objectStorage"
 # Path -> shortest, longest, default. The text that is tried is made of the letter beside it.
 TEXTS = {
     "operatorClass": (1, 32, NONE, "a"),
@@ -98,6 +100,10 @@ TEXTS = {
     f"{HUB}.tokenSecretRef.key": (1, 253, "token", "a"),
     f"{CLAIM}.claimName": (1, 253, NONE, "a"),
     f"{CLAIM}.path": (1, 1024, NONE, "a"),
+    f"{OCI}.image": (1, 500, NONE, "a"),
+    f"{OCI}.path": (1, 1024, NONE, "a"),
+    f"{OCI}.pullSecretRef.name": (1, 253, NONE, "a"),
+    f"{STORAGE}.credentialsSecretRef.name": (1, 253, NONE, "a"),
     "model.source.hostPath.path": (1, 1024, NONE, "/"),
     **{f"{engine}.image": (1, 500, NONE, "a") for engine in ENGINES},
     **{f"{engine}.kvCacheDtype": (1, 40, NONE, "a") for engine in ENGINES},
@@ -128,6 +134,8 @@ LISTS = {
     },
 }
 REQUIRED = {"huggingFace": {"repo": "a"}, "persistentVolumeClaim": {"claimName": "a"},
+            "oci": {"image": "a"}, "objectStorage": {"uri": "s3://a"},
+            "pullSecretRef": {"name": "a"}, "credentialsSecretRef": {"name": "a"},
             "rdma": {"resource": "a/b"}, "tokenSecretRef": {"name": "a"},
             "apiKeySecretRef": {"name": "a"}, "ipBlock": {"cidr": "10.0.0.0/8"},
             "env": {"name": "A"},

@@ -23,6 +23,9 @@ SOURCES = st.one_of(
     st.just({"persistentVolumeClaim": {"claimName": "weights"}}),
     st.just({"huggingFace": {"repo": "org/model", "tokenSecretRef": {"name": "hub"}}}),
     st.just({"huggingFace": {"repo": "model", "revision": "main"}}),
+    st.just({"oci": {"image": "r/m:v1", "path": "a", "pullSecretRef": {"name": "login"}}}),
+    st.just({"objectStorage": {"uri": "gs://a/b", "credentialsSecretRef": {"name": "keys"}}}),
+    st.just({"objectStorage": {"uri": "s3://a/b", "endpoint": "http://minio:9000"}}),
 )
 PEERS = st.lists(
     st.sampled_from(

@@ -34,7 +34,10 @@ OFFLINE, TRUE = "HF_HUB_OFFLINE", ("1", "ON", "YES", "TRUE")
 OWN_SECRETS = (TICKET_KEY_VOLUME, CERTIFICATE_VOLUME)
 """Volumes of Secrets that the operator makes."""
 FIELDS = {
-    MODEL: "spec.model.source.persistentVolumeClaim",
+    MODEL: "spec.model.source",
+    "weights-credentials": "spec.model.source.objectStorage.credentialsSecretRef",
+    "AWS_ACCESS_KEY_ID": "spec.model.source.objectStorage.credentialsSecretRef",
+    "AWS_SECRET_ACCESS_KEY": "spec.model.source.objectStorage.credentialsSecretRef",
     "cache": "spec.model.cache",
     "HF_TOKEN": "spec.model.source.huggingFace.tokenSecretRef",
     "HF_HUB_OFFLINE": "spec.model.source.huggingFace.repo",

@@ -73,6 +73,9 @@ def digest_of_engine(model_config: Any) -> str:
         "overrides": overrides if isinstance(overrides, dict) else repr(type(overrides)),
         "dummy": str(getattr(model_config, "load_format", "")) == "dummy",
     }
+    # In object storage: only the configuration was downloaded, and the weights are not compared.
+    if weights := getattr(model_config, "model_weights", ""):
+        variant["weights"] = str(weights)
     said = {"config": config, "overrides": overrides}
     if context := context_variant(said, int(model_config.max_model_len)):
         variant["context"] = context

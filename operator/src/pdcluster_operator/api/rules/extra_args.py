@@ -16,7 +16,7 @@ from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.api.findings import FieldError, Rule, did_you_mean, shown
 from pdcluster_operator.api.rules import network
 from pdcluster_operator.api.rules.pod_template import env_source_errors
-from pdcluster_operator.api.spec import pod_templates
+from pdcluster_operator.api.spec import engine_types, pod_templates
 from pdcluster_operator.api.spec.fields import camel
 from pdcluster_operator.api.spec.flags import (
     OWNED_FLAGS,
@@ -312,11 +312,16 @@ def variable_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 def _owned_variables(cluster: Cluster) -> dict[str, frozenset[str]]:
     """Return the variables that the operator sets in each of its containers."""
-    source = cluster.spec.model.source.hugging_face
-    download = {"HF_HOME"} if source is not None else set()
-    token = {"HF_TOKEN"} if source is not None and source.token_secret_ref is not None else set()
+    hub, storage = cluster.spec.model.source.hugging_face, cluster.spec.model.source.object_storage
+    weights = {"HF_HOME"} if hub is not None else set()
+    if hub is not None and hub.token_secret_ref is not None:
+        weights.add("HF_TOKEN")
+    if storage is not None and storage.endpoint is not None:
+        weights.add("AWS_ENDPOINT_URL")
+    if storage is not None and storage.credentials_secret_ref is not None:
+        weights |= {*engine_types.AMAZON_KEYS, "GOOGLE_APPLICATION_CREDENTIALS"}
     gate = {"PYTHONPATH"} if cluster.spec.router.api_key_secret_ref is not None else set()
-    engine = {"POD_IP", "VLLM_HOST_IP", API_KEY_VARIABLE} | download | token
+    engine = {"POD_IP", "VLLM_HOST_IP", API_KEY_VARIABLE} | weights
     return {
         ENGINE_CONTAINER: frozenset(engine),
         ROUTER_CONTAINER: frozenset({API_KEY_VARIABLE} | gate),

@@ -194,9 +194,52 @@ def _moving(path: str, reference: str) -> Iterator[FieldError]:
 BRANCHES = frozenset({"main", "master"})
 
 
+STREAMED = frozenset({"auto", "runai_streamer", "runai_streamer_sharded", "modelexpress"})
+"""Values of --load-format with which vLLM reads object storage (vLLM 0.32 config/vllm.py)."""
+
+
+def weight_errors(cluster: types.Cluster) -> Iterator[FieldError]:
+    """Yield settings that do not fit where the weights come from."""
+    storage = cluster.spec.model.source.object_storage
+    if storage is None:
+        return
+    path = "spec.model.source.objectStorage"
+    if storage.endpoint is not None and storage.uri.startswith("gs://"):
+        yield FieldError(
+            f"{path}.endpoint",
+            shown(storage.endpoint),
+            Rule.CONFLICTING_SETTINGS,
+            f"is for stores that speak S3, but {path}.uri is {shown(storage.uri)}",
+            "Remove it, or write an s3:// uri.",
+            (f"{path}.uri",),
+        )
+    for role in Role:
+        flag = resolve.resolve_engine(cluster, role).last("--load-format")
+        if flag is not None and flag.value not in STREAMED:
+            yield FieldError(
+                resolve.flag_path(cluster, role, flag.name),
+                shown(" ".join(flag.words)),
+                Rule.CONFLICTING_SETTINGS,
+                f"reads no object storage, where {path}.uri says that the weights are",
+                "Remove it: vLLM then takes runai_streamer.",
+                (f"{path}.uri",),
+            )
+
+
 def weight_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
     """Yield weights that may change between two starts, and a cache that is not used."""
     model = cluster.spec.model
+    if model.source.oci is not None:
+        image = parse_image(model.source.oci.image)
+        if image.tag in MOVING_TAGS and not image.digest:
+            yield FieldError(
+                "spec.model.source.oci.image",
+                shown(model.source.oci.image),
+                Rule.WEIGHTS_NOT_PINNED,
+                f"the tag {image.tag} moves: an engine that starts later may load other weights, "
+                "and is then refused by its peers",
+                "Name a digest, or a tag that stays.",
+            )
     if model.source.hugging_face is not None:
         yield from _not_pinned(cluster, model.source.hugging_face.revision)
         for role in Role:

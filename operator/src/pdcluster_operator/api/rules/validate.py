@@ -125,6 +125,7 @@ def _errors(cluster: Cluster) -> Iterator[FieldError]:
     yield from whole_pods.pod_errors(cluster)
     yield from images_and_weights.reference_errors(cluster)
     yield from images_and_weights.image_errors(cluster)
+    yield from images_and_weights.weight_errors(cluster)
     yield from extra_args.argument_errors(cluster)
     yield from extra_args.variable_errors(cluster)
     yield from extra_args.flag_errors(cluster)

@@ -96,6 +96,61 @@ class HostPathSource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SecretRef:
+    """A Secret in the cluster's namespace."""
+
+    name: Annotated[str, Example("registry-login"), "is the name of the Secret.", NAME]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OciSource:
+    """An image or artifact of a registry whose files are the model."""
+
+    image: Annotated[
+        str,
+        Example("registry.example.com/models/llama-3.3-70b:v1"),
+        "is the reference. Name a digest, or a tag that stays.",
+        IMAGE,
+    ]
+    path: Annotated[
+        str | None,
+        Example("models/llama"),
+        "is the model's folder in the image. The default is the image's root.",
+        RELATIVE,
+    ] = None
+    pull_secret_ref: Annotated[
+        SecretRef | None, "is the Secret of type kubernetes.io/dockerconfigjson for the registry."
+    ] = None
+
+
+AMAZON_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+GOOGLE_KEY = "credentials.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectStorageSource:
+    """A folder of a bucket, of which vLLM streams the weights to the GPUs."""
+
+    uri: Annotated[
+        str,
+        Example("s3://models/llama-3.3-70b"),
+        "is the folder with config.json, tokenizer and *.safetensors.",
+        Text(1024, shortest=6, pattern=r"^(s3|gs)://[a-z0-9]\S*$", says="s3://… or gs://…"),
+    ]
+    endpoint: Annotated[
+        str | None,
+        Example("https://minio.storage:9000"),
+        "is the address of a store of your own that speaks S3, such as MinIO.",
+        Text(500, shortest=8, pattern=r"^https?://\S+$", says="a URL of http or https"),
+    ] = None
+    credentials_secret_ref: Annotated[
+        SecretRef | None,
+        f"is the Secret with the keys {AMAZON_KEYS[0]} and {AMAZON_KEYS[1]}, or, for gs, "
+        f"{GOOGLE_KEY}. Without it, engines use the identity that the cloud gives their pods.",
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
     """Where the weights come from: exactly one of its fields."""
 
@@ -111,6 +166,15 @@ class ModelSource:
         HostPathSource | None,
         "is a folder on every node, mounted read-only. The operator must admit such folders.",
     ] = None
+    # Not in the text of a source: pairing keys of before were made of it.
+    oci: Annotated[
+        OciSource | None,
+        "is an image or artifact of a registry, mounted read-only. Kubernetes mounts images by "
+        "default since 1.35.",
+    ] = field(default=None, repr=False)
+    object_storage: Annotated[
+        ObjectStorageSource | None, "is a folder of a bucket: s3:// or gs://."
+    ] = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

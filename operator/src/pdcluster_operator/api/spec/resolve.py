@@ -65,9 +65,11 @@ def _model(cluster: Cluster) -> tuple[str, str | None]:
     source = cluster.spec.model.source
     if source.hugging_face is not None:
         return source.hugging_face.repo, source.hugging_face.revision
-    claim = source.persistent_volume_claim
-    if claim is not None and claim.path:
-        return f"{MODEL_FOLDER}/{claim.path.strip('/')}", None
+    if source.object_storage is not None:
+        return source.object_storage.uri.rstrip("/"), None
+    folder = source.persistent_volume_claim or source.oci
+    if folder is not None and folder.path:
+        return f"{MODEL_FOLDER}/{folder.path.strip('/')}", None
     return MODEL_FOLDER, None
 
 

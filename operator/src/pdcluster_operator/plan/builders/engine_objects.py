@@ -123,6 +123,7 @@ def build_engine_pod(
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": resolve.grace_period(cluster),
             **router.init_containers(cluster, engine.role),
+            **weights.pull_secrets(cluster),
             "containers": [_container(cluster, engine, name, pairing_key)],
             "volumes": [
                 *([connectors.connector_volume(config_map)] if bundled else []),

@@ -2,7 +2,10 @@
 
 from typing import Any
 
-from pdcluster_operator.api.spec import resolve, types
+from pdcluster_operator.api.spec import engine_types, resolve, types
+
+STORAGE_CREDENTIALS = "weights-credentials"
+STORAGE_FOLDER = "/pdcluster-weights"
 
 
 def model_volumes(cluster: types.Cluster) -> list[dict[str, Any]]:
@@ -14,6 +17,12 @@ def model_volumes(cluster: types.Cluster) -> list[dict[str, Any]]:
     if source.host_path is not None:
         # With Directory a missing folder is an error of the pod. The kubelet creates no empty one.
         return [{"name": "model", "hostPath": {"path": source.host_path.path, "type": "Directory"}}]
+    if source.oci is not None:
+        image = {"reference": source.oci.image, "pullPolicy": "IfNotPresent"}
+        return [{"name": "model", "image": image}]
+    if source.object_storage is not None:
+        name = _key_file_secret(source.object_storage)
+        return [{"name": STORAGE_CREDENTIALS, "secret": {"secretName": name}}] if name else []
     cache = cluster.spec.model.cache.persistent_volume_claim
     if cache is not None:
         return [{"name": "cache", "persistentVolumeClaim": {"claimName": cache.claim_name}}]
@@ -22,7 +31,12 @@ def model_volumes(cluster: types.Cluster) -> list[dict[str, Any]]:
 
 def model_mounts(cluster: types.Cluster) -> list[dict[str, Any]]:
     """Return the mounts of those volumes."""
-    if cluster.spec.model.source.hugging_face is None:
+    source = cluster.spec.model.source
+    if source.object_storage is not None:
+        if not _key_file_secret(source.object_storage):
+            return []
+        return [{"name": STORAGE_CREDENTIALS, "mountPath": STORAGE_FOLDER, "readOnly": True}]
+    if source.hugging_face is None:
         return [{"name": "model", "mountPath": resolve.MODEL_FOLDER, "readOnly": True}]
     mount: dict[str, Any] = {"name": "cache", "mountPath": resolve.CACHE_FOLDER}
     cache = cluster.spec.model.cache.persistent_volume_claim
@@ -32,12 +46,41 @@ def model_mounts(cluster: types.Cluster) -> list[dict[str, Any]]:
 
 
 def model_env(cluster: types.Cluster) -> list[dict[str, Any]]:
-    """Return the environment of a download: where it goes and with which token."""
-    source = cluster.spec.model.source.hugging_face
-    if source is None:
-        return []
-    env: list[dict[str, Any]] = [{"name": "HF_HOME", "value": resolve.CACHE_FOLDER}]
-    if source.token_secret_ref is not None:
-        ref = {"name": source.token_secret_ref.name, "key": source.token_secret_ref.key}
-        env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": ref}})
+    """Return the environment of a download: whereto or wherefrom, and the credentials."""
+    source = cluster.spec.model.source
+    env: list[dict[str, Any]] = []
+    if source.hugging_face is not None:
+        env.append({"name": "HF_HOME", "value": resolve.CACHE_FOLDER})
+        if (token := source.hugging_face.token_secret_ref) is not None:
+            env.append(_from_secret("HF_TOKEN", token.name, token.key))
+    if (storage := source.object_storage) is not None:
+        if storage.endpoint is not None:
+            env.append({"name": "AWS_ENDPOINT_URL", "value": storage.endpoint})
+            # A store of one's own has no host name for each bucket.
+            env.append({"name": "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING", "value": "0"})
+        if _key_file_secret(storage):
+            path = f"{STORAGE_FOLDER}/{engine_types.GOOGLE_KEY}"
+            env.append({"name": "GOOGLE_APPLICATION_CREDENTIALS", "value": path})
+        elif storage.credentials_secret_ref is not None:
+            name = storage.credentials_secret_ref.name
+            env += [_from_secret(key, name, key) for key in engine_types.AMAZON_KEYS]
     return env
+
+
+def pull_secrets(cluster: types.Cluster) -> dict[str, Any]:
+    """Return the pod's field with the Secret for the registry that has the weights."""
+    oci = cluster.spec.model.source.oci
+    if oci is None or oci.pull_secret_ref is None:
+        return {}
+    return {"imagePullSecrets": [{"name": oci.pull_secret_ref.name}]}
+
+
+def _key_file_secret(storage: engine_types.ObjectStorageSource) -> str:
+    """Return the Secret whose key is read as a file; empty where variables hold the keys."""
+    ref = storage.credentials_secret_ref
+    return ref.name if ref is not None and storage.uri.startswith("gs://") else ""
+
+
+def _from_secret(variable: str, name: str, key: str) -> dict[str, Any]:
+    ref = {"name": name, "key": key}
+    return {"name": variable, "valueFrom": {"secretKeyRef": ref}}

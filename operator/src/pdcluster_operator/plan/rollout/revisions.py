@@ -204,6 +204,9 @@ def short_hash(document: Any, length: int = object_names.REVISION_LENGTH) -> str
 def pairing_key(cluster: Cluster) -> str:
     """Return the key of all engines of a spec; engines pair when their keys are equal."""
     document: dict[str, Any] = {"model": repr(cluster.spec.model.source)}
+    source = cluster.spec.model.source
+    if (newer := source.oci or source.object_storage) is not None:  # others keep their key
+        document["source"] = repr(newer)
     if (tls := cluster.spec.transfer.tls) is not TlsMode.DISABLED:
         # An engine without TLS has no entry, and so never the key of one with it.
         document["tls"] = True if tls is TlsMode.ENABLED else tls.value
