@@ -365,6 +365,8 @@ class Commands:
         from prometheus_client import REGISTRY
 
         names = (
+            "vllm:external_prefix_cache_hits",
+            "vllm:kv_offload_load_bytes",
             "vllm:num_preemptions",
             "vllm:spec_decode_num_draft_tokens",
             "vllm:spec_decode_num_accepted_tokens",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +16,10 @@ pytest.importorskip("vllm")
 from contract import BLOCK, ContractEngine, closing_engines, prompt
 from test_scheduler_contract import abort, released
 from vllm.lora.request import LoRARequest
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
+from pdcluster_connector.launcher.arguments import engine_command
+from pdcluster_connector.launcher.before_start import offload_problems
 from pdcluster_connector.protocol.messages import LeaseRequest
 
 pytestmark = pytest.mark.vllm
@@ -280,6 +286,31 @@ def test_why_a_decode_engine_may_not_offload(engines: Any, comes: bool) -> None:
     decode.add("d0", prompt(64, first=9), params)
     decode.run(lambda: "d0" in decode.parked() or "d0" in decode.finished)
     assert bool(decode.workers[0].flushed) is not comes
+
+
+def test_the_launcher_makes_the_folder_of_vllms_file(request: pytest.FixtureRequest) -> None:
+    """vLLM names a file of shared memory by the engine id, and ours has a slash in it."""
+    engine_id = f"test.c.prefill.r.{os.getpid()}/0123456789abcdef"
+
+    def region() -> SharedOffloadRegion:
+        return SharedOffloadRegion(engine_id, 2, 0, kv_bytes_per_chunk=4096, cpu_page_size=4096)
+
+    with pytest.raises(FileNotFoundError):
+        region()
+    ours = {"kv_connector": "PDClusterConnector", "kv_role": "kv_producer"}
+    config = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [ours, OFFLOADING]},
+    }
+    words = ["m", "--kv-transfer-config", json.dumps(config)]
+    folder = Path(engine_command(words, engine_id=engine_id, role="prefill").offload_folder)
+    request.addfinalizer(folder.rmdir)
+    assert list(offload_problems(str(folder))) == []
+    made = region()
+    assert list(folder.iterdir()) == [Path(made.mmap_path)]
+    made.cleanup()
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("moment", ["waiting", "parked", "decoding"])
