@@ -17,6 +17,8 @@ from pdcluster_operator.api.spec.fields import (
     Free,
     Items,
     Quantities,
+    SecretKeyRef,
+    SecretRef,
     Text,
     Whole,
 )
@@ -34,14 +36,6 @@ class ConnectorSource(StrEnum):
 
     BUNDLED = "Bundled"
     IMAGE = "Image"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SecretKeyRef:
-    """One key of a Secret in the cluster's namespace."""
-
-    name: Annotated[str, Example("hub-token"), "is the name of the Secret.", NAME]
-    key: Annotated[str, Example("token"), "is the key in the Secret.", Text(253)] = "token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +87,6 @@ class HostPathSource:
         "is the absolute path of the folder on the node.",
         ABSOLUTE,
     ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SecretRef:
-    """A Secret in the cluster's namespace."""
-
-    name: Annotated[str, Example("registry-login"), "is the name of the Secret.", NAME]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -242,3 +242,18 @@ LABEL_VALUE = Text(
     says="the value of a label",
 )
 CIDR = Text(64, pattern=r"^[0-9A-Fa-f.:]+/[0-9]{1,3}$", says="a CIDR, e.g. 10.0.0.0/8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecretKeyRef:
+    """One key of a Secret in the cluster's namespace."""
+
+    name: typing.Annotated[str, Example("hub-token"), "is the name of the Secret.", NAME]
+    key: typing.Annotated[str, Example("token"), "is the key in the Secret.", Text(253)] = "token"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecretRef:
+    """A Secret in the cluster's namespace."""
+
+    name: typing.Annotated[str, Example("registry-login"), "is the name of the Secret.", NAME]

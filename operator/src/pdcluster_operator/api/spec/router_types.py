@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Final
 
-from pdcluster_operator.api.spec import engine_types, fields
+from pdcluster_operator.api.spec import fields
 
 
 class RouterPolicy(StrEnum):
@@ -185,7 +185,7 @@ class Router:
         default_factory=RouterResources
     )
     api_key_secret_ref: Annotated[
-        engine_types.SecretKeyRef | None,
+        fields.SecretKeyRef | None,
         "is the Secret with the API key. Clients send the key as Authorization: Bearer KEY, "
         "and the router and the engines ask for it. Without this field they ask for no key.",
     ] = None
