@@ -56,6 +56,10 @@ SHOWN = {"spec.engine.kvOffload": "spec.prefill.engine.kvOffload"}
 """Examples that are refused at the first place of their object: decode engines do not offload."""
 
 
+APART = {"spec.router": ("type", "sidecarImage")}
+"""Fields of an object that the others of it cannot stand beside."""
+
+
 class ExampleMissingError(TypeError):
     """A field of the API has no example. The message names the field and the remedy."""
 
@@ -177,8 +181,13 @@ def _section(section: Section, homes: Mapping[str, str]) -> str:
     rows = [_row(field, first, homes) for field in describe(section.cls)]
     parts += ["| field | type | default | meaning |", "|---|---|---|---|", *rows, ""]
     if section.example:
-        shown = SHOWN.get(first, first)
-        parts += ["```yaml", f"{_nested(shown, section.example)}```\n"]
+        shown, apart = SHOWN.get(first, first), APART.get(first, ())
+        blocks = [
+            {name: value for name, value in section.example.items() if (name in apart) is other}
+            for other in (False, True)
+        ]
+        for block in filter(None, blocks):
+            parts += ["```yaml", f"{_nested(shown, block)}```\n"]
     return "\n".join(parts)
 
 

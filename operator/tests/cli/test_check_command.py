@@ -108,7 +108,7 @@ async def test_each_failure_is_one_sentence_with_its_code() -> None:
         assert code is Exit.NOT_READY
         pair.manifest["spec"]["router"] = {"replicas": 0}
         text, code = await refusal(pair)
-        assert "has no router (spec.router.replicas is 0)" in text
+        assert "has no router of the operator (spec.router)" in text
         pair.manifest["spec"]["model"] = 7
         text, code = await refusal(pair)
         assert "the spec cannot be read: " in text
