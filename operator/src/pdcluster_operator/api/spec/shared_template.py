@@ -2,6 +2,9 @@
 
 :func:`with_shared` merges it into them when a spec is read, so that no rule and no builder has to
 know it. :func:`as_written` then finds the field that the user wrote.
+
+A null of the shared template removes the operator's own field. If an own template has an object
+there, both are merged over the operator's, and nothing is removed.
 """
 
 import re
