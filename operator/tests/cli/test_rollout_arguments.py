@@ -60,7 +60,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 TO = ("--context", "there", "-n", "ns")
 MINE, THERE = ("mine", "a"), ("ns", "a")
-UP = up_command.Options("f", None, 32, 900, None, plain=False, ui=False)
+UP = up_command.Options("f", None, 32, 900, None, keep_going=False, plain=False, ui=False)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,8 @@ UP = up_command.Options("f", None, 32, 900, None, plain=False, ui=False)
         (("up", "f"), ("run", UP)),
         (("up", "f", "--once", "p", "--max-tokens", "1", "--timeout", "2m", "--model-dir", "/m",
           "--plain"),
-         ("run", up_command.Options("f", "p", 1, 120, Path("/m"), plain=True, ui=False))),
+         ("run", up_command.Options(
+             "f", "p", 1, 120, Path("/m"), keep_going=False, plain=True, ui=False))),
     ],
 )  # fmt: skip
 def test_each_command_line_calls_what_it_says(
