@@ -20,6 +20,8 @@ SOURCES = {
     "huggingFace": {"repo": "a/b", "tokenSecretRef": {"name": "t"}},
     "persistentVolumeClaim": {"claimName": "c"},
     "hostPath": {"path": "/m"},
+    "oci": {"image": "r/m:1", "pullSecretRef": {"name": "t"}},
+    "objectStorage": {"uri": "s3://b/m", "credentialsSecretRef": {"name": "t"}},
 }
 
 

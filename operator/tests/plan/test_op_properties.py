@@ -20,6 +20,7 @@ from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.api.spec.engine_types import Switch
 from pdcluster_operator.api.spec.resolve import resolve_engine
+from pdcluster_operator.api.spec.router_types import RouterType
 from pdcluster_operator.api.spec.types import Role, Visibility
 
 EXAMPLES = settings().max_examples // 2  # each is several plans; `make soak` asks for more
@@ -145,7 +146,8 @@ def test_the_command_line_says_what_the_spec_says(cluster):
         known, rest = vllm_parser().parse_known_args(launcher.vllm)
         assert known.model == engine.model
         assert known.served_model_name == parsed.served_name
-        assert (known.host, known.port) == ("0.0.0.0", 8000)
+        sidecar = role is Role.DECODE and parsed.spec.router.type is RouterType.LLMD
+        assert (known.host, known.port) == (("127.0.0.1", 8200) if sidecar else ("0.0.0.0", 8000))
         assert known.tensor_parallel_size == parallel.tensor
         assert known.pipeline_parallel_size == parallel.pipeline
         assert known.data_parallel_size == parallel.data
@@ -211,9 +213,10 @@ def test_replicas_and_router_do_not_restart_engines(cluster):
     changed = copied(cluster)
     for role in ("prefill", "decode"):
         changed["spec"][role]["replicas"] = cluster["spec"][role].get("replicas", 1) + 1
-    # The key is the engines' too: they must be restarted to ask for another.
-    key = cluster["spec"].get("router", {}).get("apiKeySecretRef")
-    changed["spec"]["router"] = {"replicas": 2, **({"apiKeySecretRef": key} if key else {})}
+    # The key and the sidecar are the engines' too: they must be restarted for others.
+    router = cluster["spec"].get("router", {})
+    kept = {n: router[n] for n in ("apiKeySecretRef", "type", "sidecarImage") if n in router}
+    changed["spec"]["router"] = kept if "type" in kept else {"replicas": 2, **kept}
     changed["spec"]["verification"] = {"canary": {"intervalSeconds": 7}}
     renew = cluster["spec"].get("rollout", {}).get("renew")
     rollout = {"renew": renew} if renew else {}

@@ -188,5 +188,13 @@ def manifests(draw: st.DrawFn) -> dict:
                 apiKeySecretRef=st.just({"name": "api"}),
                 podTemplate=TEMPLATES,
             )
+            | st.fixed_dictionaries(
+                {"type": st.just("LLMD")},
+                optional={
+                    "sidecarImage": st.just("registry.example/sidecar:1"),
+                    "apiKeySecretRef": st.just({"name": "api"}),
+                    "allowFrom": st.just([{"namespaceSelector": {}}]),
+                },
+            )
         ),
     )

@@ -1,17 +1,21 @@
-"""Rules of the network: peers of NetworkPolicies, and RDMA."""
+"""Rules of the network: peers of NetworkPolicies, what stands in front of engines, and RDMA."""
 
 import ipaddress
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.object_names import ROLE_LABEL
 from pdcluster_operator.api.spec import pod_templates, resources, router_types, types
+from pdcluster_operator.api.spec.fields import as_manifest, camel
 from pdcluster_operator.api.spec.resolve import engine_places
-from pdcluster_operator.api.spec.router_types import SelectorOperator
+from pdcluster_operator.api.spec.router_types import Router, RouterType, SelectorOperator
 from pdcluster_operator.api.spec.types import Role
 
 WITH_VALUES = (SelectorOperator.IN, SelectorOperator.NOT_IN)
+OF_EVERY_TYPE = frozenset({"type", "api_key_secret_ref", "allow_from"})
+OF_LLMD = frozenset({"sidecar_image"})
 
 
 def peer_errors(path: str, peers: Sequence[router_types.NetworkPeer]) -> Iterator[FieldError]:
@@ -114,6 +118,40 @@ def pod_network_errors(cluster: types.Cluster) -> Iterator[FieldError]:
                 "Write all networks into one of them.",
                 ("spec.transfer.rdma.networks",),
             )
+
+
+def router_errors(cluster: types.Cluster) -> Iterator[FieldError]:
+    """Yield fields that do nothing with this type of router."""
+    router, untouched = cluster.spec.router, Router()
+    for field in fields(Router):
+        owner = RouterType.LLMD if field.name in OF_LLMD else RouterType.VLLM_ROUTER
+        value = getattr(router, field.name)
+        if field.name in OF_EVERY_TYPE or owner is router.type:
+            continue
+        # `replicas: 0` says with every type that no pod of vllm-router is wanted.
+        if value == getattr(untouched, field.name) or (field.name == "replicas" and not value):
+            continue
+        yield FieldError(
+            f"spec.router.{camel(field.name)}",
+            shown(as_manifest(value)),
+            Rule.ROUTER_FIELD_UNUSED,
+            f"does nothing with spec.router.type {router.type.value}: it is of {owner.value}",
+            f"Remove it, or set spec.router.type to {owner.value}.",
+            ("spec.router.type",),
+        )
+
+
+def sidecar_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
+    """Yield a sidecar that everybody may tell where to send prompts."""
+    router = cluster.spec.router
+    if router.type is RouterType.LLMD and router.allow_from is None:
+        yield FieldError(
+            "spec.router.allowFrom",
+            "",
+            Rule.SIDECAR_OPEN,
+            "everybody may reach the sidecars, which send prompts to the address in a header",
+            "Name the pods of llm-d's gateway and endpoint picker.",
+        )
 
 
 def rdma_warnings(cluster: types.Cluster) -> Iterator[FieldError]:

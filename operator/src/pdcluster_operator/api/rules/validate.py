@@ -19,7 +19,6 @@ from pdcluster_operator.api.rules import (
     network,
     pod_template,
     resources,
-    routers,
     whole_pods,
 )
 from pdcluster_operator.api.rules.model import model_errors
@@ -138,7 +137,7 @@ def _errors(cluster: Cluster) -> Iterator[FieldError]:
     spec = cluster.spec
     yield from network.peer_errors("spec.monitoring.scrapeFrom", spec.monitoring.scrape_from)
     yield from network.peer_errors("spec.router.allowFrom", spec.router.allow_from or ())
-    yield from routers.router_errors(cluster)
+    yield from network.router_errors(cluster)
     yield from resources.gang_errors(cluster)
     yield from engines.autoscaling_errors(cluster)
 
@@ -158,7 +157,7 @@ def _warnings(cluster: Cluster) -> Iterator[FieldError]:
     yield from network.nvlink_warnings(cluster)
     yield from certificates.mount_warnings(cluster)
     yield from pod_template.exposure_warnings(cluster)
-    yield from routers.sidecar_warnings(cluster)
+    yield from network.sidecar_warnings(cluster)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,10 +58,9 @@ def outline(cluster: Cluster, role: Role | None) -> Outline:
         gated = cluster.spec.router.api_key_secret_ref is not None
         ports = object_names.router_ports(gated=gated)
         return Outline(ports, connector if gated else {}, frozenset({"readinessProbe", "preStop"}))
-    downloads = cluster.spec.model.source.hugging_face is not None
     source = resolve.resolve_engine(cluster, role).connector
     mounts = connector if source is engine_types.ConnectorSource.BUNDLED else {}
-    mounts |= {resolve.CACHE_FOLDER: "cache"} if downloads else {resolve.MODEL_FOLDER: "model"}
+    mounts |= dict(filter(None, [resolve.weights_mount(cluster.spec.model.source)]))
     mounts |= {"/pdcluster-keys": "ticket-key", "/dev/shm": "shm"}  # noqa: S108 (of the pod's own)
     if cluster.spec.transfer.tls is TlsMode.ENABLED:
         mounts[pod_templates.CERTIFICATE_FOLDER] = "certificate"

@@ -19,6 +19,8 @@ from pdcluster_operator.api.spec.types import Cluster, Device, Role
 
 MODEL_FOLDER = "/models/model"
 CACHE_FOLDER = "/models/cache"
+STORAGE_CREDENTIALS = "weights-credentials"
+STORAGE_FOLDER = "/pdcluster-weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,19 @@ def resolve_engine(cluster: Cluster, role: Role) -> Engine:
     return Engine(
         role=role, model=model, model_revision=revision, parallelism=spec.parallelism, **merged
     )
+
+
+def weights_mount(source: engine_types.ModelSource) -> tuple[str, str] | None:
+    """Return (folder, volume) of an engine for its weights; None if it needs none."""
+    if (storage := source.object_storage) is not None:
+        return (STORAGE_FOLDER, STORAGE_CREDENTIALS) if key_file_secret(storage) else None
+    return (MODEL_FOLDER, "model") if source.hugging_face is None else (CACHE_FOLDER, "cache")
+
+
+def key_file_secret(storage: engine_types.ObjectStorageSource) -> str:
+    """Return the Secret whose key is read as a file; empty where variables hold the keys."""
+    ref = storage.credentials_secret_ref
+    return ref.name if ref is not None and storage.uri.startswith("gs://") else ""
 
 
 def _model(cluster: Cluster) -> tuple[str, str | None]:

@@ -4,9 +4,6 @@ from typing import Any
 
 from pdcluster_operator.api.spec import engine_types, resolve, types
 
-STORAGE_CREDENTIALS = "weights-credentials"
-STORAGE_FOLDER = "/pdcluster-weights"
-
 
 def model_volumes(cluster: types.Cluster) -> list[dict[str, Any]]:
     """Return the volumes of weights: the source's, or the cache for a download."""
@@ -21,8 +18,10 @@ def model_volumes(cluster: types.Cluster) -> list[dict[str, Any]]:
         image = {"reference": source.oci.image, "pullPolicy": "IfNotPresent"}
         return [{"name": "model", "image": image}]
     if source.object_storage is not None:
-        name = _key_file_secret(source.object_storage)
-        return [{"name": STORAGE_CREDENTIALS, "secret": {"secretName": name}}] if name else []
+        name = resolve.key_file_secret(source.object_storage)
+        return (
+            [{"name": resolve.STORAGE_CREDENTIALS, "secret": {"secretName": name}}] if name else []
+        )
     cache = cluster.spec.model.cache.persistent_volume_claim
     if cache is not None:
         return [{"name": "cache", "persistentVolumeClaim": {"claimName": cache.claim_name}}]
@@ -31,14 +30,13 @@ def model_volumes(cluster: types.Cluster) -> list[dict[str, Any]]:
 
 def model_mounts(cluster: types.Cluster) -> list[dict[str, Any]]:
     """Return the mounts of those volumes."""
-    source = cluster.spec.model.source
-    if source.object_storage is not None:
-        if not _key_file_secret(source.object_storage):
-            return []
-        return [{"name": STORAGE_CREDENTIALS, "mountPath": STORAGE_FOLDER, "readOnly": True}]
-    if source.hugging_face is None:
-        return [{"name": "model", "mountPath": resolve.MODEL_FOLDER, "readOnly": True}]
-    mount: dict[str, Any] = {"name": "cache", "mountPath": resolve.CACHE_FOLDER}
+    found = resolve.weights_mount(cluster.spec.model.source)
+    if found is None:
+        return []
+    folder, volume = found
+    mount: dict[str, Any] = {"name": volume, "mountPath": folder}
+    if cluster.spec.model.source.hugging_face is None:
+        return [{**mount, "readOnly": True}]
     cache = cluster.spec.model.cache.persistent_volume_claim
     if cache is not None and cache.path:
         mount["subPath"] = cache.path.strip("/")
@@ -58,8 +56,8 @@ def model_env(cluster: types.Cluster) -> list[dict[str, Any]]:
             env.append({"name": "AWS_ENDPOINT_URL", "value": storage.endpoint})
             # A store of one's own has no host name for each bucket.
             env.append({"name": "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING", "value": "0"})
-        if _key_file_secret(storage):
-            path = f"{STORAGE_FOLDER}/{engine_types.GOOGLE_KEY}"
+        if resolve.key_file_secret(storage):
+            path = f"{resolve.STORAGE_FOLDER}/{engine_types.GOOGLE_KEY}"
             env.append({"name": "GOOGLE_APPLICATION_CREDENTIALS", "value": path})
         elif storage.credentials_secret_ref is not None:
             name = storage.credentials_secret_ref.name
@@ -73,12 +71,6 @@ def pull_secrets(cluster: types.Cluster) -> dict[str, Any]:
     if oci is None or oci.pull_secret_ref is None:
         return {}
     return {"imagePullSecrets": [{"name": oci.pull_secret_ref.name}]}
-
-
-def _key_file_secret(storage: engine_types.ObjectStorageSource) -> str:
-    """Return the Secret whose key is read as a file; empty where variables hold the keys."""
-    ref = storage.credentials_secret_ref
-    return ref.name if ref is not None and storage.uri.startswith("gs://") else ""
 
 
 def _from_secret(variable: str, name: str, key: str) -> dict[str, Any]:
