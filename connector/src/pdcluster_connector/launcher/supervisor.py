@@ -36,6 +36,7 @@ from pdcluster_connector.launcher.multi_node import ASK_EVERY, Followers, Leader
 from pdcluster_connector.launcher.options import Options
 from pdcluster_connector.protocol import api_key, engine_id, kv_path
 from pdcluster_connector.protocol.host_port import reachable, url
+from pdcluster_connector.protocol.launcher_documents import EngineState
 
 _LOADING_POLL: Final = 0.25
 _SERVING_POLL: Final = 1.0
@@ -248,7 +249,9 @@ class Supervisor:
             if answer.ready:
                 self._readiness.healthy(f"node {self.command.node_rank} of the engine")
             else:
-                self._readiness.unhealthy("the engine's leader is not ready")
+                # Nothing of this pod has failed: its leader drains, or says itself what failed.
+                why = "the engine's leader is not ready"
+                self._readiness.unhealthy(why, EngineState.WARMING_UP)
 
         why = await leader.watch(met, heard)
         if not self._stops:

@@ -146,11 +146,11 @@ class Readiness:
             if self._progress.state is EngineState.STARTING:
                 self._progress = Progress(EngineState.STARTING, message)
 
-    def unhealthy(self, message: str) -> None:
+    def unhealthy(self, message: str, state: EngineState = EngineState.FAILED) -> None:
         """Take note that the API of an engine that was ready does not answer any more."""
         with self._lock:
             if self._progress.state is EngineState.READY:
-                self._progress = Progress(EngineState.FAILED, message)
+                self._progress = Progress(state, message)
 
     def draining(self, message: str) -> None:
         """Ask for no new requests. Running requests and leases continue."""
