@@ -1,8 +1,11 @@
-"""Findings: errors and warnings about the fields of a manifest, and how they show values."""
+"""Findings: errors and warnings about the fields of a manifest, and how they show values.
+
+:func:`json_errors` finds what no other code has to expect in a manifest.
+"""
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -139,3 +142,54 @@ def did_you_mean(text: str, known: Iterable[str]) -> str:
     folded = {name.lower(): name for name in known}
     near = difflib.get_close_matches(text.lower()[:100], folded, n=1, cutoff=NEAR)
     return f"Did you mean {folded[near[0]]}?" if near else ""
+
+
+DEEPEST = 64
+"""Objects and lists inside of each other. A pod template has less than 16."""
+MOST_ERRORS = 16
+# API servers write and bound these.
+NOT_READ = frozenset({"metadata.managedFields", "status"})
+
+
+def json_errors(manifest: object) -> tuple[FieldError, ...]:
+    """Return what of a manifest is no JSON that API servers store. YAML allows more.
+
+    These are the first keys that are no strings, values too deep, and numbers too long. Nothing
+    else can be said of such a manifest.
+    """
+    found: list[FieldError] = []
+
+    def wrong(path: str, value: str, rule: Rule, message: str, remedy: str) -> None:
+        where = "." if path[:1] in ("", "[") else path
+        found.append(FieldError(where, value, rule, message, remedy))
+
+    left = [("", manifest, 0)]
+    while left and len(found) < MOST_ERRORS:
+        path, value, depth = left.pop()
+        inner: list[tuple[str, object]] = []
+        if _is_long(value):
+            message, remedy = "is a whole number of more than 64 bits", "Write a smaller number."
+            wrong(path, "", Rule.OUT_OF_RANGE, message, remedy)
+        elif isinstance(value, Mapping):
+            for key, one in value.items():
+                if isinstance(key, str):
+                    inner.append((f"{path}.{key}".lstrip("."), one))
+                    continue
+                message, text = (
+                    "has this key, which is no string",
+                    "" if _is_long(key) else shown(key),
+                )
+                wrong(path, text, Rule.WRONG_TYPE, message, "Put it in quotes.")
+        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            inner = [(f"{path}[{place}]", one) for place, one in enumerate(value)]
+        if inner and depth == DEEPEST:
+            message = f"is deeper than {DEEPEST} objects and lists inside of each other"
+            remedy = "Write what the field needs, and no copy of another object."
+            wrong(path, "", Rule.TOO_LARGE, message, remedy)
+        else:
+            left += [(where, one, depth + 1) for where, one in inner if where not in NOT_READ]
+    return tuple(found)
+
+
+def _is_long(value: object) -> bool:
+    return isinstance(value, int) and not -1 << 63 <= value < 1 << 63

@@ -154,7 +154,11 @@ def _life(path: str, template: Mapping[str, object]) -> Iterator[FieldError]:
 
 def _value(path: str, kind: str, value: object) -> Iterator[FieldError]:
     """Yield errors in a value. ``null`` fits every type: it removes a field."""
-    if value is None or kind == "any":
+    if value is None:
+        return
+    if kind == "any":
+        if path.endswith(".port") and (isinstance(value, bool) or not isinstance(value, int | str)):
+            yield _wrong(path, value, "the number or name of a port", "Write for example http.")
         return
     if kind.startswith("["):
         yield from _list(path, kind[1:-1], value)

@@ -134,7 +134,7 @@ def _names(path: str, given: engine_types.Resources | RouterResources) -> Iterat
 def _whole(given: dict[str, Amount]) -> Iterator[FieldError]:
     for name, amount in given.items():
         number = amount.number
-        if resources.is_countable(name) and number is not None and number % 1:
+        if resources.is_countable(name) and number and number != number.to_integral_value():
             yield FieldError(
                 amount.path,
                 shown(amount.text),

@@ -10,7 +10,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pdcluster_operator.api.findings import FieldError, Findings, Rule, did_you_mean, under
+from pdcluster_operator.api.findings import (
+    FieldError,
+    Findings,
+    Rule,
+    did_you_mean,
+    json_errors,
+    under,
+)
 from pdcluster_operator.api.rules import (
     certificates,
     engines,
@@ -87,6 +94,8 @@ def check_manifest(
     repeat the first mistake in other words.
     """
     parsed = parse_cluster(manifest)
+    if unread := json_errors(manifest):
+        return parsed.cluster, Findings(unread)
     broken = [error.path for error in parsed.errors]
 
     def stands(finding: FieldError) -> bool:
@@ -194,7 +203,7 @@ def review(
     cluster or change something else in it: only an error that the update adds refuses it. One that
     comes from another class is judged as if it were new.
     """
-    if new is None or (new.get("metadata") or {}).get("deletionTimestamp"):
+    if new is None or as_mapping(new.get("metadata")).get("deletionTimestamp"):
         return Review((), ())
     if old is not None and new.get("spec") == old.get("spec"):
         return Review((), ())
@@ -203,7 +212,10 @@ def review(
     _, findings = check_manifest(new, **admits)
     if old is None or _class_of(old) != _class_of(new):  # then nobody has judged it by our flags
         return Review(findings.errors, _lines(findings))
-    _, before = check_manifest(old, **admits)
+    try:
+        _, before = check_manifest(old, **admits)
+    except Exception:  # noqa: BLE001  (else nobody could mend what another version has stored)
+        before = Findings()
     return Review(added(findings.errors, before.errors), _lines(findings))
 
 

@@ -22,7 +22,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pdcluster_operator.api.findings import FieldError, Rule, did_you_mean, quoted, shown
+from pdcluster_operator.api.findings import (
+    FieldError,
+    Rule,
+    did_you_mean,
+    json_errors,
+    quoted,
+    shown,
+)
 from pdcluster_operator.api.object_names import (
     API_VERSION,
     KIND,
@@ -63,6 +70,7 @@ def parse_cluster(manifest: object) -> ParseResult:
     Unknown fields are errors in ``spec``; ``metadata`` and ``status`` belong to Kubernetes.
     """
     reader = Reader()
+    unread, manifest = _door(manifest)
     manifest, metadata = _envelope(reader, manifest, KIND, "at least spec.model.source")
     name = metadata.get("name")
     spec = with_shared(reader.read_object(Spec, manifest.get("spec", {}), "spec"))
@@ -74,15 +82,24 @@ def parse_cluster(manifest: object) -> ParseResult:
         generation=generation if isinstance(generation, int) else 0,
         spec=spec,
     )
-    return ParseResult(cluster, tuple(reader.errors[:MAX_ERRORS]))
+    return ParseResult(cluster, unread or tuple(reader.errors[:MAX_ERRORS]))
 
 
 def parse_scaler(manifest: object) -> tuple[ScalerSpec, tuple[FieldError, ...]]:
     """Parse the manifest of a PrefillScaler, as :func:`parse_cluster` does; return its errors."""
     reader = Reader()
+    unread, manifest = _door(manifest)
     manifest, _ = _envelope(reader, manifest, SCALER_KIND, "spec: {}, or a number in spec.replicas")
     spec = reader.read_object(ScalerSpec, manifest.get("spec", {}), "spec")
-    return spec, tuple(reader.errors[:MAX_ERRORS])
+    return spec, unread or tuple(reader.errors[:MAX_ERRORS])
+
+
+def _door(manifest: object) -> tuple[tuple[FieldError, ...], object]:
+    """Return why a manifest cannot be read, and what can be: all of it, or its names alone."""
+    if not (unread := json_errors(manifest)):
+        return (), manifest
+    metadata = pod_templates.as_mapping(pod_templates.as_mapping(manifest).get("metadata"))
+    return unread, {"metadata": {k: one for k, one in metadata.items() if isinstance(one, str)}}
 
 
 def _envelope(

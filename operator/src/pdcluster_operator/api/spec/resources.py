@@ -124,7 +124,7 @@ def claims(cluster: types.Cluster, role: Role) -> str:
     template = cluster.spec.role(role).pod_template
     path, _ = engine_container(cluster, role)
     claiming = {
-        entry.get("name"): where
+        str(entry.get("name")): where
         for where, entry in pod_templates.containers(template)
         if as_list(as_mapping(entry.get("resources")).get("claims"))
     }
