@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import example, given, strategies as st
 
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.rules.validate import check_manifest
@@ -28,6 +30,27 @@ def test_a_published_model_keeps_what_it_is_known_to_keep(name: str) -> None:
     assert (model.kv_bytes(1), model.kv_bytes(8192)) == (expected["one"], expected["prompt"])
     assert model.longest == expected["longest"]
     assert model.hybrid == ("mamba" in expected["layers"])
+
+
+FIELDS = sorted({field for model in MODELS.values() for field in model["config"]})
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*FIELDS, "factor", "type"]), inner, max_size=3)
+    ),
+)
+
+
+@given(st.sampled_from(sorted(MODELS)), st.dictionaries(st.sampled_from(FIELDS), ODD, max_size=3))
+@example("Llama-3.1-8B", {"rope_scaling": {"type": "linear", "factor": float("inf")}})
+@example("Llama-3.1-8B", {"rope_scaling": {"type": "linear", "factor": float("nan")}})
+@example("Llama-3.1-8B", {"model_type": ["llama"]})
+def test_any_object_is_a_model_or_says_why_not(name: str, odd: dict[str, Any]) -> None:
+    with suppress(UnknownModel):
+        model = read_model({**MODELS[name]["config"], **odd})
+        model.kv_bytes(1000)
+        model.shapes(2)
 
 
 def test_the_cache_may_have_another_type_than_the_weights() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -138,18 +139,45 @@ def model_folder(tmp_path: Path, **files: object) -> Path:
     return folder
 
 
+def only(name: str, content: bytes) -> dict[str, object]:
+    return {"model.safetensors": None, name: content}
+
+
+def headed(*offsets: list[float]) -> bytes:
+    """A file of tensors of floats that begin and end there; the file ends with the last."""
+    header = {
+        str(place): {"dtype": "F32", "shape": [int(end - begin) // 4], "data_offsets": [begin, end]}
+        for place, (begin, end) in enumerate(offsets)
+    }
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(int(offsets[-1][1]))
+
+
 BROKEN: list[tuple[dict[str, object], str, str]] = [
     ({"config.json": None}, "holds no config.json", "Name the folder"),
     ({"config.json": b'{"architectures": ['}, "holds config.json, which is no JSON", "again"),
     ({"config.json": [1]}, "holds config.json, which is no JSON object", "again"),
+    ({"config.json": b"\xef\xbb\xbf{}"}, "config.json, which is no JSON object (Unex", "again"),
     ({"config.json": POINTER}, "holds config.json as a pointer of Git LFS", "git lfs pull"),
-    ({"config.json": b" " * (33 << 20)}, "holds config.json of more than 32 MiB", "again"),
+    ({"config.json": b" " * (65 << 20)}, "holds config.json of more than 64 MiB", "again"),
     ({"config.json": Path("/no/blob")}, "config.json as a link to /no/blob", "file itself"),
     ({"tokenizer.json": None}, "holds no tokenizer (tokenizer.json", "--tokenizer in extraArgs"),
     ({"tokenizer.json": POINTER}, "holds tokenizer.json as a pointer of Git LFS", "git lfs pull"),
     ({"model.safetensors": None}, "holds no weights (*.safetensors", "Name the folder"),
-    ({"model.safetensors": None, "pytorch_model.bin.index.json": INDEX, "a.bin": b""},
-     f"lacks {FIRST} and 2 more of the 3 files", "missing files"),
+    ({**SHARDS, FIRST: None, THIRD: None}, f"lacks {FIRST} and 1 more of the 3", "missing files"),
+    ({"tokenizer.json": b"{"}, "holds tokenizer.json, which is no JSON object", "again"),
+    ({"tokenizer.json": None, "tokenizer_config.json": {}}, "holds no tokenizer", "Copy the"),
+    (only("training_args.bin", b"x"), "holds no weights", "Name the folder"),
+    (only("adapter_model.safetensors", WEIGHTS), "holds no weights", "Name the folder"),
+    (only("consolidated.00.pth", b"x"), "holds no weights", "Name the folder"),
+    (only("pytorch_model.bin", POINTER), "pytorch_model.bin as a pointer", "git lfs pull"),
+    (only("pytorch_model.bin", b""), "holds pytorch_model.bin, which is empty", "again"),
+    (only(FIRST, WEIGHTS), "holds 1 of the 3 files model-*-of-00003.safetensors", "missing files"),
+    ({**SHARDS, "consolidated.safetensors": WEIGHTS[:-1]}, "consolidated.safetensors, which is cut",
+     "again"),
+    *((only("model.safetensors", headed(*ends)), "header is no list of", "again") for ends in (
+        [[0, 8], [12, 16]], [[0, 16], [8, 16]], [[0, 16.0]], [[0, 4], [4, 15]],
+    )),
     ({"model.safetensors": WEIGHTS[:-1]},
      f"which is cut: it has {len(WEIGHTS) - 1} of {len(WEIGHTS)} bytes", "again"),
     ({"model.safetensors": WEIGHTS + b"x"}, "is no whole safetensors file: it has", "again"),
@@ -189,9 +217,17 @@ def judged_folder(tmp_path: Path, folder: Folder, **spec: Any) -> list[FieldErro
         {},
         SHARDS,
         # vLLM loads what the index names, and nothing else.
-        {**SHARDS, "consolidated.safetensors": b""},
-        {"model.safetensors": None, "pytorch_model.bin": b""},
-        {"model.safetensors": None, "model.gguf": b"", "tokenizer.json": None},
+        {**SHARDS, "model.safetensors": b""},
+        # An index counts only beside files of its kind, and a file of .bin has none.
+        {"pytorch_model.bin.index.json": INDEX},
+        {**only("pytorch_model.bin", b"x"), "model.safetensors.index.json": INDEX},
+        {**only("consolidated.safetensors", WEIGHTS), "model.safetensors.index.json": INDEX},
+        {"model.safetensors": headed([0, 8], [8, 8], [8, 16]), "optimizer.bin": b""},
+        {"._model.safetensors": b"\0\5\x16\7", "adapter_model.safetensors": b""},
+        {**SHARDS, "model.safetensors.index.json": None},
+        {"config.json": b'{"time_step_limit": [0.0, Infinity]}'},
+        only("pytorch_model.bin", b"x"),
+        {**only("model.gguf", b"x"), "tokenizer.json": None},
         {"config.json": None, "params.json": {}, "tokenizer.json": None, "tekken.json": {}},
     ],
 )

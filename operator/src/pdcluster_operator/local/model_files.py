@@ -4,31 +4,42 @@ vLLM finds these faults too, but only after half a minute, at the end of a trace
 names the file. Of each file of weights only the header is read.
 """
 
+import json
+import math
 import os
+import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from fnmatch import filter as matching
 from pathlib import Path
 from typing import Any
 
-from msgspec import json
+import msgspec
 
 from pdcluster_connector.compat.findings import counted
 from pdcluster_operator.api.findings import shown
 
-MOST_BYTES = 32 << 20
+MOST_BYTES = 64 << 20
 """Of a file of JSON that is read."""
 LONGEST_HEADER = 100_000_000
 """Bytes of the header of a safetensors file, as the format bounds it."""
 MOST_SHARDS = 4096
-METADATA = "__metadata__"
 CONFIG = "config.json"
 CONFIGS = frozenset({CONFIG, "params.json"})
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+WEIGHTS = {
+    "consolidated*.safetensors": "consolidated.safetensors.index.json",
+    "*.safetensors": "model.safetensors.index.json",
+    **dict.fromkeys(("*.bin", "*.pt", "*.gguf"), ""),
+}
+"""Files and their index. vLLM 0.32 loads those of the first pattern that a file has."""
+NO_WEIGHTS = re.compile(r"adapter_.*|.*(training_args|optimizer|scheduler|scaler)\.(bin|pt)")
+PART = re.compile(r"(.*-)\d+(-of-(\d+)\.\w+)")
 TOKENIZERS = ("tokenizer", "tokenization", "tekken", "vocab", "spiece", "sentencepiece")
 """Beginnings of the names of a tokenizer's files."""
+DOCUMENTS = ("tokenizer.json", "tokenizer_config.json", "tekken.json")
 POINTER = b"version https://git-lfs.github.com/spec/"
 PULL = "Run `git lfs pull` in the folder, or download the model again."
 AGAIN = "Download it again."
@@ -84,70 +95,76 @@ def read_folder(path: str) -> Folder:
                 one.name
                 for one in entries
                 if one.is_file() or (one.is_symlink() and not os.path.exists(one))
+                if not one.name.startswith(".")
             )
     except OSError as error:
         return Folder(path, f"can't be read by this user ({error.strerror})")
     faults: list[Fault] = []
-    config: Mapping[str, Any] = {}
-    if not names & CONFIGS:
-        faults.append(Fault(Part.CONFIG, "holds no config.json"))
-    elif CONFIG in names:
+    found: dict[Part, Any] = {}
+    for part, look in (
+        (Part.CONFIG, _config), (Part.TOKENIZER, _tokenizer), (Part.WEIGHTS, _weights)
+    ):  # fmt: skip
         try:
-            config = _document(folder / CONFIG)
+            found[part] = look(folder, names)
         except _BrokenError as broken:
-            faults.append(Fault(Part.CONFIG, *broken.args))
-    faults += _tokenizer(folder, names)
-    if any(name.endswith(WEIGHTS) for name in names):
-        faults += _weights(folder, names)
-    else:
-        faults.append(Fault(Part.WEIGHTS, f"holds no weights (*{', *'.join(WEIGHTS)})"))
-    return Folder(path, "", names, tuple(faults), config)
+            faults.append(Fault(part, *broken.args))
+    return Folder(path, "", names, tuple(faults), found.get(Part.CONFIG, {}))
 
 
-def _tokenizer(folder: Path, names: frozenset[str]) -> Iterator[Fault]:
+def _config(folder: Path, names: frozenset[str]) -> Mapping[str, Any]:
+    if not names & CONFIGS:
+        raise _BrokenError("holds no config.json")
+    return _document(folder / CONFIG) if CONFIG in names else {}
+
+
+def _tokenizer(folder: Path, names: frozenset[str]) -> None:
     tokenizers = sorted(name for name in names if _is_tokenizer(name))
-    if not tokenizers:
-        yield Fault(
-            Part.TOKENIZER,
+    if not {*tokenizers} - {"tokenizer_config.json"}:
+        raise _BrokenError(
             "holds no tokenizer (tokenizer.json, tokenizer.model, tekken.json, vocab.*)",
             "Copy the tokenizer's files there too, or name another folder's with --tokenizer in "
             "extraArgs.",
         )
-    pointers = (_pointer(folder / name) for name in tokenizers)
-    if fault := next(filter(None, pointers), None):
-        yield Fault(Part.TOKENIZER, *fault)
+    for name in tokenizers:
+        if name in DOCUMENTS:
+            _document(folder / name)
+        elif fault := _pointer(folder / name):
+            raise _BrokenError(*fault)
 
 
 def _is_tokenizer(name: str) -> bool:
     return name.startswith(TOKENIZERS) or "tiktoken" in name or name.endswith(".gguf")
 
 
-def _weights(folder: Path, names: frozenset[str]) -> Iterator[Fault]:
-    """Yield the first fault of the files of weights, and how many files have one."""
-    index = next((name for name in INDEXES if name in names), None)
-    wanted = sorted(name for name in names if name.endswith(".safetensors"))
-    if index:
-        try:
-            shards = _document(folder / index).get("weight_map")
-            if not isinstance(shards, Mapping):
-                raise _BrokenError(f"holds {index} without a weight_map", AGAIN)
-        except _BrokenError as broken:
-            yield Fault(Part.WEIGHTS, *broken.args)
-            return
+def _weights(folder: Path, names: frozenset[str]) -> None:
+    """Raise the first fault of the files of weights, and how many files have one."""
+    pattern = next((one for one in WEIGHTS if matching(names, one)), "")
+    index = WEIGHTS.get(pattern, "")
+    wanted = sorted(name for name in matching(names, pattern) if not NO_WEIGHTS.fullmatch(name))
+    if not wanted:
+        raise _BrokenError(f"holds no weights ({', '.join([*WEIGHTS][1:])})")
+    if index in names:
+        shards = _document(folder / index).get("weight_map")
+        if not isinstance(shards, Mapping):
+            raise _BrokenError(f"holds {index} without a weight_map", AGAIN)
         wanted = sorted({str(shard) for shard in shards.values()})
-        if lost := [shard for shard in wanted if shard not in names]:
-            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            yield Fault(
-                Part.WEIGHTS,
-                f"lacks {shown(lost[0])}{more} of the {counted(len(wanted), 'file')} that {index} "
-                "names",
-                f"Download the missing {'files' if more else 'file'}.",
-            )
-            return
+    else:
+        parts = Counter(part.groups() for part in map(PART.fullmatch, wanted) if part)
+        for (head, tail, count), found in parts.items():
+            if found < int(count):
+                what = f"holds {found} of the {int(count)} files {head}*{tail}"
+                raise _BrokenError(what, "Download the missing files.")
+    if lost := [shard for shard in wanted if shard not in names]:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise _BrokenError(
+            f"lacks {shown(lost[0])}{more} of the {counted(len(wanted), 'file')} that {index} "
+            "names",
+            f"Download the missing {'files' if more else 'file'}.",
+        )
     wrong = [fault for name in wanted[:MOST_SHARDS] if (fault := _shard(folder / name))]
     if wrong:
         more = f"; {counted(len(wrong) - 1, 'other file')} too" if len(wrong) > 1 else ""
-        yield Fault(Part.WEIGHTS, wrong[0][0] + more, wrong[0][1])
+        raise _BrokenError(wrong[0][0] + more, wrong[0][1])
 
 
 def _shard(file: Path) -> tuple[str, str] | None:
@@ -156,9 +173,11 @@ def _shard(file: Path) -> tuple[str, str] | None:
     A safetensors file is 8 bytes with the length of its header, the header as JSON, and the
     tensors. The last tensor ends with the file.
     """
-    if (fault := _pointer(file)) or file.suffix != ".safetensors":
+    if fault := _pointer(file):
         return fault
     try:
+        if file.suffix != ".safetensors":
+            return None if file.stat().st_size else (f"holds {file.name}, which is empty", AGAIN)
         with file.open("rb") as opened:
             size, first = os.fstat(opened.fileno()).st_size, opened.read(8)
             length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
@@ -179,13 +198,22 @@ def _shard(file: Path) -> tuple[str, str] | None:
 
 
 def _end(header: bytes) -> int:
-    """Return the last byte of the tensors of a header; -1 if it is no list of tensors."""
+    """Return the last byte of the tensors of a header; -1 if it is no list without gaps."""
     try:
-        tensors: dict[str, Any] = json.decode(header, type=dict[str, Any])
-        ends = [one["data_offsets"][1] for key, one in tensors.items() if key != METADATA]
-        return max([0, *map(int, ends)])
+        tensors = msgspec.json.decode(header, type=dict[str, Any])
+        tensors.pop("__metadata__", None)
+        rows = [(one["data_offsets"], one["shape"], one["dtype"]) for one in tensors.values()]
+        end = 0
+        for (begin, stop), shape, dtype in sorted(
+            msgspec.convert(rows, list[tuple[tuple[int, int], list[int], str]])
+        ):
+            bits = int((re.findall(r"\d+", dtype) or [8])[0])  # BOOL and F8_E4M3 have 8
+            if begin != end or math.prod(shape) * bits != 8 * (stop - begin):
+                return -1
+            end = stop
     except (ValueError, RecursionError, TypeError, LookupError):
         return -1
+    return end
 
 
 def _pointer(file: Path) -> tuple[str, str] | None:
@@ -218,7 +246,8 @@ def _document(file: Path) -> Mapping[str, Any]:
     if len(data) > MOST_BYTES:
         raise _BrokenError(f"holds {file.name} of more than {MOST_BYTES >> 20} MiB", AGAIN)
     try:
-        return json.decode(data, type=dict[str, Any])
+        found = json.loads(data.decode())  # as transformers does: Infinity is a number to it
+        return msgspec.convert(found, dict[str, Any])
     except (ValueError, RecursionError) as error:
         what = f"holds {file.name}, which is no JSON object ({error})"
         raise _BrokenError(what, AGAIN) from None

@@ -123,7 +123,7 @@ def read_model(config: Mapping[str, Any], kv_dtype: str | None = None) -> Model:
     """
     text = {**config, **as_mapping(config.get("text_config"))}
     given = {name: value for name, value in text.items() if value is not None}
-    known = {**DEFAULTS.get(given.get("model_type"), {}), **given}
+    known = {**DEFAULTS.get(str(given.get("model_type")), {}), **given}
     depth, heads = number(known, "num_hidden_layers"), number(known, "num_attention_heads")
     kv_heads = number(known, "num_key_value_heads", heads)
     hidden = number(known, "hidden_size", heads)
@@ -232,6 +232,7 @@ def _longest(known: Mapping[str, Any]) -> int:
         for rope in ropes
         if rope.get("rope_type", rope.get("type")) not in UNSCALED
         and isinstance(factor := rope.get("factor"), int | float)
+        and factor < MOST  # neither Infinity nor NaN
     ]
     scaled = not str(known.get("model_type")).startswith("gemma3")
     return int(longest * max([1.0, *factors])) if scaled else longest
