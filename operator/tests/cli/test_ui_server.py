@@ -55,6 +55,37 @@ async def test_no_cookie_goes_to_other_ports_and_no_page_tells_its_address(page:
         assert answer.url.path == f"/{page.token}{LLAMA}", "the PDCluster that was named"
 
 
+async def asked(page: ShownPage, request: bytes) -> bytes:
+    """What the server answers to bytes that no client of HTTP would send."""
+    reader, writer = await asyncio.open_connection(*page.origin.removeprefix("http://").split(":"))
+    writer.write(request)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def test_what_has_no_path_has_no_token(page: ShownPage) -> None:
+    for first in (b"OPTIONS *", b"CONNECT localhost:443"):
+        ends = b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        answer = await asked(page, first + ends)
+        assert answer.startswith(b"HTTP/1.1 403 "), answer
+        assert b"Content-Security-Policy" in answer
+
+
+async def test_a_bad_request_or_a_fault_of_ours_prints_no_token(
+    page: ShownPage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = page.token.encode()
+    for path in (b"%s/\x00" % token, token + b"a" * 9000):
+        answer = await asked(page, b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n" % path)
+        assert answer.startswith(b"HTTP/1.0 400 "), answer
+    assert caplog.text == ""
+    monkeypatch.setattr(page.ui, "_board", lambda _: {}[page.token])
+    assert (await page.get("/clusters"))[0] == 500
+    assert "Error handling request from 127.0.0.1 (KeyError)" in caplog.text
+    assert page.token not in caplog.text
+
+
 async def test_another_name_of_this_machine_is_refused(page: ShownPage) -> None:
     """DNS rebinding: a page of evil.example asks its own name, which now means 127.0.0.1."""
     for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil", ""):

@@ -9,6 +9,7 @@ inline script.
 """
 
 import hmac
+import logging
 import os
 import re
 import secrets
@@ -20,6 +21,7 @@ from typing import Any, Self
 
 import jinja2
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.ui import page, series
@@ -54,6 +56,7 @@ SECTIONS = {
     ),
     "list": ("banner", "clusters"),
 }  # fmt: skip
+LOGGER = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -113,7 +116,9 @@ class UiServer:
                 web.get(f"{self._root}/static/{{file}}", _static),
             ]
         )
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            application, access_log=None, logger=LOGGER, shutdown_timeout=1.0
+        )
 
     @property
     def url(self) -> str:
@@ -157,7 +162,7 @@ class UiServer:
     def _refusal(self, request: web.Request) -> web.Response | None:
         if not NAMES.fullmatch(request.headers.get("Host", "")):
             return web.Response(status=403, text="403: open this page as localhost or 127.0.0.1\n")
-        given = request.path.split("/")[1].encode(errors="replace")
+        given = request.path[1:].partition("/")[0].encode(errors="replace")
         if not hmac.compare_digest(given, self._token.encode()):
             words = "403: open the URL that `pdcluster ui` printed; it has a token\n"
             return web.Response(status=403, text=words)
@@ -218,6 +223,16 @@ class UiServer:
             kind = "list" if key is None else "cluster"
             self._boards[key] = Board(self._reader, key, partial(self._pages.sections, kind))
         return self._boards[key]
+
+
+def _without_path(record: logging.LogRecord) -> bool:
+    """Leave out the traceback: of a request that is none, it has the path with the token."""
+    error, record.exc_info = record.exc_info and record.exc_info[1], None
+    record.msg = f"{record.msg} ({type(error).__name__})"
+    return not isinstance(error, HttpProcessingError)
+
+
+LOGGER.addFilter(_without_path)
 
 
 def stamp(at: float) -> str:
