@@ -119,12 +119,13 @@ def test_a_refusal_says_why_and_whether_it_passes(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{}", "the API server answers 500"),
+        ("{}", "HTTP 500: {}"),
+        ("", "HTTP 500: no text"),
         ('{"message": null}', "the API server answers 500"),
-        (" <html>proxy</html> ", "<html>proxy</html>"),
-        ("x" * 900, "x" * 200),
-        ("[1]", "[1]"),
-        ('"no"', '"no"'),
+        (" <html>\r\n<body>proxy</body></html> ", "HTTP 500: <html>"),
+        ("x" * 900, f"HTTP 500: {'x' * 200}"),
+        ("[1]", "HTTP 500: [1]"),
+        ('"no"', 'HTTP 500: "no"'),
     ],
 )
 def test_a_refusal_in_words_that_are_not_kubernetes_own(text: str, said: str) -> None:

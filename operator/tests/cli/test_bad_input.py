@@ -194,9 +194,30 @@ def test_a_server_that_refuses(
 ) -> None:
     with serving(answer) as server:
         code, said = ended(words, server.url)
+        place = ("there",) if "--against" in words else ("--context", "there")
+        there = ended((*words, *place, "-n", "other"), server.url)[1]
     assert code == 4
     assert words_of_server in said
-    assert remedy in said
+    assert said.endswith(remedy)
+    assert there.endswith(remedy and f"{remedy.replace('team', 'other')} --context there")
+
+
+def test_a_page_of_a_proxy_is_its_status_and_first_line(
+    ended: Callable[..., tuple[int, str]],
+) -> None:
+    with serving(lambda *_: (502, "<html>\r\n<body>\nmany lines</body></html>")) as server:
+        code, said = ended(("status", "tiny"), server.url)
+    assert (code, said) == (4, "error: the API server: HTTP 502: <html>")
+
+
+def test_without_logs_the_next_command_asks_the_same_place(
+    ended: Callable[..., tuple[int, str]],
+) -> None:
+    found = {"metadata": {"name": "tiny", "namespace": "other"}, "items": []}
+    with serving(lambda *_: (200, found)) as server:
+        code, said = ended(("logs", "tiny", "-n", "other", "--context", "there"), server.url)
+    assert code == 4
+    assert said.endswith("see `pdcluster status tiny -n other --context there`")
 
 
 @every_line

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
+from played_server import kubeconfig
 
 from pdcluster_operator.cli import connection, runs
 from pdcluster_operator.cli.commands import Target, target_or_run
 from pdcluster_operator.cli.exits import Exit, UserError
+from pdcluster_operator.cli.main import pdcluster
 from pdcluster_operator.runtime.interfaces import Key
 
 ENDED = 2**22 + 1  # no process can have this number
@@ -70,6 +73,28 @@ def test_a_new_run_removes_old_ones_that_ended(base: Path) -> None:
     assert left == {one.name for one in (*ended[-(runs.KEPT_RUNS - 1) :], going_on, new)}
 
 
+def test_another_process_with_the_number_of_a_run_is_not_the_run(base: Path) -> None:
+    ended = runs.new_run_folder("tiny")
+    (ended / runs.KUBECONFIG).touch(mode=0o600)
+    assert runs.find_run("tiny").folder == ended
+    began = int((ended / runs.BEGAN).read_text())
+    (ended / runs.BEGAN).write_text(str(began - 1))  # this process is younger
+    with pytest.raises(UserError, match="no `pdcluster up` of this user runs"):
+        runs.find_run("tiny")
+
+
+def test_a_run_that_does_not_answer_leads_to_no_other_cluster(base: Path) -> None:
+    folder = run_of(base, "tiny", 1, os.getpid())
+    with socket.socket() as reserved:  # bound, but nobody listens
+        reserved.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{reserved.getsockname()[1]}"
+        kubeconfig(folder, url, "n").rename(folder / runs.KUBECONFIG)
+        (folder / runs.KUBECONFIG).chmod(0o600)
+        told = CliRunner().invoke(pdcluster, ["status", "tiny", "--local"])
+    assert str(told.exception).endswith(f"; the logs of this run are below {folder}")
+    assert "kubectl" not in str(told.exception)
+
+
 def test_a_run_that_somebody_else_may_have_planted_is_not_found(base: Path) -> None:
     ours = run_of(base, "tiny", 1, os.getpid())
     run_of(base, "tiny", 2, os.getpid()).chmod(0o777)
@@ -101,7 +126,10 @@ def test_a_command_reaches_the_run_that_is_named(
     (folder / runs.KUBECONFIG).write_text(json.dumps(config))
     reached = []
 
-    def connected(context: str | None, command: Any, kubeconfig: str | None = None) -> Exit:
+    def connected(
+        context: str | None, key: Key, command: Any, kubeconfig: str | None = None
+    ) -> Exit:
+        assert key == Key("n", "tiny")
         command(None)
         reached.append((context, kubeconfig))
         return Exit.DONE

@@ -40,8 +40,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
         monkeypatch.setattr(module, name, verb if module is rollout else note)
 
-    def connected(context: str | None, chosen: Any, _: Any = None) -> Exit:
-        assert context in (None, "there")
+    def connected(context: str | None, key: Any, chosen: Any, _: Any = None) -> Exit:
+        assert (context, key.namespace) in ((None, "mine"), ("there", "ns"))
         ended: Exit = asyncio.run(chosen("client"))
         return ended
 

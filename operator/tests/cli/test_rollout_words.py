@@ -43,8 +43,8 @@ class Cluster:
         self.written: list[tuple[Any, dict[str, Any]]] = []
         self.stored: Undo | None = None
 
-        def connected(context: str | None, command: Callable[[Any], Any], _: Any) -> Exit:
-            assert context is None
+        def connected(context: str | None, key: Key, command: Callable[[Any], Any], _: Any) -> Exit:
+            assert (context, key) == (None, Key("ns", "tiny"))
             return virtual_time.run(command(self))
 
         async def read_cluster(client: Any, key: Key) -> dict[str, Any] | None:

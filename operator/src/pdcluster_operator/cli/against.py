@@ -56,7 +56,7 @@ def show_plan_against(file: str, context: str | None, namespace: str | None, out
         show(output, found, text)
         return code
 
-    return connection.connected(context, command)
+    return connection.connected(context, key, command)
 
 
 async def ask(api: kube_api.KubeApi, course: Course) -> tuple[list[Answer], Exit]:

@@ -7,6 +7,7 @@ below them, and no word is cut.
 import functools
 import importlib
 import math
+import shlex
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -170,6 +171,13 @@ class Target:
     namespace: str | None
     context: str | None
     local: bool = False
+
+    @property
+    def elsewhere(self) -> str:
+        """The options that lead another command to the same place, each after a space."""
+        given = {"-n": self.namespace, "--context": self.context}
+        words = [f" {option} {shlex.quote(value)}" for option, value in given.items() if value]
+        return "".join([*words, " --local" * self.local])
 
 
 class Namespace(click.ParamType[str, str]):

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import shlex
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound
@@ -28,6 +30,7 @@ logging.getLogger("kubernetes").addHandler(logging.NullHandler())
 
 def connected(
     context: str | None,
+    key: Key,
     command: Callable[[KubeClient], Awaitable[Exit]],
     kubeconfig: str | None = None,
 ) -> Exit:
@@ -35,6 +38,7 @@ def connected(
 
     Args:
         context: of the kubeconfig; None is its current one.
+        key: what the command is about, for the next command that the message names.
         kubeconfig: of a run of ``pdcluster up`` on this machine; None is the user's own.
     """
 
@@ -49,12 +53,18 @@ def connected(
             try:
                 return await command(client)
             except ApiError as error:
-                namespace = namespace_of_context(context, kubeconfig)
-                next_command = next_step(error.reason, "NAME", namespace)
-                hint = f"; next: {next_command}" if find(error.reason) else ""
+                hint = _hint(error.reason, context, key, kubeconfig)
                 raise UserError(f"the API server: {error}{hint}", Exit.REQUEST_FAILED) from error
 
     return asyncio.run(run())
+
+
+def _hint(reason: str, context: str | None, key: Key, kubeconfig: str | None) -> str:
+    if kubeconfig is not None:  # other commands ask the same server, or that of another cluster
+        return f"; the logs of this run are below {Path(kubeconfig).parent}"
+    command = next_step(reason, key.name, key.namespace) if find(reason) else ""
+    chosen = f" --context {shlex.quote(context)}" if context and command else ""
+    return command and f"; next: {command}{chosen}"
 
 
 def with_cluster(
@@ -66,7 +76,7 @@ def with_cluster(
     namespace = target.namespace or namespace_of_context(target.context, kubeconfig)
     key = Key(namespace, run.cluster if run else target.name)
     return connected(
-        target.context, lambda client: command(client, key, *words, **options), kubeconfig
+        target.context, key, lambda client: command(client, key, *words, **options), kubeconfig
     )
 
 

@@ -28,6 +28,7 @@ from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.fabric_probe import Probe
 from pdcluster_operator.cli.plan import shipped_connector
 from pdcluster_operator.plan.types import ConnectorBundle
+from pdcluster_operator.runtime.interfaces import Key
 
 STYLES = {
     Verdict.OK: "green",
@@ -100,10 +101,10 @@ def doctor(machine: bool, output: str, file: str | None, probe: bool, **where: A
         return _show(output, "Machine", machine_checks.check_machine(document, cluster))
 
     connector = shipped_connector() if probe else ConnectorBundle("", b"")
+    named = where["namespace"] or (document or {}).get("metadata", {}).get("namespace")
+    namespace = named or namespace_of_context(where["context"])
 
     async def look(client: KubeClient) -> Exit:
-        named = where["namespace"] or (document or {}).get("metadata", {}).get("namespace")
-        namespace = named or namespace_of_context(where["context"])
         wanted = cluster.spec.operator_class if cluster else None
         facts = await cluster_facts.gather(client, namespace, cluster, wanted)
         rows, measured = cluster_checks.check_cluster(facts, cluster), None
@@ -118,7 +119,8 @@ def doctor(machine: bool, output: str, file: str | None, probe: bool, **where: A
                 rows.append(fabric_probe.failed_row(error))
         return _show(output, "Cluster", rows, measured)
 
-    return connected(where["context"], look)
+    key = Key(namespace, cluster.name if cluster else "NAME")
+    return connected(where["context"], key, look)
 
 
 def _accepted(document: manifests.Document) -> Cluster:

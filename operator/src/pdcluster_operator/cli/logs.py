@@ -148,18 +148,20 @@ def logs(
     if tail is None and since is None and not request:
         tail = TAIL
     part = Part(since, tail, follow, request, probes)
-    return with_cluster(target, show, part, role or ROLES)
+    return with_cluster(target, show, part, role or ROLES, target.elsewhere)
 
 
-async def show(client: KubeClient, key: Key, part: Part, roles: Sequence[str]) -> Exit:
-    """Print the logs."""
+async def show(
+    client: KubeClient, key: Key, part: Part, roles: Sequence[str], elsewhere: str = ""
+) -> Exit:
+    """Print the logs; ``elsewhere`` is that of the :class:`Target`."""
     await read_named(client, key)
     sources = await _sources(client, key, roles)
     if not sources and not part.follow:
         among = f" of {' and '.join(roles)}" if tuple(roles) != ROLES else ""
         raise UserError(
             f'no container{among} of PDCluster "{key.name}" has begun to write a log; see '
-            f"`pdcluster status {key.name}`",
+            f"`pdcluster status {key.name}{elsewhere}`",
             Exit.REQUEST_FAILED,
         )
     warn = outputs.console(stderr=True)

@@ -13,6 +13,8 @@ from pdcluster_operator.cli.exits import Exit, UserError
 KEPT_RUNS = 5
 """So many folders of runs stay, with their logs and volumes."""
 KUBECONFIG = "kubeconfig"
+BEGAN = "began"
+"""The file that says when its process began. Later, another process may have its number."""
 SHOWN = 5
 
 
@@ -40,6 +42,7 @@ def new_run_folder(cluster: str) -> Path:
         shutil.rmtree(run, ignore_errors=True)
     folder = base / f"{cluster}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     folder.mkdir(mode=0o700)
+    (folder / BEGAN).write_text(_began(str(os.getpid())))
     return folder
 
 
@@ -94,4 +97,17 @@ def _is_ours(path: Path) -> bool:
 
 
 def _lives(run: Path) -> bool:
-    return Path("/proc", run.name.rpartition("-")[2]).exists()
+    began = _began(run.name.rpartition("-")[2])
+    try:
+        return began != "" and (run / BEGAN).read_text() in ("", began)
+    except FileNotFoundError:  # it starts just now
+        return began != ""
+
+
+def _began(pid: str) -> str:
+    """Return when a process began, in clock ticks since the boot; empty if there is none."""
+    try:
+        stat = Path("/proc", pid, "stat").read_bytes()
+    except OSError:
+        return ""
+    return stat.rpartition(b")")[2].split()[19].decode()  # what is before has the program's name

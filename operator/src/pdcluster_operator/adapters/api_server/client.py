@@ -142,7 +142,7 @@ class KubeClient:
             if self._overload.is_over(patience):
                 break
         if not 200 <= status < 300:
-            raise classified(status, _document(text))
+            raise classified(status, _document(status, text))
         if (document := _object_of(text)) is None:  # an HTML page of a proxy, say
             said = f"{method} {path}: the answer is no JSON object: {_beginning(text)}"
             raise interfaces.ApiError("ApiServerUnreachable", said)
@@ -174,7 +174,8 @@ class KubeClient:
                     asked = response.headers.get("Retry-After", "")
                     self._overload.refused(namespace_of(path), asked)
                 if response.status != OK:
-                    raise classified(response.status, _document(await response.read()))
+                    text = await response.read()
+                    raise classified(response.status, _document(response.status, text))
                 async for line in response.content:
                     yield line
         except aiohttp.http_exceptions.HttpProcessingError as error:
@@ -334,13 +335,12 @@ def _causes(document: Mapping[str, Any]) -> list[object]:
     return [one.get("reason") for one in listed if isinstance(one, dict)]
 
 
-def _document(text: bytes) -> dict[str, Any]:
-    found = _object_of(text)
-    return {"message": _beginning(text)} if found is None else found
+def _document(status: int, text: bytes) -> dict[str, Any]:
+    return _object_of(text) or {"message": f"HTTP {status}: {_beginning(text) or 'no text'}"}
 
 
 def _beginning(text: bytes) -> str:
-    return text[:200].decode(errors="replace").strip()
+    return text[:200].decode(errors="replace").strip().partition("\n")[0].strip()
 
 
 def _object_of(text: bytes) -> dict[str, Any] | None:

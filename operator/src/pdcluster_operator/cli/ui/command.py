@@ -82,7 +82,7 @@ def ui(
             await asyncio.Event().wait()
         return Exit.DONE
 
-    return connected(context, command, kubeconfig)
+    return connected(context, Key(own, named or "NAME"), command, kubeconfig)
 
 
 async def _check(client: KubeClient, reader: KubeReader, key: Key | None) -> None:
