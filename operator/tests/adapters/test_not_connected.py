@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -46,6 +47,17 @@ def ended(code: str, home: Path, *words: str, **environment: str) -> list[str]:
     return done.stderr.splitlines()
 
 
+def config(server: str = "https://127.0.0.1:1", login: str = "true") -> str:
+    """A kubeconfig whose user logs in with a program."""
+    program = {"apiVersion": "client.authentication.k8s.io/v1", "command": login}
+    return json.dumps({
+        "kind": "Config", "current-context": "c",
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+        "clusters": [{"name": "c", "cluster": {"server": server}}],
+        "users": [{"name": "u", "user": {"exec": program}}],
+    })  # fmt: skip
+
+
 @pytest.mark.process
 def test_kopf_run_without_a_kubeconfig_says_so(tmp_path: Path) -> None:
     health, metrics = map(str, free_ports(2))
@@ -80,6 +92,9 @@ def test_the_operator_without_a_kubeconfig_says_so(tmp_path: Path) -> None:
         ("", "this is no kubeconfig: it is empty"),
         ("contexts: 1", "'int' object "),
         ("kind: Config", "Invalid kube-config file. Expected key current-context "),
+        (config(server="notaurl"), "the server 'notaurl' must begin with https:// or http://"),
+        (config(login="no-such"), "the login program 'no-such' (users[].user.exec) is not on PATH"),
+        (config(login="false"), "the login program 'false' (users[].user.exec) gives no crede"),
     ],
 )
 def test_a_kubeconfig_that_is_none_is_named(text, why, tmp_path, monkeypatch, capsys) -> None:

@@ -1,8 +1,10 @@
 """Where the API server is, and who asks: a pod's ServiceAccount, or a kubeconfig."""
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.request import getproxies
 
 from kubernetes.aio import client, config
@@ -41,9 +43,10 @@ async def find_configuration(
             )
         elif found := [one for one in _paths(files) if one.exists()]:
             _check(found, context)
-            await config.load_kube_config(  # type: ignore[no-untyped-call]
+            loader = await config.load_kube_config(  # type: ignore[no-untyped-call]
                 config_file=files, context=context, client_configuration=configuration
             )
+            _check_loaded(loader._user, configuration)  # noqa: SLF001 - of the chosen context
         else:
             raise FileNotFoundError("there is no such file")
     except Exception as error:  # a file may be anything, and the library raises anything then
@@ -83,6 +86,17 @@ def _check(files: Sequence[Path], context: str | None) -> None:
         names = [str(one["name"]) for one in known]
         if context not in names:
             raise ValueError(f"it has no context {context!r}; there are: {', '.join(names)}")
+
+
+def _check_loaded(user: Any, configuration: client.Configuration) -> None:
+    """Raise ValueError if there is no URL, or if nobody logged in. The library says neither."""
+    if not configuration.host.lower().startswith(("https://", "http://")):
+        raise ValueError(f"the server {configuration.host!r} must begin with https:// or http://")
+    known = configuration.api_key or configuration.cert_file
+    if user is not None and "exec" in user and not known:
+        program = str(user["exec"]["command"])
+        why = "gives no credentials" if shutil.which(program) else "is not on PATH"
+        raise ValueError(f"the login program {program!r} (users[].user.exec) {why}")
 
 
 def _files(kubeconfig: str | None) -> str:
