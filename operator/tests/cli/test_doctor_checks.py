@@ -13,6 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from played_server import kubeconfig, serving, status
 
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.schema.crd import crd
@@ -29,6 +30,7 @@ from pdcluster_operator.cli.cluster_checks import (
     device_needs,
 )
 from pdcluster_operator.cli.doctor import Doctor
+from pdcluster_operator.cli.exits import Exit
 from pdcluster_operator.cli.main import main
 from pdcluster_operator.local.preflight import Host
 from pdcluster_operator.runtime.interfaces import ApiError
@@ -276,6 +278,30 @@ def test_a_server_that_refuses_everything_leaves_unknown_rows() -> None:
     told = asyncio.run(cluster_facts.gather(SilentServer(), "team", example("volume.yaml"), None))  # type: ignore[arg-type]
     rows = check_cluster(told, example("volume.yaml"))
     assert {row.verdict for row in rows if row.check != "shared memory"} == {UNKNOWN}
+    asks = {row.check: row.remedy for row in rows if "rights" in row.check}
+    ask = "See what you may ask: kubectl auth can-i --list -n"
+    assert asks == {
+        "your rights": f"{ask} team", "the operator's rights": f"{ask} pdcluster-system",
+    }  # fmt: skip
+
+
+def test_who_is_told_nothing_does_not_hear_that_all_is_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(lambda *_: status(403, "Forbidden", "no")) as server:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, server.url)))
+        assert main(["doctor"]) == Exit.REQUEST_FAILED
+
+
+def test_the_models_folder_is_that_of_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest, empty = str(ROOT / "examples/tiny-cpu.yaml"), str(tmp_path)
+    code = main(["doctor", "--machine", "-f", manifest, "--model-dir", empty, "-o", "json"])
+    told = {row["check"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert code == Exit.MACHINE
+    assert empty in told["--model-dir"]["why"]
+    assert main(["doctor", "-f", manifest, "--model-dir", empty]) == Exit.USAGE
 
 
 class TestMachine:

@@ -147,8 +147,7 @@ def _operator(facts: ClusterFacts, _: Cluster | None) -> Iterator[Row]:
     if not isinstance(answer, Mapping):
         yield Row("operator", Verdict.UNKNOWN, str(answer), why)
         return
-    operators = [one for one in answer["items"] if _label(one, "component") == "operator"]
-    if not operators:
+    if not (operators := _operators(facts)):
         yield Row("operator", Verdict.MISSING, "none", why, f"Install the chart: {INSTALL}")
     for one in operators:
         place = f"{one['metadata']['namespace']}/{one['metadata']['name']}"
@@ -163,6 +162,12 @@ def _operator(facts: ClusterFacts, _: Cluster | None) -> Iterator[Row]:
             yield Row("operator", Verdict.WARNING, found, why, remedy)
         else:
             yield Row("operator", Verdict.OK, found, why)
+
+
+def _operators(facts: ClusterFacts) -> list[Mapping[str, Any]]:
+    answer = facts.answers["deployments"]
+    items = answer["items"] if isinstance(answer, Mapping) else ()
+    return [one for one in items if _label(one, "component") == "operator"]
 
 
 def _label(manifest: Mapping[str, Any], name: str) -> str:
@@ -368,11 +373,12 @@ def claims_of(cluster: Cluster | None) -> list[str]:
 
 
 def _rights(facts: ClusterFacts, _: Cluster | None) -> Iterator[Row]:
-    for check, rights, verdict, why, remedy in (
+    place = next((one["metadata"]["namespace"] for one in _operators(facts)), "pdcluster-system")
+    for check, rights, verdict, why, remedy, where in (
         ("your rights", facts.own, Verdict.WARNING, "you apply PDClusters and read their pods",
-         "Ask for the role edit in this namespace."),
+         "Ask for the role edit in this namespace.", facts.namespace),
         ("the operator's rights", facts.operator, Verdict.MISSING, "it makes these objects",
-         "Add the namespace to the chart's watchNamespaces, or leave that empty."),
+         "Add the namespace to the chart's watchNamespaces, or leave that empty.", place),
     ):  # fmt: skip
         lacks = [right for right, held in rights.items() if held is False]
         unknown = [right for right, held in rights.items() if held is None]
@@ -382,7 +388,8 @@ def _rights(facts: ClusterFacts, _: Cluster | None) -> Iterator[Row]:
             )
         elif unknown or not rights:
             found = "this account may not ask" if unknown else "there is nobody to ask about"
-            yield Row(check, Verdict.UNKNOWN, found, why)
+            ask = f"See what you may ask: kubectl auth can-i --list -n {where}"
+            yield Row(check, Verdict.UNKNOWN, found, why, ask)
         else:
             yield Row(check, Verdict.OK, f"all {len(rights)} that were asked for", why)
 

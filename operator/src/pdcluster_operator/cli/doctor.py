@@ -1,5 +1,7 @@
 """``pdcluster doctor``: whether a cluster, or this machine, has what PDClusters need."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -36,6 +38,8 @@ STYLES = {
     Verdict.MISSING: "bold red",
     Verdict.UNKNOWN: "dim",
 }
+NEEDED = {"Kubernetes", "CRD", "operator"}
+"""Checks of what every PDCluster needs."""
 DETAILS = """\
 Says what a cluster has for PDClusters, and what it lacks: versions, the operator and its webhook,
 GPUs and RDMA devices, network policies, Pod Security, rights. With -f, also what a manifest needs.
@@ -46,10 +50,11 @@ how fast and over which transport, and removes them. With -f, their pods get the
 devices and variables. They need the rights to create Jobs and ConfigMaps, and one GPU each if the
 nodes have GPUs.
 
-With --machine, the same of this machine, for `pdcluster up`.
+With --machine, the same of this machine, for `pdcluster up`. With -f, --model-dir is that of `up`.
 
 Exit codes: 0 nothing that is needed is missing; 1 the manifest of -f is wrong; 4 the API server
-refuses to answer; 6 something is missing, or there is no kubeconfig.
+does not say whether Kubernetes, the CRD or the operator is as it must be; 6 something is missing,
+or there is no kubeconfig.
 """
 EXAMPLES = (
     ("pdcluster doctor", "the cluster of the current context"),
@@ -77,6 +82,12 @@ class Doctor(msgspec.Struct, frozen=True, rename="camel"):
 @click.command(cls=Command, help=DETAILS, document=Doctor, examples=EXAMPLES)
 @click.option("-f", "--file", metavar="FILE", help="a manifest, whose needs are checked too")
 @click.option("--machine", is_flag=True, help="look at this machine instead of a cluster")
+@click.option(
+    "--model-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="with --machine -f: the model in this folder, instead of the one that the manifest names",
+)
 @click.option("--probe", is_flag=True, help="also run two pods that move bytes over NIXL")
 @click.option("--image", metavar="IMAGE", help="of these pods; default: that of the engines")
 @click.option(
@@ -88,17 +99,26 @@ class Doctor(msgspec.Struct, frozen=True, rename="camel"):
 )
 @namespace_option
 @context_option
-def doctor(machine: bool, output: str, file: str | None, probe: bool, **where: Any) -> Exit:
+def doctor(
+    machine: bool, output: str, file: str | None, model_dir: Path | None, probe: bool, **where: Any
+) -> Exit:
     """Print what is there and what is missing."""
     if machine and (where["namespace"] or where["context"] or probe):
         raise click.UsageError("--machine has no cluster; leave -n, --context and --probe out")
+    if model_dir is not None and not (machine and file):
+        raise click.UsageError("--model-dir is for --machine with -f FILE")
     read = manifests.read_cluster(file) if file else None
+    if read and model_dir is not None:
+        from pdcluster_operator.cli.up import with_model
+
+        read = replace(read, body=with_model(read.body, model_dir))
     document = read.body if read else None
     cluster = _accepted(read) if read else None
     if machine:
         from pdcluster_operator.cli import machine_checks
 
-        return _show(output, "Machine", machine_checks.check_machine(document, cluster))
+        rows = machine_checks.check_machine(document, cluster, from_flag=model_dir is not None)
+        return _show(output, "Machine", rows)
 
     connector = shipped_connector() if probe else ConnectorBundle("", b"")
     named = where["namespace"] or (document or {}).get("metadata", {}).get("namespace")
@@ -139,7 +159,9 @@ def _show(form: str, about: str, rows: list[Row], probe: Probe | None = None) ->
     missing = sum(row.verdict is Verdict.MISSING for row in rows)
     found = Doctor(about, missing, tuple(rows), probe)
     output.show(form, found, lambda console: _print(console, found))
-    return Exit.MACHINE if missing else Exit.DONE
+    unknown = {row.check for row in rows if row.verdict is Verdict.UNKNOWN}
+    asked = Exit.REQUEST_FAILED if unknown & NEEDED else Exit.DONE
+    return Exit.MACHINE if missing else asked
 
 
 def _print(console: Console, found: Doctor) -> None:

@@ -52,8 +52,11 @@ class MachineFacts:
     ptrace: str
 
 
-def check_machine(document: Any, cluster: Cluster | None) -> list[Row]:
-    """Return all rows; with a manifest, also what ``pdcluster up`` would refuse to start for."""
+def check_machine(document: Any, cluster: Cluster | None, *, from_flag: bool = False) -> list[Row]:
+    """Return all rows; with a manifest, also what ``pdcluster up`` would refuse to start for.
+
+    ``from_flag``: ``--model-dir`` named the model's folder.
+    """
     environment = local_cluster.container_environment()
     rows = list(judged(look(environment)))
     if cluster is not None:
@@ -63,7 +66,7 @@ def check_machine(document: Any, cluster: Cluster | None) -> list[Row]:
                 document, cluster, plan.shipped_connector(), environment, local_cluster.POD_PORTS
             ),
             once=False,
-            model_flag=False,
+            model_flag=from_flag,
         )
         rows += [
             Row(one.path, Verdict.MISSING, one.message, f"the manifest has {one.value}", one.remedy)
