@@ -19,7 +19,13 @@ from urllib.request import Request, urlopen
 import pytest
 
 from loopback import free_port
-from pdcluster_connector.protocol.ticket import BlockIds, Ticket, kv_transfer_params, ticket_of
+from pdcluster_connector.protocol.ticket import (
+    BlockIds,
+    Ticket,
+    kv_transfer_params,
+    no_ticket,
+    ticket_of,
+)
 from ticket_key import KEYS
 
 ROUTER = Path(sys.executable).with_name("vllm-router")
@@ -123,14 +129,19 @@ GIVEN = {"do_remote_prefill": True, "do_remote_decode": False, "ticket": "prefil
 
 @pytest.mark.parametrize(
     ("answer", "passed_on"),
-    [({"kv_transfer_params": GIVEN}, GIVEN), ({"kv_transfer_params": None}, None), ({}, "theirs")],
-    ids=["ticket", "null", "nothing"],
+    [
+        ({"kv_transfer_params": GIVEN}, GIVEN),
+        ({"kv_transfer_params": no_ticket("NotFinished")}, no_ticket("NotFinished")),
+        ({"kv_transfer_params": None}, None),
+        ({}, "theirs"),
+    ],
+    ids=["ticket", "no ticket", "null", "nothing"],
 )
 def test_what_a_client_says_of_kv_reaches_no_engine_that_hears_of_prefill(
     answer: dict[str, Any], passed_on: Any
 ) -> None:
-    """vLLM's answers always have the field, with null for no ticket. Without it, the client's own
-    field goes to decode: there, only a ticket that an engine of ours has signed counts
+    """vLLM's answers always have the field, and our prefill's are never null. Without it,
+    the client's own field goes to decode: there, only a ticket that an engine of ours has signed counts
     (``test_a_request_for_prefill_at_decode_is_a_prompt_without_a_ticket``).
     """
     prefill, decode = Engine(**answer), Engine()

@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from pdcluster_connector.protocol.messages import LeaseRequest
-from pdcluster_connector.protocol.ticket import Ticket, ticket_of
+from pdcluster_connector.protocol.ticket import Ticket, no_ticket, ticket_of
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.testing.engines import KEYS
 from pdcluster_connector.vllm.config import parse_options
@@ -66,7 +66,7 @@ def request(computed: int = TOKENS, status: Any = RequestStatus.FINISHED_LENGTH_
 def test_a_prompt_that_lacks_one_token_gets_no_ticket(computed: int) -> None:
     prefill = Prefill()
     prefill.role.scheduled(request())
-    assert prefill.role.finished(request(computed), BLOCKS) == (False, None)
+    assert prefill.role.finished(request(computed), BLOCKS) == (False, no_ticket("NotFinished"))
     assert prefill.desk.place("r") is None, "and no lease"
 
 
@@ -86,7 +86,13 @@ def test_a_prompt_that_is_computed_gets_a_ticket_of_all_its_tokens(computed: int
 def test_a_request_that_did_not_end_by_itself_gets_no_ticket(status: Any) -> None:
     prefill = Prefill()
     prefill.role.scheduled(request())
-    assert prefill.role.finished(request(status=status), BLOCKS) == (False, None)
+    assert prefill.role.finished(request(status=status), BLOCKS) == (
+        False,
+        no_ticket("NotFinished"),
+    )
+    other = request(status=status)
+    other.kv_transfer_params = None
+    assert prefill.role.finished(other, BLOCKS) == (False, None), "it asked for none"
 
 
 def test_a_request_whose_blocks_vllm_does_not_keep_is_not_reported_as_sent() -> None:
@@ -97,7 +103,7 @@ def test_a_request_whose_blocks_vllm_does_not_keep_is_not_reported_as_sent() -> 
     sent, words = prefill.take()
     assert sent == []
     assert list(words.values()) == [0], "its word is cleared nevertheless"
-    assert prefill.role.finished(request(), BLOCKS) == (False, None)
+    assert prefill.role.finished(request(), BLOCKS) == (False, no_ticket("LeaseEnded"))
 
 
 def test_a_request_that_is_forgotten_has_no_lease_and_is_not_reported_as_sent() -> None:

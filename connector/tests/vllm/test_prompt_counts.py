@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,6 +77,23 @@ def test_a_prompt_that_the_router_sent_past_prefill_is_told_from_one_that_lost_i
     }
     assert decode.total("local_prompt_tokens") == {"NoTicket": 2 * BLOCK}
     assert decode.params["skipped"]["kv_path"]["reason"] == "LocalByRouter"
+
+
+@pytest.mark.parametrize("fault", ["lease", "step"])
+def test_a_prompt_whose_ticket_prefill_did_not_make_is_no_decision_of_the_router(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """llm-d's sidecar copies the ``kv_transfer_params`` of prefill's answer, null too."""
+    prefill = engines("producer")
+    decode = engines("consumer", prefixes=False, router_may_skip_prefill=True)
+    role = prefill.connector._scheduler.prefill
+    if fault == "lease":
+        monkeypatch.setattr(role.leases, "grant", lambda *_: False)
+    else:
+        monkeypatch.setattr(role, "finished", None)
+    answer = json.loads(json.dumps(prefill.prefill("p", prompt(3 * BLOCK))))
+    done(decode, "d", prompt(3 * BLOCK), answer)
+    assert decode.prompts() == {("local", "NoTicket"): 1}
 
 
 def test_with_a_ticket_the_wish_counts_for_nothing(engines: Any) -> None:

@@ -46,7 +46,7 @@ def test_prefill_makes_no_ticket_of_it_and_keeps_no_block(
     before = prefill.free_blocks()
     prefill.add("p0", ids and list(ids), {"do_remote_decode": True}, **fields)
     prefill.run(lambda: "p0" in prefill.finished)
-    assert prefill.params["p0"] is None
+    assert prefill.params["p0"] == {"do_remote_prefill": False, "no_ticket": "NoDigest"}
     prefill.step()
     assert prefill.free_blocks() == before
     role = prefill.connector._scheduler.prefill

@@ -10,8 +10,8 @@ the operator shows them. All three use the rule that is written here:
   caches.
 * It is no fault either if the sender asked for it: ``kv_transfer_params: {"local_prefill": true}``
   and no ticket. So `pdcluster check` and `pdcluster bench` compare with decode alone. It is then
-  also computed at once, as if there was no prefill. Routers put a ticket in the place of these
-  parameters. vLLM's router lets them pass if prefill gave none.
+  also computed at once, as if there was no prefill. Routers put those of
+  prefill's answer, which may lack a ticket, in the place of these parameters.
 
 * It is no fault by itself if the engine was told that its router decides (the option
   ``router_may_skip_prefill``) and the request has no ``kv_transfer_params`` at all. In this way,

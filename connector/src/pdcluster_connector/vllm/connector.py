@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from pdcluster_connector.protocol.ticket import no_ticket
 from pdcluster_connector.vllm.config import ConfigError, parse_options, refuse_unsupported
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class PDClusterConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._scheduler.results(connector_output)
 
     @engine_step(
-        fallback=lambda: (False, None),
+        fallback=lambda: (False, no_ticket("StepFault")),
         affected=lambda self, _, request, *__: self._scheduler.forget(request.request_id),
     )
     def request_finished_all_groups(

@@ -198,8 +198,8 @@ class Canaries:
                 given = first.get("kv_transfer_params")
                 if not isinstance(given, dict) or given.get("do_remote_prefill") is not True:
                     return _failed(
-                        f"prefill at {prefill.address} handed over no KV: its answer holds no "
-                        "kv_transfer_params"
+                        f"prefill at {prefill.address} handed over no KV: "
+                        "its answer holds no ticket"
                     )
                 asked = {**request, "kv_transfer_params": {**given, KEY_PARAMETER: self.names_key}}
                 second = await self.decode.complete(asked, seconds, ranks[1])

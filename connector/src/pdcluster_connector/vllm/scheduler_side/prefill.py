@@ -103,7 +103,18 @@ class PrefillRole:
     def finished(
         self, request: Request, blocks: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return (keep the blocks, what the client gets): a ticket if there is KV to fetch."""
+        """Return (keep the blocks, what the client gets): a ticket if there is KV to fetch.
+
+        A client that asked for a ticket and gets none learns why.
+        """
+        kept, params, why = self._handed_over(request, blocks)
+        if params is None and is_prefill(request):
+            params = ticket.no_ticket(why)
+        return kept, params and params | ticket.passed_on(request.kv_transfer_params)
+
+    def _handed_over(
+        self, request: Request, blocks: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None, str]:
         request_id = request.request_id
         whole = self._leaves_last_token and request_id not in self._shortened
         self._shortened.discard(request_id)
@@ -118,7 +129,8 @@ class PrefillRole:
             digest = digest_of_prompt(request, request.num_prompt_tokens)
         if place is None or digest is None:
             self.leases.drop(request_id)
-            return False, None
+            why = "LeaseEnded" if place is None else "LastToken" if whole else "NoDigest"
+            return False, None, why if handed_off else "NotFinished"
         token, slot = place
         try:
             if slot is None:  # decode could not see whether the lease stands
@@ -130,11 +142,11 @@ class PrefillRole:
             fault = "NoLeaseWord" if slot is None else "TicketTooLong"
             self.stats.count("step_faults", f"finished:{fault}")
             self.leases.drop(request_id)
-            return False, None
+            return False, None, fault
         if not self.leases.grant(request_id):
-            return False, None
+            return False, None, "LeaseEnded"
         self._owed[request_id] = request_id
-        return True, params | ticket.passed_on(request.kv_transfer_params)
+        return True, params, ""
 
     def _ticket(
         self,
