@@ -102,7 +102,9 @@ def speculation(folder: Path, method: str = "eagle3", *, kv: bool = True, parall
     )  # fmt: skip
 
 
-def test_weights_in_two_buckets_are_two_models(tmp_path: Path) -> None:
+def test_weights_in_two_buckets_are_two_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM downloads only the configuration, so the digest sees no weights."""
     (tmp_path / "config.json").write_text("{}")
     one = engine(tmp_path)
@@ -111,8 +113,12 @@ def test_weights_in_two_buckets_are_two_models(tmp_path: Path) -> None:
     for bucket in ("s3://models/a", "s3://models/b"):
         one.model_weights = bucket
         found.add(digest_of_engine(one))
+        for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+            with monkeypatch.context() as patch:
+                patch.setenv(name, "http://minio:9000")
+                found.add(digest_of_engine(one))
     one.model_weights = ""
-    assert len(found | {plain}) == 3
+    assert len(found | {plain}) == 7
     assert digest_of_engine(one) == plain
 
 

@@ -108,6 +108,9 @@ def test_other_weights_are_other_engines():
     assert len(keys) == len(sources)
 
 
+OWNED = ("engine.env[0].name", "OwnedVariable")
+
+
 @pytest.mark.parametrize(
     ("source", "engine", "found"),
     [
@@ -129,10 +132,10 @@ def test_other_weights_are_other_engines():
             [("engine.env[0].name", "OwnedVariable")],
         ),
         (S3, {"env": [{"name": "AWS_ACCESS_KEY_ID", "value": "mine"}]}, []),
-        (
-            S3 | {"endpoint": "http://minio:9000"},
-            {"env": [{"name": "AWS_ENDPOINT_URL", "value": "mine"}]},
-            [("engine.env[0].name", "OwnedVariable")],
+        *(
+            (source, {"env": [{"name": name, "value": "mine"}]}, [OWNED])
+            for source in (S3, S3 | {"endpoint": "http://minio:9000"})
+            for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
         ),
     ],
 )

@@ -8,6 +8,7 @@ of the weights (sizes, headers and one piece of many tensors).
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ _VOLATILE: Final = frozenset(
 _LONG_ROPES: Final = frozenset({"longrope", "su"})
 # vLLM 0.32 scales the attention of these models by temperature in engines that allow more tokens.
 _TUNED: Final = ("llama4", 32_768)
+# The same bucket of another store holds other weights.
+_STORES: Final = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 _WEIGHT_PATTERNS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
@@ -75,7 +78,8 @@ def digest_of_engine(model_config: Any) -> str:
     }
     # In object storage: only the configuration was downloaded, and the weights are not compared.
     if weights := getattr(model_config, "model_weights", ""):
-        variant["weights"] = str(weights)
+        stores = [f"{name}={os.environ[name]}" for name in _STORES if os.environ.get(name)]
+        variant["weights"] = " ".join([str(weights), *stores])
     said = {"config": config, "overrides": overrides}
     if context := context_variant(said, int(model_config.max_model_len)):
         variant["context"] = context
