@@ -141,7 +141,7 @@ def test_what_a_client_says_of_kv_reaches_no_engine_that_hears_of_prefill(
     answer: dict[str, Any], passed_on: Any
 ) -> None:
     """vLLM's answers always have the field, and our prefill's are never null. Without it,
-    the client's own field goes to decode: there, only a ticket that an engine of ours has signed counts
+    the client's own goes to decode: there, only a ticket that an engine of ours has signed counts
     (``test_a_request_for_prefill_at_decode_is_a_prompt_without_a_ticket``).
     """
     prefill, decode = Engine(**answer), Engine()
