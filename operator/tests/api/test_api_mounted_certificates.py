@@ -57,7 +57,7 @@ def test_a_mount_in_both_roles_is_accepted(path: str) -> None:
             "podTemplate": {
                 "spec": {
                     "volumes": [VOLUME],
-                    "initContainers": [{"name": "engine", "image": "x", "volumeMounts": [MOUNT]}],
+                    "initContainers": [{"name": "fetch", "image": "x", "volumeMounts": [MOUNT]}],
                 }
             }
         },

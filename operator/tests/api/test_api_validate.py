@@ -655,3 +655,56 @@ def test_an_overlay_of_arguments_bypasses_the_rules_and_says_so(field):
 def test_an_overlay_of_any_shape_is_survived_and_refused(junk, place):
     (found,) = findings(decode={"podTemplate": junk}).errors
     assert (found.path, found.rule) == (f"spec.decode.podTemplate{place}", "WrongType")
+
+
+def image(reference):
+    return {"engine": {"image": reference}}
+
+
+def flag(field, value, *words):
+    return {"engine": {field: value, "extraArgs": list(words)}}
+
+
+def memory(kind):
+    pod = {"spec": {"resources": {kind: {"memory": "64Gi"}}}}
+    return {role: {"podTemplate": pod} for role in ("prefill", "decode")}
+
+
+@pytest.mark.parametrize(
+    ("rule", "wrong", "right"),
+    [
+        ("VersionUnsupported", image("mirror.example/hub/vllm/vllm-openai:v0.3.9"),
+         image("lmcache/vllm-openai:v0.3.9")),
+        ("VersionUnsupported", image("vllm/vllm-openai-cpu:v0.7.0"),
+         image("nvcr.io/nvidia/ai-dynamo/vllm-runtime:0.7.0")),
+        ("GpuCountMismatch", {"decode": {"resources": {"limits": {"nvidia.com/gpu": 100}}}},
+         {"decode": {"resources": {"limits": {"koordinator.sh/gpu": 100}}}}),
+        ("TransportWithoutCuda", {"engine": {"env": [{"name": "UCX_TLS", "value": "tcp"}]}},
+         {"engine": {"env": [{"name": "UCX_TLS", "value": "$(TR)"}]}}),
+        ("ConflictingSettings", flag("kvCacheDtype", "fp8_e5m2", "--kv-cache-dtype", "fp8"),
+         flag("kvCacheDtype", "fp8_e4m3", "--kv-cache-dtype", "fp8")),
+        ("ConflictingSettings", flag("maxModelLen", 8000, "--max-model-len=8K"),
+         flag("maxModelLen", 8000, "--max-model-len=8k")),
+        ("ConflictingSettings", flag("maxModelLen", 1500, "--max-model-len", "1_501"),
+         flag("maxModelLen", 1500, "--max-model-len", "1.5k")),
+        ("ConflictingSettings", flag("maxModelLen", 8192, "--max-model-len", "auto"),
+         flag("maxModelLen", 8192, "--max-model-len", "8_192")),
+        ("ConflictingSettings", flag("attentionBackend", "FLASH_ATTN", "--attention-backend", "x"),
+         flag("attentionBackend", "FLASH_ATTN", "--attention-backend", "flash_attn")),
+    ],
+)  # fmt: skip
+def test_what_vllm_and_kubernetes_read_alike_is_not_refused(rule, wrong, right):
+    assert rule in {error.rule for error in findings(**wrong).errors}
+    assert rule not in {error.rule for error in findings(**right).errors}
+
+
+def test_a_tag_of_somebody_elses_image_is_only_perhaps_the_release_of_vllm():
+    [said] = [one for one in findings(**image("lmcache/vllm-openai:v0.3.9")).warnings
+              if one.rule == "VersionUnsupported"]  # fmt: skip
+    assert said.message.startswith("if its tag is vLLM's, it is vLLM 0.3; ")
+
+
+@pytest.mark.parametrize("kind", ["requests", "limits"])
+def test_memory_of_the_whole_pod_is_memory(kind):
+    assert "NoMemoryRequest" in {one.rule for one in findings().warnings}
+    assert "NoMemoryRequest" not in {one.rule for one in findings(**memory(kind)).warnings}

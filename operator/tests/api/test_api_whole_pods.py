@@ -157,3 +157,33 @@ def test_what_others_write_stays_accepted() -> None:
     assert judge(template=template) == []
     hosted = {rule for _, rule, _ in judge(template=on_host(template))}
     assert hosted == {"HostNamespace"}
+
+
+LLMD = {
+    "router": {
+        "type": "LLMD",
+        "allowFrom": [{"podSelector": {}}],
+        "sidecarImage": "example/sidecar:v1",
+    }
+}
+TWO_NODES = {"decode": {"parallelism": {"tensor": 2, "nodes": 2}}}
+
+
+@pytest.mark.parametrize(("number", "with_it"), [(8200, LLMD), (29500, TWO_NODES)])
+def test_a_port_without_a_name_is_in_use_too(number: int, with_it: dict[str, Any]) -> None:
+    beside = engine(sidecar(ports=[{"containerPort": number}]))
+    assert judge(template=beside) == []
+    found = judge(template=beside, **with_it)
+    assert found == [("spec.containers[1].ports[0].containerPort", "Duplicate", True)]
+    assert judge("prefill", beside, **with_it) == []
+    named = engine(ports=[{"containerPort": number, "name": "more"}])
+    assert judge(template=named, **with_it) == []
+
+
+def test_the_sidecar_of_llm_d_may_be_changed_by_its_name() -> None:
+    bounds = {"limits": {"memory": "128Mi"}}
+    changed = {"spec": {"initContainers": [{"name": "routing-proxy", "resources": bounds}]}}
+    assert judge(template=changed, **LLMD) == []
+    missing = [("spec.initContainers[0].name", "Required", True)]
+    assert judge(template=changed) == missing
+    assert judge("prefill", changed, **LLMD) == missing

@@ -61,6 +61,8 @@ def get(port: Any, path: str = "/health", **fields: Any) -> dict[str, Any]:
 BOX = "spec.containers[0]"
 BESIDE = "spec.containers[1]"
 SECRET = {"name": "data", "secret": {"secretName": "s"}}
+FROM_FIELD = {"fieldRef": {"fieldPath": "metadata.name"}}
+KEY = {"name": "s", "key": "k"}
 FAULTS = {
     "a mount of no volume": Fault(
         engine(volumeMounts=mount("dta")), "NotInPod", f"{BOX}.volumeMounts[0].name",
@@ -228,6 +230,58 @@ FAULTS = {
     "another readiness": Fault(
         engine(readinessProbe=get(8000)), "ReadinessReplaced", f"{BOX}.readinessProbe",
         engine(readinessProbe={"timeoutSeconds": 9}), warned=True,
+    ),
+    "the name of our volume": Fault(
+        {"spec": {"volumes": [{"name": "connector", "emptyDir": {}}]}}, "ConflictingSettings",
+        "spec.volumes[0].name", {"spec": {"volumes": [{"name": "shm", "emptyDir": {}}]}},
+    ),
+    "another volume at our folder": Fault(
+        with_data(engine(volumeMounts=mount("data", "/pdcluster-keys"))), "ConflictingSettings",
+        f"{BOX}.volumeMounts[0].mountPath",
+        with_data(engine(volumeMounts=mount("data", "/dev/shm"))),
+    ),
+    "no image": Fault(
+        engine(image=None), "Required", f"{BOX}.image",
+        {"spec": {**engine(env=None, volumeMounts=None, ports=None)["spec"], "volumes": None}},
+    ),
+    "a resource without a domain": Fault(
+        engine(sidecar(resources={"limits": {"nic": 1}})), "BadFormat",
+        f"{BESIDE}.resources.limits.nic",
+        engine(sidecar(resources={"limits": {"example.com/nic": 1}})), server=True,
+    ),
+    "a part of a device": Fault(
+        engine(sidecar(resources={"limits": {"example.com/nic": "500m"}})), "BadFormat",
+        f"{BESIDE}.resources.limits.example.com/nic",
+        engine(sidecar(resources={"limits": {"example.com/nic": 1, "cpu": "500m"}})), server=True,
+    ),
+    "a variable of two sources": Fault(
+        engine(env=[{"name": "A", "valueFrom": {**FROM_FIELD, "secretKeyRef": KEY}}]), "ExactlyOne",
+        f"{BOX}.env[0].valueFrom", engine(env=[{"name": "A", "valueFrom": FROM_FIELD}]),
+        server=True,
+    ),
+    "a variable of an empty source": Fault(
+        engine(env=[{"name": "A", "valueFrom": {}}]), "ExactlyOne", f"{BOX}.env[0].valueFrom",
+        engine(env=[{"name": "A"}]), server=True,
+    ),
+    "a variable with a value and a source": Fault(
+        engine(env=[{"name": "A", "value": "1", "valueFrom": FROM_FIELD}]), "ExactlyOne",
+        f"{BOX}.env[0]", engine(env=[{"name": "A", "value": "", "valueFrom": FROM_FIELD}]),
+        server=True,
+    ),
+    "a volume of two kinds": Fault(
+        {"spec": {"volumes": [{**SECRET, "emptyDir": {}}]}}, "ExactlyOne", "spec.volumes[0]",
+        {"spec": {"volumes": [SECRET]}}, server=True,
+    ),
+    "an init container with our name alone": Fault(
+        {"spec": {"initContainers": [{**sidecar(), "name": "engine"}]}}, "Duplicate",
+        "spec.initContainers[0].name", {"spec": {"initContainers": [sidecar()]}}, server=True,
+    ),
+    "a port 0": Fault(
+        engine(sidecar(ports=[{"containerPort": 0}])), "OutOfRange",
+        f"{BESIDE}.ports[0].containerPort",
+        engine(sidecar(ports=[{"containerPort": 53, "hostPort": 0}]),
+               {**sidecar(ports=[{"containerPort": 54, "hostPort": 0}]), "name": "other"}),
+        server=True,
     ),
     "no readiness": Fault(
         engine(readinessProbe=None), "ReadinessReplaced", f"{BOX}.readinessProbe",

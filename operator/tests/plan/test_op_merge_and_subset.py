@@ -70,6 +70,14 @@ def test_null_removes():
     assert "grace" not in merge(BASE, {"spec": {"grace": None}})["spec"]
 
 
+@pytest.mark.parametrize("field", ["env", "ports", "volumeMounts"])
+def test_null_for_a_list_of_named_items_is_an_empty_list(field):
+    """Helm writes one around an empty range."""
+    ours = {"name": "engine", "image": "i", field: [{"name": "A"}]}
+    for theirs in ({field: None}, {field: []}, {"image": None}):
+        assert merge(ours, theirs) == ours
+
+
 def test_what_every_pod_needs_is_not_removed():
     """Admission refuses it. What is stored already must not be in the way of a plan."""
     assert merge(BASE, {"spec": None}) == BASE

@@ -22,7 +22,6 @@ from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.local.addresses import taken_everywhere
 from pdcluster_operator.local.model_files import Folder, read_folder
 from pdcluster_operator.local.preflight import VISIBLE, Facts, Host, Lack
-from pdcluster_operator.plan.builders.router import SIDECAR_CONTAINER
 from pdcluster_operator.plan.builders.secrets import CERTIFICATE_VOLUME, TICKET_KEY_VOLUME
 from pdcluster_operator.plan.rollout.desired import desire
 from pdcluster_operator.plan.types import ConnectorBundle, Manifest, Observed
@@ -42,7 +41,7 @@ FIELDS = {
     "HF_TOKEN": "spec.model.source.huggingFace.tokenSecretRef",
     "HF_HUB_OFFLINE": "spec.model.source.huggingFace.repo",
     "vllm-router": "spec.router",
-    SIDECAR_CONTAINER: "spec.router.type",
+    object_names.SIDECAR_CONTAINER: "spec.router.type",
     api_key.VARIABLE: "spec.router.apiKeySecretRef",
 }
 """The field of the spec that brings a volume, a variable or a program into a pod."""
@@ -127,9 +126,9 @@ def _pod_findings(
 def _node_problems(spec: Manifest) -> Iterator[tuple[Lack, str, str, str]]:
     """Yield (rule, subject, fault, remedy) of init containers and volumes; so do those below."""
     names = [one.get("name") for one in spec.get("initContainers") or ()]
-    if SIDECAR_CONTAINER in names:
+    if object_names.SIDECAR_CONTAINER in names:
         what, remedy = "local mode runs no sidecars", "Use VLLMRouter or None, or use a cluster."
-        yield Lack.NOT_SIMULATED, SIDECAR_CONTAINER, what, remedy
+        yield Lack.NOT_SIMULATED, object_names.SIDECAR_CONTAINER, what, remedy
     elif names:
         what = "local mode runs no init containers"
         remedy = "Remove them from podTemplate, or use a cluster."

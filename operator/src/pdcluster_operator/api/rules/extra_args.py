@@ -177,7 +177,7 @@ def _contradictions(cluster: Cluster, role: Role) -> Iterator[FieldError]:
     engine = resolve_engine(cluster, role)
     for name, attribute in TYPED_FLAGS.items():
         flag, typed, field = engine.last(name), getattr(engine, attribute), camel(attribute)
-        if flag is not None and typed is not None and flag.value != str(typed):
+        if flag is not None and typed is not None and _meant(flag.value) != _meant(str(typed)):
             yield FieldError(
                 flag_path(cluster, role, name),
                 shown(" ".join(flag.words)),
@@ -186,6 +186,16 @@ def _contradictions(cluster: Cluster, role: Role) -> Iterator[FieldError]:
                 f"Remove {name} from extraArgs.",
                 (f"spec.{role}.engine.{field}", f"spec.engine.{field}"),
             )
+
+
+def _meant(value: str | None) -> str:
+    """Return the value of a typed flag as vLLM reads it: 8k, 8_000 and 8000 are one number."""
+    text = (value or "").upper()
+    if match := re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)([KMGT]?)", text):
+        thousand = 1024 if value and value[-1] in "KMGT" else 1000
+        power = " KMGT".index(match[2] or " ")
+        return f"{float(match[1]) * thousand**power:.0f}"
+    return text.removesuffix("_E4M3") if text.startswith("FP8") else text
 
 
 def flag_errors(cluster: Cluster) -> Iterator[FieldError]:
@@ -250,15 +260,12 @@ def variables(cluster: Cluster) -> tuple[Variable, ...]:
         for where, box in pod_templates.containers(template):
             if box.get("name") != ours or not where.startswith("spec.containers"):
                 continue
-            for place, entry in enumerate(pod_templates.as_list(box.get("env"))):
-                name, value = (
-                    pod_templates.as_mapping(entry).get(key) for key in ("name", "value")
-                )
+            entries = map(pod_templates.as_mapping, pod_templates.as_list(box.get("env")))
+            for place, entry in enumerate(entries):
+                name, value = entry.get("name"), entry.get("value")
                 if isinstance(name, str):
-                    here, text = (
-                        f"{path}.{where}.env[{place}]",
-                        value if isinstance(value, str) else None,
-                    )
+                    text = value if isinstance(value, str) else None
+                    here = f"{path}.{where}.env[{place}]"
                     given.append(Variable(here, name, text, ours, _roles(path)))
     last = {(role, one.name): one for one in given for role in one.roles}
     return tuple(

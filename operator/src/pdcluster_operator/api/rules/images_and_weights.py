@@ -14,7 +14,7 @@ from pdcluster_operator.api.spec.types import Role
 # Tags that name another image tomorrow.
 MOVING_TAGS = frozenset({"latest", "nightly", "main", "master", "edge", "dev", "stable"})
 # vLLM's own images, also in a mirror: their tags are vLLM's releases.
-RELEASED = re.compile(r"(.*/)?vllm-openai(-[a-z0-9]+)*")
+RELEASED = re.compile(r"(.*/)?vllm/vllm-openai(-[a-z0-9]+)*")
 _RELEASE = re.compile(r"v?(\d{1,4})\.(\d{1,4})(\.\d.*|[^.\d].*)?")
 
 
@@ -76,13 +76,16 @@ def reference_errors(cluster: types.Cluster) -> Iterator[FieldError]:
             continue
         match = REFERENCE.fullmatch(text) if len(text) <= LONGEST_REFERENCE else None
         if match is None or len(match[1]) > LONGEST_NAME:
+            scheme, slashes, _ = text.rpartition("://")
             yield FieldError(
                 path,
                 shown(text),
                 Rule.BAD_FORMAT,
                 "is not the name of an image: [registry/]name[:tag][@sha256:digest], the name in "
                 "lower case, without a scheme such as https://",
-                "Write for example registry.example/team/vllm:v0.32.0.",
+                f"Leave out {shown(scheme + slashes)}."
+                if slashes
+                else "Write for example registry.example/team/vllm:v0.32.0.",
             )
 
 
@@ -91,6 +94,9 @@ def _references(cluster: types.Cluster) -> Iterator[tuple[str, object]]:
     for path, engine in resolve.engine_places(cluster):
         yield f"{path}.image", engine.image
     yield "spec.router.image", cluster.spec.router.image
+    yield "spec.router.sidecarImage", cluster.spec.router.sidecar_image
+    if (oci := cluster.spec.model.source.oci) is not None:
+        yield "spec.model.source.oci.image", oci.image
     for path, template, _ in pod_templates.pod_templates(cluster):
         for place, entry in pod_templates.containers(template):
             yield f"{path}.{place}.image", entry.get("image")
@@ -166,11 +172,14 @@ def _version(place: _Place) -> Iterator[FieldError]:
     if release[0] and not RELEASED.fullmatch(image.repository):
         return  # a numbering of somebody else: vLLM's own begins with 0
     low, high = map(text_of, SUPPORTED["vllm"])
+    known = (
+        "its tag says" if RELEASED.fullmatch(image.repository) else "if its tag is vLLM's, it is"
+    )
     yield FieldError(
         place.path,
         shown(place.reference),
         Reason.VERSION_UNSUPPORTED,
-        f"its tag says vLLM {text_of(release)}; this connector works with vLLM >= {low}, < {high}",
+        f"{known} vLLM {text_of(release)}; this connector works with vLLM >= {low}, < {high}",
         f"Use such an image, or try it with {ANY_VERSION}=1 in engine.env."
         if place.strict
         else f"Use such an image, and remove {ANY_VERSION}.",

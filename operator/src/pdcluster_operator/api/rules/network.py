@@ -99,7 +99,8 @@ def pod_network_errors(cluster: types.Cluster) -> Iterator[FieldError]:
         by_node = policy == "Default" or (
             policy == "ClusterFirst" and spec.get("hostNetwork") is True
         )
-        if looks_up and by_node and not spec.get("dnsConfig"):
+        named = pod_templates.as_mapping(spec.get("dnsConfig")).get("nameservers")
+        if looks_up and by_node and not named:
             yield FieldError(
                 f"{path}.spec.{'dnsPolicy' if spec.get('dnsPolicy') else 'hostNetwork'}",
                 policy if spec.get("dnsPolicy") else "true",
@@ -254,7 +255,7 @@ def transport_findings(
         gpus: whose transports may be needed, as ``gpu_transports`` returns them.
     """
     for path, name, value in variables:
-        if name != "UCX_TLS" or value is None or not gpus:
+        if name != "UCX_TLS" or value is None or "$(" in value or not gpus:
             continue
         denied, names = value.startswith("^"), value.removeprefix("^").split(",")
         listed = {gpu for gpu in gpus if {gpu, f"{gpu}_copy", f"\\{gpu}_copy"} & {*names}}

@@ -16,6 +16,7 @@ from pdcluster_operator.api.findings import FieldError, Rule, did_you_mean, quot
 from pdcluster_operator.api.spec import pod_templates, resources
 from pdcluster_operator.api.spec.fields import LABEL_KEY
 from pdcluster_operator.api.spec.resolve import grace_period, router_grace_period
+from pdcluster_operator.api.spec.router_types import RouterType
 from pdcluster_operator.api.spec.types import Cluster
 
 MOST_ERRORS = 16
@@ -40,6 +41,8 @@ MAP_KEYS = {
     "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
 }
 DEFAULTS = {"protocol": pod_templates.TCP}
+# Types that take one of their fields beside the name, and how many they need.
+ONE_OF = {"V1EnvVar": 0, "V1EnvVarSource": 1, "V1Volume": 0}
 # Kubernetes' plain types, as the table of fields names them.
 PLAIN = {
     "str": (str, "a string", "Put it in quotes."),
@@ -53,7 +56,7 @@ def pod_template_errors(cluster: Cluster) -> Iterator[FieldError]:
     for path, template, ours in pod_templates.pod_templates(cluster):
         found = itertools.chain(
             _object(path, "V1PodTemplateSpec", template),
-            _images(path, template, ours),
+            _images(path, template, ours, cluster.spec.router.type),
             _life(path, template),
         )
         yield from itertools.islice(found, MOST_ERRORS)
@@ -125,10 +128,18 @@ def _grace(template: Mapping[str, object]) -> int | None:
     return seconds if isinstance(seconds, int) and not isinstance(seconds, bool) else None
 
 
-def _images(path: str, template: Mapping[str, object], ours: str) -> Iterator[FieldError]:
+def _images(
+    path: str, template: Mapping[str, object], ours: str, router: RouterType
+) -> Iterator[FieldError]:
+    sidecar = {object_names.SIDECAR_CONTAINER} if router is RouterType.LLMD else set()
+    added = sidecar if path == "spec.decode.podTemplate" else set()
     for place, entry in pod_templates.containers(template):
         name, init = entry.get("name"), place.startswith("spec.initContainers")
-        if not entry.get("image") and isinstance(name, str) and (init or name != ours):
+        if (
+            not entry.get("image")
+            and isinstance(name, str)
+            and (name not in added if init else name != ours)
+        ):
             yield FieldError(
                 f"{path}.{place}.name",
                 shown(name),
@@ -187,10 +198,15 @@ def _object(path: str, kind: str, value: object) -> Iterator[FieldError]:
         yield _wrong(path, value, "an object", "Write a mapping.")
         return
     known = pod_templates.FIELDS[kind]
+    given = [key for key in known if key != "name" and value.get(key) not in (None, "")]
+    if kind in ONE_OF and not ONE_OF[kind] <= len(given) <= 1:
+        message = "takes only one of these" if given else "needs one of its fields"
+        remedy = "Keep one of them." if given else f"Give one of {', '.join(known)}."
+        yield FieldError(path, ", ".join(given), Rule.EXACTLY_ONE, message, remedy)
     for key, inner in value.items():
         if inner is None and pod_templates.KEPT_FIELDS.get(kind) == key:
             message = "removes what every pod needs"
-            remedy = f"Leave {key} out, or write what is to be added to the operator's own."
+            remedy = f"Leave {key} out: the operator's own stays, with what you add."
             yield FieldError(f"{path}.{key}", "null", Rule.REQUIRED, message, remedy)
         elif key in known:
             yield from _value(f"{path}.{key}", known[key], inner)

@@ -13,7 +13,7 @@ from decimal import Decimal
 
 from pdcluster_connector.compat.findings import counted
 from pdcluster_operator.api.findings import FieldError, Rule, shown
-from pdcluster_operator.api.spec import engine_types, pod_templates, resources
+from pdcluster_operator.api.spec import pod_templates, resources
 from pdcluster_operator.api.spec.engine_types import Switch
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.resolve import (
@@ -22,7 +22,6 @@ from pdcluster_operator.api.spec.resolve import (
     resolve_engine,
     workers_per_pod,
 )
-from pdcluster_operator.api.spec.router_types import RouterResources
 from pdcluster_operator.api.spec.shared_template import SHARED
 from pdcluster_operator.api.spec.types import Cluster, Device, Role
 
@@ -47,15 +46,12 @@ def resource_errors(cluster: Cluster) -> Iterator[FieldError]:
     for role in Role:
         engine = resolve_engine(cluster, role)
         requests, limits = (_amounts(cluster, engine, kind) for kind in KINDS)
-        yield from _names(f"spec.{role}.resources", cluster.spec.role(role).resources)
-        yield from _whole(requests | limits)
-        yield from _pairs(requests, limits)
+        yield from _each(requests, limits)
         if cluster.spec.transfer.device is Device.CUDA and not resources.takes_no_gpus(
             cluster, role
         ):
             yield from _gpus(engine, limits)
     router = cluster.spec.router.resources
-    yield from _names("spec.router.resources", router)
     given = {"requests": router.requests, "limits": router.limits}
     yield from _container("spec.router", {"resources": given})
     for path, template, ours in pod_templates.pod_templates(cluster):
@@ -69,7 +65,9 @@ def resource_warnings(cluster: Cluster) -> Iterator[FieldError]:
     for role in Role:
         engine = resolve_engine(cluster, role)
         yield from _beside_claims(cluster, engine)
-        if not any("memory" in _amounts(cluster, engine, kind) for kind in KINDS):
+        pod = pod_templates.pod_spec(cluster.spec.role(role).pod_template)
+        given = [{*_amounts(cluster, engine, kind), *_written(pod, "", kind)} for kind in KINDS]
+        if not any("memory" in names for names in given):
             yield FieldError(
                 f"spec.{role}.resources.requests.memory",
                 "",
@@ -117,35 +115,24 @@ def _written(container: Mapping[str, object], path: str, kind: str) -> dict[str,
     }
 
 
-def _names(path: str, given: engine_types.Resources | RouterResources) -> Iterator[FieldError]:
-    for kind, amounts_of in (("requests", given.requests), ("limits", given.limits)):
-        for name, text in amounts_of.items():
-            if name in resources.STANDARD or resources.is_countable(name):
-                continue
-            yield FieldError(
-                f"{path}.{kind}.{name}",
-                shown(text),
-                Rule.BAD_FORMAT,
-                f"{name} is not a resource of Kubernetes; others are written as domain/name",
-                "Write for example cpu, memory or nvidia.com/gpu.",
-            )
-
-
-def _whole(given: dict[str, Amount]) -> Iterator[FieldError]:
-    for name, amount in given.items():
+def _each(requests: dict[str, Amount], limits: dict[str, Amount]) -> Iterator[FieldError]:
+    """Yield what the API server refuses in a container's amounts."""
+    for name, amount in (*requests.items(), *limits.items()):
         number = amount.number
-        if resources.is_countable(name) and number and number != number.to_integral_value():
-            yield FieldError(
-                amount.path,
-                shown(amount.text),
-                Rule.BAD_FORMAT,
-                f"Kubernetes gives a container a whole number of {name}, never a part of one",
-                "Write a whole number.",
-            )
+        message = remedy = ""
+        if name and name not in resources.STANDARD and not resources.is_countable(name):
+            message = f"{name} is not a resource of Kubernetes; others are written as domain/name"
+            remedy = "Write for example cpu, memory or nvidia.com/gpu."
+        elif resources.is_countable(name) and number and number != number.to_integral_value():
+            message = f"Kubernetes gives a container a whole number of {name}, never a part of one"
+            remedy = "Write a whole number."
+        if message:
+            yield FieldError(amount.path, shown(amount.text), Rule.BAD_FORMAT, message, remedy)
+    yield from _pairs(requests, limits)
 
 
 def _container(path: str, container: Mapping[str, object]) -> Iterator[FieldError]:
-    yield from _pairs(*(_written(container, path, kind) for kind in KINDS))
+    yield from _each(*(_written(container, path, kind) for kind in KINDS))
 
 
 def _pairs(requests: dict[str, Amount], limits: dict[str, Amount]) -> Iterator[FieldError]:
@@ -191,7 +178,7 @@ def _bytes(kind: str, given: dict[str, Amount]) -> Iterator[FieldError]:
                 shown(amount.text),
                 Rule.OUT_OF_RANGE,
                 f"means {number.normalize():f} bytes of {name}",
-                "Write a unit, as in 512Mi or 16Gi.",
+                f"Write {'more' if amount.text[-1:] in 'ikM' else 'a unit'}, as in 512Mi or 16Gi.",
             )
 
 

@@ -22,6 +22,7 @@ from pdcluster_operator.api.spec.pod_templates import (
     as_list,
     as_mapping,
 )
+from pdcluster_operator.api.spec.router_types import RouterType
 from pdcluster_operator.api.spec.types import Cluster, Role, TlsMode
 
 Container = tuple[str, Mapping[str, Any]]
@@ -44,11 +45,13 @@ class Outline:
         ports: numbers by name, all of them TCP.
         mounts: volumes by the folder that they are mounted at. A pod has no other volumes.
         handlers: the probes and hooks that the container has.
+        unnamed: ports that are in use, too.
     """
 
     ports: Mapping[str, int]
     mounts: Mapping[str, str]
     handlers: frozenset[str]
+    unnamed: frozenset[int] = frozenset()
 
 
 def outline(cluster: Cluster, role: Role | None) -> Outline:
@@ -64,8 +67,13 @@ def outline(cluster: Cluster, role: Role | None) -> Outline:
     mounts |= {"/pdcluster-keys": "ticket-key", "/dev/shm": "shm"}  # noqa: S108 (of the pod's own)
     if cluster.spec.transfer.tls is TlsMode.ENABLED:
         mounts[pod_templates.CERTIFICATE_FOLDER] = "certificate"
-    ports = object_names.engine_ports(cluster.spec.role(role).parallelism.data)
-    return Outline(ports, mounts, frozenset({"startupProbe", "readinessProbe"}))
+    parallel = cluster.spec.role(role).parallelism
+    unnamed = {object_names.MASTER_PORT} if parallel.nodes > 1 else set[int]()
+    if role is Role.DECODE and cluster.spec.router.type is RouterType.LLMD:
+        unnamed.add(object_names.BEHIND_SIDECAR_PORT)
+    handlers = frozenset({"startupProbe", "readinessProbe"})
+    ports = object_names.engine_ports(parallel.data)
+    return Outline(ports, mounts, handlers, frozenset(unnamed))
 
 
 NOTHING = Outline({}, {}, frozenset())
@@ -76,6 +84,7 @@ def pod_errors(cluster: Cluster) -> Iterator[FieldError]:
     for pod in _pods(cluster):
         yield from _same_names(pod)
         yield from _missing(pod)
+        yield from _replaced_volumes(pod)
         for place, one in pod.containers:
             own = pod.outline if pod.is_ours(place, one) else NOTHING
             yield from _mounts(place, one, own)
@@ -98,7 +107,11 @@ def pod_warnings(cluster: Cluster) -> Iterator[FieldError]:
 def _replaced(pod: "_Pod", place: str, container: Mapping[str, Any]) -> Iterator[FieldError]:
     """Yield probes of our own container that may not tell what the operator counts on."""
     ports = [item for at, one in pod.containers for item in _items(at, one, "ports")]
-    known = {*pod.outline.ports.values(), *(port.get("containerPort") for _, port in ports)}
+    known = {
+        *pod.outline.ports.values(),
+        *pod.outline.unnamed,
+        *(port.get("containerPort") for _, port in ports),
+    }
     for name in PROBES:
         probe = container.get(name, {})
         if name == "readinessProbe" and (probe is None or _asked(probe)):
@@ -150,7 +163,7 @@ def _items(path: str, container: Mapping[str, Any], field: str) -> Iterator[Cont
 
 
 def _same_names(pod: _Pod) -> Iterator[FieldError]:
-    seen: dict[object, str] = {}
+    seen: dict[object, str] = {pod.ours: f"the container {pod.ours}"}
     for place, one in pod.containers:
         first = seen.setdefault(one.get("name"), place)
         if _is_init(first) is not _is_init(place) and one.get("image"):
@@ -181,11 +194,22 @@ def _missing(pod: _Pod) -> Iterator[FieldError]:
 
 
 OWN_MOUNT = "the operator's own mount"
+REPLACEABLE = frozenset({"shm", "cache"})
+"""The operator's volumes that hold nothing which an engine needs at its start."""
+
+
+def _replaced_volumes(pod: _Pod) -> Iterator[FieldError]:
+    """Yield volumes with the name of one of ours, which are taken instead of it."""
+    for place, volume in pod_templates.mappings(pod.template, "volumes"):
+        name = volume.get("name")
+        if name in {*pod.outline.mounts.values()} - REPLACEABLE:
+            message = f"replaces the operator's volume, which the container {pod.ours} needs"
+            where, remedy = f"{pod.path}.{place}.name", "Choose another name."
+            yield _wrong(where, name, Rule.CONFLICTING_SETTINGS, message, remedy)
 
 
 def _mounts(place: str, container: Mapping[str, Any], own: Outline) -> Iterator[FieldError]:
     """Yield folders that are mounted twice. A mount of exactly our folder replaces ours."""
-    # CertificateHidden reports mounts over the certificate.
     seen = dict.fromkeys(own.mounts.keys() - {pod_templates.CERTIFICATE_FOLDER}, OWN_MOUNT)
     for here, mount in _items(place, container, "volumeMounts"):
         written = mount.get("mountPath")
@@ -195,6 +219,12 @@ def _mounts(place: str, container: Mapping[str, Any], own: Outline) -> Iterator[
         if folder in seen and not (written in own.mounts and seen[folder] == OWN_MOUNT):
             message, remedy = f"is the folder of {seen[folder]}, too", "Mount one volume there."
             yield _wrong(f"{here}.mountPath", written, Rule.DUPLICATE, message, remedy)
+        ours, name = own.mounts.get(written, "shm"), mount.get("name")
+        # CertificateHidden reports mounts over the certificate.
+        if ours not in {*REPLACEABLE, "certificate", name} and name is not None:
+            message = f"replaces the operator's mount of its volume {ours}, which is needed there"
+            remedy = "Mount it at another folder."
+            yield _wrong(f"{here}.mountPath", written, Rule.CONFLICTING_SETTINGS, message, remedy)
         seen[folder] = here
 
 
@@ -206,7 +236,7 @@ def _ports(place: str, container: Mapping[str, Any], own: Outline) -> Iterator[F
         number, name = port.get("containerPort"), port.get("name")
         for field in ("containerPort", "hostPort"):
             given = port.get(field)
-            if given is not None and not 0 < given < 1 << 16:
+            if given is not None and not (field != "hostPort") <= given < 1 << 16:
                 message, remedy = "is no port", "Write a number from 1 to 65535."
                 yield _wrong(f"{here}.{field}", given, Rule.OUT_OF_RANGE, message, remedy)
         if name is None:
@@ -236,7 +266,8 @@ def _taken(pod: _Pod, *, refused: bool) -> Iterator[FieldError]:
     """
     on_host = pod_templates.pod_spec(pod.template).get("hostNetwork") is True
     owner = f"the container {pod.ours}"
-    numbers: dict[object, str] = {(number, TCP): owner for number in pod.outline.ports.values()}
+    in_use = {*pod.outline.ports.values(), *pod.outline.unnamed}
+    numbers: dict[object, str] = {(number, TCP): owner for number in in_use}
     hosts: dict[tuple[object, ...], str] = {}
     for place, one in pod.containers:
         if _is_init(place) and one.get("restartPolicy") != "Always":
@@ -253,7 +284,7 @@ def _taken(pod: _Pod, *, refused: bool) -> Iterator[FieldError]:
             if not own and not refused and name in pod.outline.ports:
                 message = f"is a port's name of {owner}, too: Services and PodMonitors find both"
                 yield _wrong(f"{here}.name", name, Rule.DUPLICATE, message, "Choose another name.")
-            if (host := port.get("hostPort")) is None or not refused:
+            if not (host := port.get("hostPort")) or not refused:
                 continue
             before = hosts.setdefault((host, _protocol(port), port.get("hostIP")), here)
             if before != here:

@@ -118,7 +118,7 @@ KEYED_LISTS = {**REQUIRED_KEYS, "imagePullSecrets": "name"}
 # Such an item names one of several sources. Two items merged would name two of them.
 WHOLE_ITEMS = frozenset({"volumes", "env"})
 # Plans read these of every template. Admission refuses a null, and a stored one removes nothing.
-KEPT_FIELDS = {"V1PodTemplateSpec": "spec", "V1PodSpec": "containers"}
+KEPT_FIELDS = {"V1PodTemplateSpec": "spec", "V1PodSpec": "containers", "V1Container": "image"}
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 HOOKS = ("preStop", "postStart")
 HANDLERS = ("exec", "grpc", "httpGet", "sleep", "tcpSocket")
@@ -131,12 +131,13 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
     Objects merge by key, the lists of ``KEYED_LISTS`` by the field that identifies an item. These
     are taken whole: volumes, variables, a mount of another volume, and what a probe or hook asks.
     Every other list is replaced. ``null`` removes a key, but none of ``KEPT_FIELDS``.
+    For one of ``KEYED_LISTS`` it is an empty list, as Helm's ``range`` may write it: ours stays.
     """
     if isinstance(base, Mapping) and isinstance(overlay, Mapping):
         merged = _beside(base, overlay, key)
         for name, value in overlay.items():
             if value is None:
-                if name not in KEPT_FIELDS.values():
+                if name not in (*KEPT_FIELDS.values(), *KEYED_LISTS):
                     merged.pop(name, None)
             elif name in merged:
                 merged[name] = merge(merged[name], value, name)

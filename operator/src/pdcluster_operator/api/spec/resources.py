@@ -76,7 +76,7 @@ ACCELERATORS: tuple[tuple[str, Accelerator], ...] = (
     (r"amd\.com/(gpu|[cdqs]px)([._-].+)?", Accelerator("rocm")),
     # A Neuron device has several cores, and each of them may be a worker.
     (r"aws\.amazon\.com/neuron(core|device)?", Accelerator(counted=False)),
-    (r"[^/]+/gpu[.-](core|mem|shared?-mem).*", Accelerator(counted=False)),
+    (r"[^/]+/gpu[.-](core|mem|shared?-mem).*|koordinator\.sh/gpu", Accelerator(counted=False)),
     ((r"habana\.ai/gaudi|google\.com/tpu|huawei\.com/(Ascend|npu).*|cambricon\.com/v?mlu.*"
       r"|hygon\.com/v?dcu.*|enflame\.com/(shared-)?gcu.*|(baidu|kunlunxin)\.com/v?xpu.*"
       r"|(mthreads|metax-tech|iluvatar)\.(com|ai)/[sv]?gpu.*|qualcomm\.com/qaic.*"

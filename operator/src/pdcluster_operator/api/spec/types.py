@@ -291,12 +291,12 @@ class CommonMetadata:
     labels: Annotated[
         fields.Labels,
         fields.Example({"team": "search", "cost-center": "4711"}),
-        "are labels of each object. The operator's own labels win.",
+        "are labels of each object. The operator's own labels are refused here.",
     ] = field(default_factory=fields.Labels)
     annotations: Annotated[
         fields.Free,
         fields.Example({"example.com/owner": "search@example.com"}),
-        "are annotations of each object, keys to strings. The operator's own annotations win.",
+        "are annotations of each object, keys to strings. The operator's own are refused here.",
     ] = field(default_factory=fields.Free)
 
 

@@ -250,7 +250,7 @@ def vllm_args(
     """Return the words after ``vllm serve``; the model comes first."""
     host, port = "0.0.0.0", object_names.HTTP_PORT  # noqa: S104 (a pod's own network)
     if router.has_sidecar(cluster, engine.role):
-        host, port = "127.0.0.1", router.ENGINE_PORT
+        host, port = "127.0.0.1", object_names.BEHIND_SIDECAR_PORT
     words = [
         engine.model,
         "--served-model-name", cluster.served_name,

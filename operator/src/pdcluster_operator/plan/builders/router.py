@@ -233,11 +233,6 @@ def endpoint(cluster: Cluster) -> str:
     return f"http://{object_names.router_name(cluster.name)}.{cluster.namespace}.svc:{object_names.ROUTER_PORT}"
 
 
-SIDECAR_CONTAINER = "routing-proxy"
-ENGINE_PORT = 8200
-"""Where a decode engine listens behind the sidecar: its default for ``--model-server-port``."""
-
-
 def is_llmd(cluster: Cluster) -> bool:
     """Whether llm-d's router sends requests to the engines."""
     return cluster.spec.router.type is RouterType.LLMD
@@ -263,7 +258,7 @@ def init_containers(cluster: Cluster, role: Role) -> dict[str, Any]:
     if not has_sidecar(cluster, role):
         return {}
     sidecar = {
-        "name": SIDECAR_CONTAINER,
+        "name": object_names.SIDECAR_CONTAINER,
         "image": cluster.spec.router.sidecar_image,
         "args": [
             f"--port={object_names.HTTP_PORT}",
