@@ -346,8 +346,8 @@ def test_a_path_quotes_what_a_kubeconfig_names() -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("until: 2026-02-30", "day is out of range for month"),
-        (f"seed: {'1' * 4301}", "4300 digits"),
+        ("until: !!timestamp 2026-02-30", "day is out of range for month"),
+        (f"seed: !!int {'1' * 4301}", "4300 digits"),
         ("on: !!bool perhaps", "perhaps"),
         ("at: !!timestamp soon", ""),
         ("n: !!int ''", ""),

@@ -82,6 +82,11 @@ def test_a_folder_is_searched_for_yaml(
     assert [one["file"] for one in report["checked"]] == [
         str(tmp_path / "a.yaml"), str(tmp_path / "b/c/two.yml"),
     ]  # fmt: skip
+    os.mkfifo(tmp_path / "b/pipe.yaml")
+    (tmp_path / "b/link.yaml").symlink_to("none")
+    assert main(["lint", str(tmp_path)]) == 1
+    assert "b/link.yaml cannot be read: No such file" in capsys.readouterr().out
+    (tmp_path / "b/link.yaml").unlink()
     (tmp_path / "b/template.yaml").write_text("a: {{ .Values.a }}\n  b: [\n")
     assert main(["lint", str(tmp_path)]) == 1
     assert "template.yaml is not YAML" in (said := capsys.readouterr().out)
@@ -161,12 +166,57 @@ def test_a_scaler_has_the_name_of_a_cluster_that_is_checked_with_it(
         assert (said in text, "Did you mean warned?" in text) == (warned, warned), name
 
 
+# As `kubectl annotate --local -o json` of version 1.32 answers.
+KUBECTL: list[tuple[str, object]] = [
+    ("1e3 1E3 1e+3 1.e3 +1e3 1_0e2 1000.0 1_000 1__000", 1000),
+    ("017 0o17 0O17 +017 0xF 0X0f 0b1111 1_5 0_17 15.", 15),
+    ("-017 -0o17 -0xf -0b1111", -15),
+    ("08 8. 8.0 0.8e1", 8),
+    (".5 +.5 5e-1 .5_0", 0.5),
+    ("1e21 1E+21", 1e21),
+    ("0777777777777777777777777", 7.777777777777778e23),
+    ("yes Yes YES y Y on ON true True", True),
+    ("no No NO n N off OFF false FALSE", False),
+    ("~ null Null NULL", None),
+    *((text, text) for text in (
+        "2026-12-31", "2026-02-30", "2026-12-31T12:30:00Z", "12:30:00", "1:30", "190:20:30.15", "=",
+        "1e", "1e400", "-1e400", "0o8", "0xG", "0b2", "0x", "_1", "tRUE", "nULL", "inf", "nan",
+        "1.7.0", "1e3x", "1,000", ".", "-.", "+", ".e1", "e3", "1p3", "0x1.8p3",
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("texts", "value"), KUBECTL)
+def test_a_scalar_is_what_kubectl_takes_it_for(tmp_path: Path, texts: str, value: object) -> None:
+    (file := tmp_path / "x.yaml").write_text("".join(f"- {text}\n" for text in texts.split()))
+    [document] = manifests.read_documents(str(file))
+    for text, found in zip(texts.split(), document.body, strict=True):
+        assert (type(found), found) == (type(value), value), text
+
+
+def test_a_value_is_shown_as_it_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = (GOLDEN / "warnings.yaml").read_text()
+    texts = ("010", "1.10", "1e3", "yes")
+    env = ", ".join(f"{{name: A{place}, value: {text}}}" for place, text in enumerate(texts))
+    (file := tmp_path / "x.yaml").write_text(
+        f"{good}  prefill: {{replicas: 0o20000, engine: {{env: [{env}]}}}}\n"
+    )
+    assert main(["lint", str(file)]) == 1
+    printed = capsys.readouterr().out
+    for place, text in enumerate(texts):
+        assert f"spec.prefill.engine.env[{place}].value = {text}\n" in printed
+    assert "spec.prefill.replicas = 0o20000\n" in printed
+
+
+@pytest.mark.parametrize("kind", ["List", "PDClusterList"])
 def test_a_list_of_kubectl_is_its_items(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster = yaml.safe_load((GOLDEN / "warnings.yaml").read_text())
     items = [cluster, {"kind": "Service", "metadata": 3}, "x"]
-    text = f"kind: Config\n---\n{json.dumps({'kind': 'List', 'items': items})}"
+    text = f"kind: Config\n---\n{json.dumps({'kind': kind, 'items': items})}"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     assert main(["lint", "-", "-o", "yaml"]) == 1
     report = yaml.safe_load(capsys.readouterr().out)
@@ -205,17 +255,21 @@ def test_the_document_has_what_the_text_has(capsys: pytest.CaptureFixture[str]) 
         ("", "is empty"),
         ("a: [1,", "is not YAML: line"),
         ("a: b: c", "line 1, column 5"),
-        ("\x00", "is not YAML"),
+        ("a: 1\n\x00", "is not YAML: line 2: unacceptable character"),
+        ("é: 1\nb: \x07", "is not YAML: line 2: unacceptable character"),
+        ("a: 1\nb: \xe9".encode("latin-1"), "is not YAML: line 2: unacceptable character #x00e9"),
+        ("kind: List\nitems: [{}]\nitems: []\n", "line 3: items is given twice in one List"),
+        ("a: .inf", "line 1, column 4: a number must be finite"),
         ("just words", "a manifest is an object"),
         ("[1, 2]", "object"),
     ],
 )
 def test_what_is_no_manifest_is_said_in_a_line(
-    tmp_path: Path, text: str | None, words: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, text: str | bytes | None, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "x.yaml"
     if text is not None:
-        file.write_text(text)
+        file.write_bytes(text.encode() if isinstance(text, str) else text)
     assert main(["lint", str(file)]) == 1
     printed = capsys.readouterr().out
     assert words in printed
@@ -225,7 +279,8 @@ def test_what_is_no_manifest_is_said_in_a_line(
 @pytest.mark.parametrize(
     ("kinds", "says"),
     [
-        (("Service", "Secret"), "none of the 2 objects in {} is a PDCluster; add one"),
+        (("Service", "Secret"), "there is no PDCluster in {}; add one, with kind: PDCluster"),
+        (("ConfigMap",), "there is no PDCluster in {}; add one, with kind: PDCluster"),
         (("PDCluster", "PDCluster"), "{} holds 2 objects of kind PDCluster; put one of them into"),
     ],
 )

@@ -218,8 +218,7 @@ def _moves(document: Document, config: Mapping[str, Any]) -> str:
 def _check_scaler(document: Document, clusters: Iterable[Document]) -> Findings:
     """Check a PrefillScaler; its name is that of a PDCluster of its namespace, if any is there."""
     names = {one.name for one in clusters if one.namespace == document.namespace and one.name}
-    findings = validate.check_scaler(document.body, names)
-    return replace(findings, errors=(*document.repeated, *findings.errors))
+    return _written(document, validate.check_scaler(document.body, names))
 
 
 def judge(document: Document, **known: Any) -> tuple[Cluster, Findings]:
@@ -229,7 +228,12 @@ def judge(document: Document, **known: Any) -> tuple[Cluster, Findings]:
         known: what the operator and the API server admit; see ``check_manifest``.
     """
     cluster, findings = validate.check_manifest(document.body, **known)
-    return cluster, replace(findings, errors=(*document.repeated, *findings.errors))
+    return cluster, _written(document, findings)
+
+
+def _written(document: Document, findings: Findings) -> Findings:
+    errors, warnings = (map(document.as_written, f) for f in (findings.errors, findings.warnings))
+    return replace(findings, errors=(*document.repeated, *errors), warnings=tuple(warnings))
 
 
 def print_findings(

@@ -5,17 +5,18 @@ stand for ``MAX_EXPANDED`` characters. YAML's nodes are kept beside the values, 
 its line.
 """
 
+import math
 import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pdcluster_operator.api.findings import FieldError, Rule, under
+from pdcluster_operator.api.findings import FieldError, Rule, shown, under
 from pdcluster_operator.api.object_names import GROUP, KIND, SCALER_KIND
 from pdcluster_operator.cli.exits import Exit, UserError
 
@@ -25,6 +26,9 @@ MAX_EXPANDED = 2 * MAX_BYTES
 MAX_FILES = 10_000
 ENDINGS = (".yaml", ".yml")
 _OF_A_MANIFEST = re.compile(r"(apiVersion|kind|metadata|spec|status)\b|[.]$")
+_DECIMAL = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)(e[-+]?\d+)?", re.ASCII)
+_LEAST_EXPONENT = 1e21
+"""JSON of Go writes a smaller number without a fraction as an integer."""
 _OUR_KIND = re.compile(f"{KIND}s?", re.IGNORECASE)
 
 
@@ -78,11 +82,23 @@ class Document:
 
         It is 0 for a path that is no field of a manifest, such as an option of the command.
         """
+        return self._reach(path)[0]
+
+    def as_written(self, error: FieldError) -> FieldError:
+        """Return an error with the scalar of the file: ``010`` for what is the number 8."""
+        _, node, rest = self._reach(error.path)
+        if rest or not isinstance(node, yaml.ScalarNode) or not node.value:
+            return error
+        is_its_value = error.value == shown(_Loader(b"").construct_object(node))
+        return replace(error, value=shown(node.value)) if is_its_value else error
+
+    def _reach(self, path: str) -> tuple[int, yaml.Node, str]:
+        """Return the line and the node of a field, or of one around it, and the path from there."""
         node, rest = self.node, path
         line = node.start_mark.line + 1 if _OF_A_MANIFEST.match(path) else 0
         while rest and (step := _step(node, rest)) is not None:
             line, node, rest = step
-        return line
+        return line, node, rest
 
 
 def _step(node: yaml.Node, path: str) -> tuple[int, yaml.Node, str] | None:
@@ -115,7 +131,9 @@ def files_of(path: str) -> list[str]:
     try:
         for folder, below, names in os.walk(path, onerror=_raise):
             below[:] = sorted(name for name in below if not name.startswith("."))
-            found += (str(Path(folder, name)) for name in sorted(names) if name.endswith(ENDINGS))
+            files = (Path(folder, name) for name in sorted(names) if name.endswith(ENDINGS))
+            # To open a pipe takes until somebody writes to it.
+            found += (str(file) for file in files if file.is_file() or not file.exists())
             if len(found) > MAX_FILES:
                 raise UserError(
                     f"{path} holds more than {MAX_FILES:,} files with YAML; name a folder below it",
@@ -148,9 +166,9 @@ def read_documents(file: str) -> list[Document]:
         documents = list(_documents(file, data))
     except UserError:
         raise
-    except Exception as error:  # `2026-02-30` raises ValueError, `!!bool x` KeyError, and so on
+    except Exception as error:  # `!!timestamp x` raises AttributeError, `!!bool x` KeyError
         hint = "; render templates first, and lint what comes out" if b"{{" in data else ""
-        said = f"{file} is not YAML: {_first_problem(error)}{hint}"
+        said = f"{file} is not YAML: {_first_problem(error, data)}{hint}"
         raise UserError(said, Exit.MANIFEST) from error
     if not documents:
         raise UserError(f"{file} is empty", Exit.MANIFEST)
@@ -163,16 +181,9 @@ def read_cluster(file: str) -> Document:
     Raises:
         UserError: there is none, or more than one.
     """
-    documents = read_documents(file)
-    if len(documents) == 1:
-        return documents[0]
-    clusters = [one for one in documents if not one.other_kind]
+    clusters = [one for one in read_documents(file) if not one.other_kind]
     if not clusters:
-        raise UserError(
-            f"none of the {len(documents)} objects in {file} is a {KIND}; add one, with "
-            f"kind: {KIND}",
-            Exit.MANIFEST,
-        )
+        raise UserError(f"there is no {KIND} in {file}; add one, with kind: {KIND}", Exit.MANIFEST)
     if len(clusters) > 1:
         raise UserError(
             f"{file} holds {len(clusters)} objects of kind {KIND}; put one of them into a file of "
@@ -185,9 +196,14 @@ def read_cluster(file: str) -> Document:
 class _Loader(yaml.SafeLoader):
     """Composes nodes, and notes the keys that a mapping has twice.
 
+    Scalars are what they are to kubectl (go-yaml 2): dates are text, and 1e3 is a number.
+
     ``repeated`` has those of one document by the mapping's ``id``: the key, its first line, and the
     line of another.
     """
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's own
+    bool_values = {**yaml.SafeLoader.bool_values, "y": True, "n": False}  # noqa: RUF012
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -205,6 +221,38 @@ class _Loader(yaml.SafeLoader):
                     self.repeated.setdefault(id(node), []).append((key.value, *lines))
         return node
 
+    def construct_number(self, node: yaml.ScalarNode) -> int | float | str:
+        """Return the number; text for what only begins as one, such as 1.7.0."""
+        text = str(self.construct_scalar(node))
+        plain = text.replace("_", "").lower()
+        if plain.endswith(("inf", "nan")):
+            problem = "a number must be finite"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        try:
+            whole = int(re.sub(r"^([-+]?)0(?=\d)", r"\g<1>0o", plain), 0)
+            if -(1 << 63) <= whole < 1 << 64:
+                return whole
+        except ValueError:
+            pass  # 08 is no octal number, and a decimal one
+        number = float(plain) if _DECIMAL.fullmatch(plain) else math.inf
+        if not math.isfinite(number):
+            return text
+        return int(number) if number.is_integer() and abs(number) < _LEAST_EXPONENT else number
+
+
+_SCALARS = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"[yYnN]|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF|true|True|TRUE|false|False|FALSE",
+     "yYnNoOtTfF"),
+    ("merge", "<<", "<"),
+    ("number", r"[-+]?\.?[0-9][\w.+-]*|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.0123456789"),
+)  # fmt: skip
+"""Tags of scalars without quotes: what they look like, and the characters that they begin with."""
+for _tag, _pattern, _first in _SCALARS:
+    _whole = re.compile(rf"(?:{_pattern})\Z", re.ASCII)
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _whole, _first)
+_Loader.add_constructor("tag:yaml.org,2002:number", _Loader.construct_number)
+
 
 def _documents(file: str, data: bytes) -> Iterator[Document]:
     loader, number = _Loader(data), 0
@@ -217,6 +265,8 @@ def _documents(file: str, data: bytes) -> Iterator[Document]:
                 Exit.MANIFEST,
             )
         body = loader.construct_document(node)
+        if _is_list(body) and (twice := loader.repeated.get(id(node))):
+            raise yaml.YAMLError(f"line {twice[0][2]}: {twice[0][0]} is given twice in one List")
         for part, one in _objects(node, body):
             yield Document(file, number, one, part, _repeated(part, loader.repeated))
         loader.repeated.clear()
@@ -267,15 +317,16 @@ def _repeated(
 
 def _objects(node: yaml.Node, body: Any) -> Iterator[tuple[yaml.Node, Any]]:
     """Yield a document; of a List, as kubectl prints it, each of its items."""
-    if (
-        isinstance(body, dict)
-        and body.get("kind") == "List"
-        and isinstance(body.get("items"), list)
-    ):
+    if _is_list(body):
         [*_, items] = [value.value for key, value in node.value if key.value == "items"]
         yield from zip(items, body["items"], strict=True)
     elif body is not None:
         yield node, body
+
+
+def _is_list(body: Any) -> bool:
+    is_named = isinstance(body, dict) and str(body.get("kind")).endswith("List")
+    return is_named and isinstance(body.get("items"), list)
 
 
 def _raise(error: OSError) -> None:
@@ -287,7 +338,13 @@ def _read(path: Path) -> bytes:
         return file.read(MAX_BYTES + 1)
 
 
-def _first_problem(error: Exception) -> str:
+def _first_problem(error: Exception, data: bytes) -> str:
+    if isinstance(error, yaml.reader.ReaderError):  # its position counts bytes, or characters
+        is_text = error.encoding == "unicode"
+        before = data.decode(errors="replace")[: error.position] if is_text else ""
+        line = (before.count("\n") if is_text else data.count(b"\n", 0, error.position)) + 1
+        hint = "" if is_text else "; save it as UTF-8"
+        return f"line {line}: {str(error).splitlines()[0]}{hint}"
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
