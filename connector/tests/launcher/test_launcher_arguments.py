@@ -123,6 +123,21 @@ def test_ours_is_found_beside_vllms_offloading_connector():
         ),
         (
             "decode",
+            several(
+                {**json.loads(CONFIG), "kv_role": "kv_consumer"}, json.loads(several(OFFLOADING))
+            ),
+            "a decode engine cannot have the OffloadingConnector",
+        ),
+        (
+            "decode",
+            several(
+                {**json.loads(CONFIG), "kv_role": "kv_consumer"},
+                {**OFFLOADING, "kv_connector": "SimpleCPUOffloadConnector"},
+            ),
+            "a decode engine cannot have the SimpleCPUOffloadConnector",
+        ),
+        (
+            "decode",
             several(json.loads(CONFIG)),
             "kv_role is 'kv_producer', but --role decode needs 'kv_consumer'",
         ),

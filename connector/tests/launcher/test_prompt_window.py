@@ -100,8 +100,10 @@ def test_prompts_that_a_router_sent_past_prefill_are_a_fault_if_nearly_none_went
     window.add({SKIPPED: 96, MOVED: 4, NO_TICKET: 1}, 2)
     assert told(window, 2) == (101, 97, "LocalByRouter")
     alone = PromptWindow()
-    alone.add({SKIPPED: 1}, 0)
-    assert told(alone, 0) == (1, 1, "LocalByRouter")
+    alone.add({SKIPPED: 99}, 0)
+    assert told(alone, 0) == (0, 0, ""), "a few short prompts, and no word of the router's choice"
+    alone.add({SKIPPED: 100}, 1)
+    assert told(alone, 1) == (100, 100, "LocalByRouter")
 
 
 def test_two_causes_do_not_alternate() -> None:

@@ -19,13 +19,8 @@ from urllib.request import Request, urlopen
 import pytest
 
 from loopback import free_port
-from pdcluster_connector.protocol.ticket import (
-    BlockIds,
-    Ticket,
-    kv_transfer_params,
-    no_ticket,
-    ticket_of,
-)
+from pdcluster_connector.protocol.prompt_outcomes import no_ticket
+from pdcluster_connector.protocol.ticket import BlockIds, Ticket, kv_transfer_params, ticket_of
 from ticket_key import KEYS
 
 ROUTER = Path(sys.executable).with_name("vllm-router")

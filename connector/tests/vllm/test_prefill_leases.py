@@ -11,7 +11,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from pdcluster_connector.protocol.messages import LeaseRequest
-from pdcluster_connector.protocol.ticket import Ticket, no_ticket, ticket_of
+from pdcluster_connector.protocol.prompt_outcomes import no_ticket
+from pdcluster_connector.protocol.ticket import Ticket, ticket_of
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.testing.engines import KEYS
 from pdcluster_connector.vllm.config import parse_options

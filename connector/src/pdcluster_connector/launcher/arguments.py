@@ -21,6 +21,7 @@ KV_FAILURES: Final = "pdcluster_connector.vllm.client_errors.KVFailures"
 KV_ROLE: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _SEVERAL: Final = "MultiConnector"
 _OFFLOADING: Final = "OffloadingConnector"
+_OFFLOADERS: Final = (_OFFLOADING, "SimpleCPUOffloadConnector")
 
 _SHORT: Final = {
     "-tp": "--tensor-parallel-size",
@@ -223,9 +224,10 @@ def _connectors(config: dict[str, Any], role: str) -> tuple[dict[str, Any], list
             f"{CONNECTOR_FLAG}: PDClusterConnector must be the first of {_SEVERAL}'s connectors, "
             f"not {names[0] if names else 'missing'}; vLLM loads from the first one that has KV"
         )
-    if role == "decode" and _OFFLOADING in names:
+    barred = [name for name in _OFFLOADERS if f'"{name}"' in json.dumps(children)]
+    if role == "decode" and barred:
         raise ArgumentError(
-            f"{CONNECTOR_FLAG}: a decode engine cannot have the {_OFFLOADING}: it does not see the "
+            f"{CONNECTOR_FLAG}: a decode engine cannot have the {barred[0]}: it does not see the "
             "blocks that KV from prefill is written to, and would keep that KV as the KV of other "
             "prompts (vLLM's issue 46951); give it to the prefill engine alone"
         )

@@ -75,6 +75,9 @@ LEAST_TRANSFERRED_PERCENT: Final = 5
 """If a smaller share of prompts was due for a transfer, a router that may skip prefill never uses
 it, or requests come past the router."""
 
+LEAST_JUDGED: Final = 100
+"""Of fewer prompts, that share says nothing: a router may rightly skip prefill for a short one."""
+
 
 def was_due(outcome: str, reason: str) -> bool:
     """Return whether prefill should have brought the KV of such a prompt."""
@@ -84,6 +87,15 @@ def was_due(outcome: str, reason: str) -> bool:
 def is_fault(outcome: str, reason: str) -> bool:
     """Return whether decode computed a prompt that prefill should have brought."""
     return outcome in (Outcome.LOCAL, Outcome.RECOMPUTED) and was_due(outcome, reason)
+
+
+def no_ticket(why: str) -> dict[str, Any]:
+    """Return the ``kv_transfer_params`` of a prefill answer that hands no KV over.
+
+    They are not empty. Some routers pass them on as they are, and decode takes a request without
+    any for one that its router sent past prefill.
+    """
+    return {"do_remote_prefill": False, "no_ticket": why}
 
 
 def asks_for_local(params: Mapping[str, Any] | None) -> bool:

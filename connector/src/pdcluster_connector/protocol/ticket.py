@@ -387,15 +387,6 @@ def ticket_of(
     return decode(text, keys, audience)
 
 
-def no_ticket(why: str) -> dict[str, Any]:
-    """Return the ``kv_transfer_params`` of a prefill answer that hands no KV over.
-
-    They are not empty. Some routers pass them on as they are, and decode takes a request without
-    any for one that its router sent past prefill.
-    """
-    return {"do_remote_prefill": False, "no_ticket": why}
-
-
 def passed_on(params: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return what an answer repeats of a request: the id that some routers give a transfer.
 

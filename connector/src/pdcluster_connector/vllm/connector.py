@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from pdcluster_connector.protocol.ticket import no_ticket
+from pdcluster_connector.protocol.prompt_outcomes import no_ticket
 from pdcluster_connector.vllm.config import ConfigError, parse_options, refuse_unsupported
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from pdcluster_connector.launcher.engine.engine_api import samples
 from pdcluster_connector.protocol.launcher_documents import PromptsReport
 from pdcluster_connector.protocol.prompt_outcomes import (
+    LEAST_JUDGED,
     LEAST_TRANSFERRED_PERCENT,
     PROMPTS_METRIC,
     LocalReason,
@@ -71,7 +72,8 @@ class PromptWindow:
             if is_fault(outcome, reason):
                 faults[reason] += number
         skipped = added[_SKIPPED]
-        if 100 * due < LEAST_TRANSFERRED_PERCENT * (due + skipped):
+        enough = due + skipped >= LEAST_JUDGED
+        if enough and 100 * due < LEAST_TRANSFERRED_PERCENT * (due + skipped):
             due += skipped
             faults[LocalReason.LOCAL_BY_ROUTER] = skipped
         return PromptsReport(due, faults.total(), self._main_cause(faults), self._seconds)

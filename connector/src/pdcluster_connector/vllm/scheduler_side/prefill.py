@@ -16,6 +16,7 @@ from typing import Any
 from vllm.v1.request import Request, RequestStatus
 
 from pdcluster_connector.protocol import ticket
+from pdcluster_connector.protocol.prompt_outcomes import no_ticket
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.vllm import config, metrics, step_messages
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_token
@@ -109,7 +110,7 @@ class PrefillRole:
         """
         kept, params, why = self._handed_over(request, blocks)
         if params is None and is_prefill(request):
-            params = ticket.no_ticket(why)
+            params = no_ticket(why)
         return kept, params and params | ticket.passed_on(request.kv_transfer_params)
 
     def _handed_over(
