@@ -158,17 +158,51 @@ def test_what_a_model_rules_out(
     assert check_manifest(manifest(**spec))[1].ok, "nobody can know it without the model"
 
 
-def test_blocks_of_two_sizes_are_refused_for_states_alone() -> None:
+def test_blocks_of_two_sizes_are_refused_as_admission_does_which_sees_no_model() -> None:
     spec: dict[str, Any] = {
         "engine": {"attentionBackend": "FLASH_ATTN"},
         "prefill": {"replicas": 1, "engine": {"blockSize": 16}},
         "decode": {"replicas": 1, "engine": {"blockSize": 32}},
     }
     refusal = [("spec.decode.engine.blockSize", "PrefixCachingHeterogeneousBlocks")]
-    assert told(LLAMA, **spec) == []
+    assert told(LLAMA, **spec) == refusal
     assert told(MODELS["Granite-4.0-H-Small"]["config"], **spec) == refusal
     [error] = check_manifest(manifest(**spec))[1].errors
     assert (error.path, error.rule) == refusal[0], "without the model it may have states"
+
+
+@pytest.mark.parametrize(
+    ("change", "hybrid"),
+    [
+        ({}, False),
+        ({"layer_types": ["conv", "full_attention"] * 16, "conv_L_cache": 3}, None),
+        ({"full_attn_idxs": [2, 5]}, None),
+        ({"layer_group_size": 5}, None),
+        ({"attn_type_list": [0, 1] * 16}, None),
+        ({"layer_types": ["linear_attention", "odd"] * 16}, True),
+    ],
+)
+def test_no_model_is_said_to_have_no_states_if_its_layers_are_open(
+    change: dict[str, Any], hybrid: bool | None
+) -> None:
+    assert read_model({**LLAMA, **change}).hybrid is hybrid
+
+
+@pytest.mark.parametrize(
+    ("change", "kv_dtype"),
+    [
+        ({"multi_query_group_num": 2}, None),
+        ({"num_attention_groups": 1}, None),
+        ({"num_kv_heads": 8}, None),
+        ({"n_head_kv": 8}, None),
+        ({"model_type": "minicpm3", "kv_lora_rank": 256, "qk_rope_head_dim": 32}, None),
+        (MODELS["DeepSeek-V3.2"]["config"], "fp8_e4m3"),
+    ],
+)
+def test_sizes_that_vllm_computes_otherwise_are_not_stated(
+    change: dict[str, Any], kv_dtype: str | None
+) -> None:
+    assert read_model({**LLAMA, **change}, kv_dtype).layers is None
 
 
 def test_what_the_config_tells_is_not_left_to_the_engines() -> None:

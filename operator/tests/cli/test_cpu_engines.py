@@ -128,7 +128,7 @@ FLOAT = ["--dtype", "float32"]
         ({"layer_types": ["mamba", "attention"], **MAMBA2}, FLOAT),
         ({"layer_types": ["linear_attention", "full_attention"], **GATED}, []),
         (
-            {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+            {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64},
             [*FLOAT, "--attention-backend", "CPU_MLA"],
         ),
     ],

@@ -16,13 +16,12 @@ from rich.text import Text
 
 from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.compat.shape import LayerKind
-from pdcluster_connector.compat.supported import dtype_name
 from pdcluster_operator.api.findings import FieldError, Findings
 from pdcluster_operator.api.object_names import KIND, SCALER_KIND
 from pdcluster_operator.api.rules import engines, validate
 from pdcluster_operator.api.rules.model import is_replaced
 from pdcluster_operator.api.spec.model_config import UnknownModel, read_model
-from pdcluster_operator.api.spec.resolve import resolve_engine
+from pdcluster_operator.api.spec.resolve import engine_shape, resolve_engine
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.cli.commands import Command
 from pdcluster_operator.cli.exits import Exit, UserError
@@ -197,9 +196,9 @@ def check(document: Document, config: Mapping[str, Any] | None = None) -> Findin
 
 def _moves(document: Document, config: Mapping[str, Any]) -> str:
     """Return what of this model moves for a prompt, if it can be told."""
-    engine = resolve_engine(validate.check_manifest(document.body)[0], Role.PREFILL)
-    dtype = dtype_name(engine.kv_cache_dtype or "auto")
-    model = read_model(config, None if dtype == "auto" else dtype)
+    cluster = validate.check_manifest(document.body)[0]
+    engine = resolve_engine(cluster, Role.PREFILL)
+    model = read_model(config, engine_shape(cluster, engine).kv_dtype)
     if model.layers is None or is_replaced(engine):
         return "The model's config.json does not say how its layers keep their KV."
     block = engine.block_size or BLOCK

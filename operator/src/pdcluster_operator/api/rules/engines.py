@@ -181,14 +181,15 @@ def pair_findings(cluster: Cluster, model: Model | None = None) -> Findings:
     Args:
         model: what the model's config.json says; None if nobody has it.
     """
+    blind = pair_findings(cluster).errors if model else ()  # admission sees no model
     shapes = {role: _shape_of(cluster, resolve_engine(cluster, role), model) for role in Role}
     findings = check(shapes[Role.PREFILL], shapes[Role.DECODE])
     refused = [finding for finding in findings if finding.verdict is Verdict.REFUSED]
     waiting = [finding.field for finding in findings if finding.verdict is Verdict.UNKNOWN]
-    return Findings(
-        errors=tuple(_error(cluster, finding, shapes) for finding in refused),
-        unchecked=tuple(dict.fromkeys(waiting)),
-    )
+    errors = [_error(cluster, finding, shapes) for finding in refused]
+    told = {(error.path, error.rule) for error in errors}
+    errors += [error for error in blind if (error.path, error.rule) not in told]
+    return Findings(errors=tuple(errors), unchecked=tuple(dict.fromkeys(waiting)))
 
 
 def _shape_of(cluster: Cluster, engine: Engine, model: Model | None) -> EngineShape:
@@ -198,8 +199,8 @@ def _shape_of(cluster: Cluster, engine: Engine, model: Model | None) -> EngineSh
         return shape
     # vLLM takes any other type as it sees fit, and a quantized checkpoint may bring its own.
     dtype = shape.kv_dtype or (model.dtype if model.dtype == "bfloat16" else None)
-    layers = model.shapes(shape.tensor)
-    return structs.replace(shape, kv_dtype=dtype, layers=layers, hybrid=model.hybrid)
+    layers, hybrid = model.shapes(shape.tensor), shape.hybrid or model.hybrid
+    return structs.replace(shape, kv_dtype=dtype, layers=layers, hybrid=hybrid)
 
 
 def _error(cluster: Cluster, finding: Finding, shapes: Mapping[Role, EngineShape]) -> FieldError:

@@ -317,17 +317,13 @@ def variable_errors(cluster: Cluster) -> Iterator[FieldError]:
             )
 
 
-ENDPOINTS = frozenset({"AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"})
-
-
 def _owned_variables(cluster: Cluster) -> dict[str, frozenset[str]]:
     """Return the variables that the operator sets in each of its containers."""
     hub, storage = cluster.spec.model.source.hugging_face, cluster.spec.model.source.object_storage
     weights = {"HF_HOME"} if hub is not None else set()
     if hub is not None and hub.token_secret_ref is not None:
         weights.add("HF_TOKEN")
-    if storage is not None:
-        weights |= ENDPOINTS
+    weights |= set(engine_types.ENDPOINTS if storage is not None else ())
     if storage is not None and storage.credentials_secret_ref is not None:
         weights |= {*engine_types.AMAZON_KEYS, "GOOGLE_APPLICATION_CREDENTIALS"}
     gate = {"PYTHONPATH"} if cluster.spec.router.api_key_secret_ref is not None else set()
@@ -344,7 +340,7 @@ def _owned_variable(variable: Variable) -> FieldError:
     if variable.name == API_KEY_VARIABLE:
         message = "belongs to the operator: the router and the canary must send the key too"
         remedy = "Name the Secret in spec.router.apiKeySecretRef."
-    if variable.name in ENDPOINTS:
+    if variable.name in engine_types.ENDPOINTS:
         message = "belongs to the operator: both roles must read the weights from one store"
         remedy = "Name the store in spec.model.source.objectStorage.endpoint."
     where = f"{variable.path}.name"

@@ -43,11 +43,18 @@ DEFAULTS: Mapping[object, Mapping[str, Any]] = {
 }  # fmt: skip
 """What a family's ``config.json`` may leave out (transformers 5.19)."""
 OPEN = (
-    "attention_chunk_size", "block_configs", "cross_attention_layers", "global_head_dim",
-    "is_encoder_decoder", "multi_query", "num_global_key_value_heads", "num_kv_shared_layers",
+    "attention_chunk_size", "attn_type_list", "block_configs", "conv_L_cache",
+    "cross_attention_layers", "full_attn_idxs", "global_head_dim", "is_encoder_decoder",
+    "layer_group_size", "multi_query", "multi_query_group_num", "n_head_kv",
+    "num_attention_groups", "num_global_key_value_heads", "num_kv_heads", "num_kv_shared_layers",
     "swa_num_key_value_heads",
 )  # fmt: skip
 """Fields of models whose layers keep KV in ways that are not computed here."""
+LATENT = (
+    "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite",
+    "glm_moe_dsa", "kimi_k2", "kimi_linear", "longcat_flash", "pangu_ultra_moe",
+)  # fmt: skip
+"""Models of which vLLM 0.32 keeps latent vectors (is_deepseek_mla), not keys and values."""
 UNSCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Kinds of RoPE whose ``factor`` is part of ``max_position_embeddings`` (vLLM 0.32)."""
 QUANTIZED_KV = ("kv_cache_scheme", "kv_cache_quant_algo")
@@ -73,7 +80,7 @@ class Model:
         longest: tokens of the longest context; 0 if the config does not say.
         dtype: of the weights and the KV cache; empty if the config does not say.
         layers: those with KV or states; None if they cannot be told.
-        hybrid: whether some layers keep states beside KV, although ``layers`` may be None.
+        hybrid: whether some layers keep states beside KV; None if that cannot be told.
     """
 
     heads: int
@@ -83,7 +90,7 @@ class Model:
     longest: int
     dtype: str
     layers: tuple[LayerShape, ...] | None
-    hybrid: bool
+    hybrid: bool | None
 
     @property
     def has_whole_states(self) -> bool:
@@ -128,15 +135,20 @@ def read_model(config: Mapping[str, Any], kv_dtype: str | None = None) -> Model:
     kv_heads = number(known, "num_key_value_heads", heads)
     hidden = number(known, "hidden_size", heads)
     head_dim = number(known, "head_dim", max(1, hidden // heads))
-    if "kv_lora_rank" in known:
-        kv_heads = 0
+    latent, quantized_kv = "kv_lora_rank" in known, BYTES.get(kv_dtype or "") == 1
+    told = not any(known.get(name) for name in OPEN)
+    if latent and known.get("model_type") not in LATENT:
+        told = False
+    elif latent:
+        told, kv_heads = told and not (quantized_kv and known.get("index_head_dim")), 0
         head_dim = number(known, "kv_lora_rank") + number(known, "qk_rope_head_dim")
     dtype = str(known.get("torch_dtype") or known.get("dtype") or "")
     quantized = as_mapping(known.get("quantization_config"))
     words = _words(known)
     kinds, layers = _kinds(known, depth, words), None
     states = any(name.startswith(HYBRID_WORDS) for name in known) or STATE in (kinds or ())
-    if kinds is not None and not any(known.get(name) for name in OPEN):
+    states |= any("mamba" in str(word) or "linear" in str(word) for word in words)
+    if kinds is not None and told:
         size = BYTES.get(kv_dtype or dtype, 2)
         layer = (kv_heads or 1, head_dim * size * (2 if kv_heads else 1))
         with suppress(UnknownModel):  # a Mamba of another kind, say
@@ -145,7 +157,7 @@ def read_model(config: Mapping[str, Any], kv_dtype: str | None = None) -> Model:
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, depth=depth,
         dtype="" if any(quantized.get(name) for name in QUANTIZED_KV) else dtype,
         longest=_longest(known), layers=layers,
-        hybrid=states or any("mamba" in str(word) or "linear" in str(word) for word in words),
+        hybrid=states or (None if layers is None else False),
     )  # fmt: skip
 
 
