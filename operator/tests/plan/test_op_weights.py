@@ -108,6 +108,14 @@ def test_other_weights_are_other_engines():
     assert len(keys) == len(sources)
 
 
+@pytest.mark.parametrize("secret", ["AKIA:key@b", "b?token=key", "b#key"])
+def test_no_secret_stands_in_the_address_of_a_bucket(secret):
+    """Whoever may read a PDCluster would read it."""
+    for field, value in (("uri", f"s3://{secret.lower()}"), ("endpoint", f"https://{secret}")):
+        found = findings({"objectStorage": {**S3, field: value}})
+        assert found[0][0] == f"model.source.objectStorage.{field}"
+
+
 OWNED = ("engine.env[0].name", "OwnedVariable")
 
 

@@ -123,13 +123,13 @@ class ObjectStorageSource:
         str,
         Example("s3://models/llama-3.3-70b"),
         "is the folder with config.json, tokenizer and *.safetensors.",
-        Text(1024, shortest=6, pattern=r"^(s3|gs)://[a-z0-9]\S*$", says="s3://… or gs://…"),
+        Text(1024, shortest=6, pattern=r"^(s3|gs)://[a-z0-9][^\s@?#]*$", says="s3://… or gs://…"),
     ]
     endpoint: Annotated[
         str | None,
         Example("https://minio.storage:9000"),
         "is the address of a store of your own that speaks S3, such as MinIO.",
-        Text(500, shortest=8, pattern=r"^https?://\S+$", says="a URL of http or https"),
+        Text(500, shortest=8, pattern=r"^https?://[^\s@?#]+$", says="a URL of http or https"),
     ] = None
     credentials_secret_ref: Annotated[
         SecretRef | None,
