@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from operator_runs import Operator, cluster, edit
+from operator_runs import Operator, cluster, edit, until
 from played_nodes import PlayedNodes
 from real_api import TOKEN, RealApi
 
@@ -146,6 +146,21 @@ BEFORE = {
 }
 
 
+def prometheus_kinds(real: RealApi) -> None:
+    """Let the server take the objects of the Prometheus operator, which pages assume."""
+    group, path = "monitoring.coreos.com", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    version = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+    for kind in ("PodMonitor", "PrometheusRule"):
+        names = {"kind": kind, "plural": f"{kind.lower()}s"}
+        spec = {"group": group, "scope": "Namespaced", "names": names, "versions": [version]}
+        named = {"name": f"{names['plural']}.{group}"}
+        body = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition"}
+        real.call("POST", path, {**body, "metadata": named, "spec": spec})
+        served = f"/apis/{group}/v1/{names['plural']}"
+        until(lambda path=served: real.call("GET", path)[0] == 200, 60, dict)
+
+
 @pytest.mark.cluster
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", WALKED)
@@ -154,6 +169,7 @@ def test_the_commands_of_a_page(
 ) -> None:
     for made in ("pdcluster-system", "blue-system"):
         real.call("POST", "/api/v1/namespaces", {"metadata": {"name": made}})
+    prometheus_kinds(real)
     operator.start()
     with PlayedNodes(real, namespace):
         for command in [*BEFORE.get(page, ()), *commands(page)]:

@@ -130,9 +130,17 @@ def _unscheduled(pod: Manifest) -> Verdict | None:
     return None
 
 
+def _end_of(text: str) -> str:
+    """Return the last whole lines of a text; of one long line its beginning, which says why."""
+    if len(text) <= LONGEST_WORDS:
+        return text
+    lines = text[-LONGEST_WORDS:].partition("\n")[2]
+    return lines or f"{text.rpartition(chr(10))[2][: LONGEST_WORDS - 1]}…"
+
+
 def describe_end(terminated: Mapping[str, Any]) -> str:
     """Return a process's last message and exit code, and first whether it ran out of memory."""
-    words = text_of(terminated.get("message")).strip()[-LONGEST_WORDS:]
+    words = _end_of(text_of(terminated.get("message")).strip())
     reason = text_of(terminated.get("reason"))
     how = f"exit code {terminated.get('exitCode')}"
     if reason not in ("", "Error", "Completed"):
