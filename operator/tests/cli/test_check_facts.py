@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from rich.console import Console
 
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason
@@ -280,6 +280,7 @@ PLACES = [at for at in places(RECORDED["ours"]) if len(at) < 2 or at[:2] != ("ch
 TOKENS = [at for at in places(RECORDED["ours"]) if at[:2] == ("choices", 0)]
 
 
+@example(("choices", 0, "logprobs", "top_logprobs"), None, True)
 @given(st.sampled_from(PLACES) | st.sampled_from(TOKENS), ANYTHING, st.booleans())
 def test_any_answer_is_refused_where_it_is_read_or_judged(
     at: tuple[Any, ...], value: Any, is_ours: bool

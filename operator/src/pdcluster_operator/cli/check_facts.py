@@ -299,6 +299,8 @@ def words_of(comparison: Comparison) -> str:
         most = comparison.gap > math.log(MOST_TIMES)
         often = "more than a million" if most else f"{math.exp(comparison.gap):.1f}"
         why = f"it takes its own for {often} times as likely"
+    elif comparison.logprob_difference is None:
+        why = "their log-probabilities cannot be compared"
     else:
         why = f"log-probabilities differ by up to {comparison.logprob_difference:.2f}"
     return f"{begin}: {why}, which rounding does not explain"

@@ -133,7 +133,8 @@ FAMILIES = {
     "deepseek-r1": Family(
         repo="deepseek-ai/DeepSeek-R1", revision="56d4cbbb4d29f4355bab4b9a39ccb717a14ad5ad",
         config=_config(61, 7168, 18_432, 128, 128, 129_280, 163_840,
-                       kv_lora_rank=512, qk_rope_head_dim=64, n_routed_experts=256),
+                       model_type="deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64,
+                       n_routed_experts=256),
         weights=688_600_000_000, active=37_000_000_000,
     ),
 }  # fmt: skip
