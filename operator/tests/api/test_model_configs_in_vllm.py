@@ -1,21 +1,13 @@
-"""The models of ``model_configs.yaml`` as transformers and vLLM read them: the same bytes.
-
-One child process does it: vLLM's imports take half a minute and leave nothing in here.
-"""
+"""The models of ``model_configs.yaml`` as transformers and vLLM read them: the same bytes."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from vllm_child import ask
 
-import pdcluster_connector
 from pdcluster_operator.api.spec.model_config import read_model
 
 CHILD = """
@@ -81,24 +73,10 @@ print("ANSWER" + json.dumps(answer))
 
 @pytest.mark.vllm
 def test_vllm_keeps_what_is_computed_from_the_config() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("needs vLLM")
     text = Path(__file__).with_name("model_configs.yaml").read_text()
     configs = {name: one["config"] for name, one in yaml.safe_load(text).items()}
-    sources = [str(Path(pdcluster_connector.__file__).parents[1])]
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, json.dumps(sources)],
-        input=json.dumps(configs),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
-    )
-    answers = [line for line in done.stdout.splitlines() if line.startswith("ANSWER")]
-    assert answers, done.stderr[-3000:]
     models = {name: read_model(config) for name, config in configs.items()}
-    assert json.loads(answers[0].removeprefix("ANSWER")) == {
+    assert ask(CHILD, configs) == {
         name: [one.kv_bytes(1), one.kv_bytes(8192), one.heads, one.depth, one.longest]
         for name, one in models.items()
     }

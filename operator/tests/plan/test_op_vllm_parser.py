@@ -1,28 +1,20 @@
-"""The command lines of the scenarios, read by vLLM's own parser, and what is owned of it.
-
-One child process does it: vLLM's imports take half a minute and leave nothing in here.
-"""
+"""The command lines of the scenarios, read by vLLM's own parser, and what is owned of it."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from vllm_child import ask
 
-import pdcluster_connector
 import pdcluster_operator
 from pdcluster_operator.api.rules.extra_args import CHECKED_FLAGS
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.flags import OWNED_FLAGS, SHORT_NAMES
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 # Words after the model, and what vLLM's parser takes them for: True where it refuses them.
 REFUSED = {
     ("--max-num-seqs 128",): True,
@@ -89,8 +81,6 @@ print("ANSWER" + json.dumps(answer, default=str))
 
 @pytest.fixture(scope="module")
 def vllm():
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("needs vLLM")
     lines = {}
     for golden in sorted((HERE / "golden").glob("*.yaml")):
         for document in yaml.safe_load_all(golden.read_text()):
@@ -103,19 +93,7 @@ def vllm():
     overlaid = [name for name, words in lines.items() if words == ["/other"]]
     for name in overlaid:
         del lines[name]
-    sources = [str(Path(pdcluster_connector.__file__).parents[1]), str(ROOT)]
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, json.dumps(sources), json.dumps(WORDS)],
-        input=json.dumps(list(lines.values())),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
-    )
-    answers = [line for line in done.stdout.splitlines() if line.startswith("ANSWER")]
-    assert answers, done.stderr[-3000:]
-    answer = json.loads(answers[0].removeprefix("ANSWER"))
+    answer = ask(CHILD, list(lines.values()), json.dumps(WORDS))
     return dict(zip(lines, answer["read"], strict=True)), answer["flags"], answer
 
 
