@@ -95,7 +95,7 @@ def idle(container: str = "engine") -> dict[str, Any]:
 
 
 def mounted(model: Path) -> dict[str, Any]:
-    """A pod template that mounts another model. No admission rule sees it."""
+    """A pod template that mounts another model. Admission warns, and does not see its files."""
     return {"spec": {"volumes": [{"name": "model", "hostPath": {"path": str(model)}}]}}
 
 

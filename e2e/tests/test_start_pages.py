@@ -30,6 +30,8 @@ def blocks(page: str, language: str) -> list[str]:
 DEMO, SETTINGS_AND_UP, LOOKS = blocks("start-laptop.md", "bash")
 SETTINGS, UP = SETTINGS_AND_UP.rsplit("pdcluster up ", 1)
 ANSWER, STREAM, TOOLS = blocks("chat.md", "python")
+NAME = "chat"
+"""Other tests run a `tiny` at the same time, and the commands of the page take the newest."""
 
 
 def bash(script: str) -> list[str]:
@@ -43,6 +45,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     The engines have the flags of the page about chats, too.
     """
     document = yaml.safe_load(EXAMPLE.read_text())
+    document["metadata"]["name"] = NAME
     [flags] = [yaml.safe_load(block) for block in blocks("chat.md", "yaml")]
     document["spec"]["engine"]["extraArgs"] += flags["spec"]["engine"]["extraArgs"]
     file = tmp_path_factory.mktemp("chat") / "tiny.yaml"
@@ -77,6 +80,8 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.parametrize("command", LOOKS.splitlines())
 def test_each_command_of_the_page_says_that_kv_moves(endpoint: str, command: str) -> None:
+    assert " tiny --local" in command
+    command = command.replace(" tiny --local", f" {NAME} --local")
     done = subprocess.run(
         bash(command), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )

@@ -159,6 +159,16 @@ def test_what_others_write_stays_accepted() -> None:
     assert hosted == {"HostNamespace"}
 
 
+@pytest.mark.parametrize("source", [{"csi": {"driver": "gcsfuse"}}, {"nfs": {"server": "a"}}])
+def test_weights_of_another_volume_are_allowed_and_warned_of(source: dict[str, Any]) -> None:
+    """A template can mount what spec.model.source cannot say."""
+    template = {"spec": {"volumes": [{"name": "model", **source}]}}
+    assert judge(template=template) == [("spec.volumes[0].name", "WeightsUnseen", False)]
+    assert judge("router", template) == []
+    keys = {"spec": {"volumes": [{"name": "ticket-key", **source}]}}
+    assert judge(template=keys) == [("spec.volumes[0].name", "ConflictingSettings", True)]
+
+
 LLMD = {
     "router": {
         "type": "LLMD",

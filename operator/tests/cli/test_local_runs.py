@@ -55,6 +55,17 @@ def test_a_run_is_named_by_its_cluster_or_its_folder(base: Path) -> None:
     assert runs.find_run(str(old)).folder == old
 
 
+def test_which_of_two_runs_is_taken_is_said(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = run_of(base, "tiny", 1, os.getpid())
+    new = run_of(base, "tiny", 3, os.getpid())
+    assert runs.find_run("tiny").folder == new
+    said = capsys.readouterr().err
+    assert said.startswith(f"2 runs of `pdcluster up`: this is the newest, {new.name}; ")
+    assert said.endswith(f": {old.name}\n")
+    assert runs.find_run(old.name).folder == old
+    assert capsys.readouterr().err == ""
+
+
 def test_what_is_not_there_is_said_with_what_is(base: Path) -> None:
     with pytest.raises(UserError, match="no `pdcluster up` of this user runs") as none:
         runs.find_run()

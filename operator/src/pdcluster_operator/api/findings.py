@@ -62,6 +62,7 @@ class Rule(StrEnum):
     SET_ON_ONE_ROLE = "SetOnOneRole"
     CACHE_UNUSED = "CacheUnused"
     WEIGHTS_NOT_PINNED = "WeightsNotPinned"
+    WEIGHTS_UNSEEN = "WeightsUnseen"
     IMAGE_NOT_PINNED = "ImageNotPinned"
     IMAGES_DIFFER = "ImagesDiffer"
     PEER_UNUSABLE = "PeerUnusable"

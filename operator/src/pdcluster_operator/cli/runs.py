@@ -3,6 +3,7 @@
 import os
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +48,7 @@ def new_run_folder(cluster: str) -> Path:
 
 
 def find_run(named: str = "") -> Run:
-    """Return the newest run that goes on, or the one that is named.
+    """Return the newest run that goes on, or the one that is named. Say so if there are others.
 
     Args:
         named: a PDCluster, or a run's folder; empty for any.
@@ -57,9 +58,17 @@ def find_run(named: str = "") -> Run:
     """
     runs = sorted(_reachable(), key=lambda run: run.folder.stat().st_mtime, reverse=True)
     folder = Path(named).name
-    for run in runs:
-        if named in ("", run.cluster) or folder == run.folder.name:
-            return run
+    found = [run for run in runs if named in ("", run.cluster) or folder == run.folder.name]
+    if found:
+        newest, *older = found
+        if older:
+            others = ", ".join(run.folder.name for run in older[:SHOWN])
+            print(
+                f"{len(found)} runs of `pdcluster up`: this is the newest, {newest.folder.name}; "
+                f"name another by its folder: {others}",
+                file=sys.stderr,
+            )
+        return newest
     start = "start one: pdcluster up FILE"
     if not runs:
         raise UserError(

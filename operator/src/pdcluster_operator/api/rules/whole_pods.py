@@ -96,9 +96,17 @@ def pod_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def pod_warnings(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield ports that two containers name, and a readiness that the operator does not count on."""
+    """Yield ports that two containers name, and what the operator does not count on.
+
+    That is another readiness, and other weights.
+    """
     for pod in _pods(cluster):
         yield from _taken(pod, refused=False)
+        for place, volume in pod_templates.mappings(pod.template, "volumes"):
+            if (name := volume.get("name")) == WEIGHTS and name in pod.outline.mounts.values():
+                message = "replaces the operator's volume of the weights: no rule sees its files"
+                remedy = "Say it as spec.model.source, or give both roles equal files."
+                yield _wrong(f"{pod.path}.{place}.name", name, Rule.WEIGHTS_UNSEEN, message, remedy)
         for place, one in pod.containers:
             if pod.is_ours(place, one):
                 yield from _replaced(pod, place, one)
@@ -196,13 +204,15 @@ def _missing(pod: _Pod) -> Iterator[FieldError]:
 OWN_MOUNT = "the operator's own mount"
 REPLACEABLE = frozenset({"shm", "cache"})
 """The operator's volumes that hold nothing which an engine needs at its start."""
+WEIGHTS = "model"
+"""The operator's volume that a template may replace: a CSI driver mounts weights, for example."""
 
 
 def _replaced_volumes(pod: _Pod) -> Iterator[FieldError]:
     """Yield volumes with the name of one of ours, which are taken instead of it."""
     for place, volume in pod_templates.mappings(pod.template, "volumes"):
         name = volume.get("name")
-        if name in {*pod.outline.mounts.values()} - REPLACEABLE:
+        if name in {*pod.outline.mounts.values()} - REPLACEABLE - {WEIGHTS}:
             message = f"replaces the operator's volume, which the container {pod.ours} needs"
             where, remedy = f"{pod.path}.{place}.name", "Choose another name."
             yield _wrong(where, name, Rule.CONFLICTING_SETTINGS, message, remedy)
