@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,6 +20,7 @@ from typing import Any
 import aiohttp
 import click
 import pytest
+import yaml
 from played_server import Answer, kubeconfig, serving, status
 
 from pdcluster_operator.adapters.api_server import client, kubeconfig as connecting
@@ -218,6 +221,77 @@ def test_without_logs_the_next_command_asks_the_same_place(
         code, said = ended(("logs", "tiny", "-n", "other", "--context", "there"), server.url)
     assert code == 4
     assert said.endswith("see `pdcluster status tiny -n other --context there`")
+
+
+def at_rest(method: str, path: str) -> Answer:
+    """A PDCluster whose rollout is paused, whose images are missing, and that has no pods."""
+    del method
+    if path.partition("?")[0].endswith("/pdclusters/tiny"):
+        body = yaml.safe_load(Path(EXAMPLE).read_text())
+        body["metadata"] = {"name": "tiny", "namespace": "other", "uid": "u", "generation": 1}
+        body["spec"]["rollout"] = {"paused": True}
+        reasons = {"Ready": "NoVerifiedPair", "PrefillReady": "ImageUnavailable"}
+        reasons |= {"DecodeReady": "ModelMismatch", "Progressing": "Paused"}
+        body["status"] = {
+            "observedGeneration": 1,
+            "conditions": [
+                {"type": kind, "status": "False", "reason": reason, "message": "x"}
+                for kind, reason in reasons.items()
+            ],
+        }
+        return 200, body
+    if path == "/version":
+        return 200, {"major": "1", "minor": "36"}
+    if path.partition("?")[0].endswith(("/pods", "/controllerrevisions", "/deployments")):
+        return 200, {"metadata": {}, "items": []}
+    return status(404, "NotFound", "no such thing")
+
+
+def asks_there(command: str) -> bool:
+    """Whether a command that a person copies asks a cluster, and names the context."""
+    program, *words = shlex.split(command)
+    if program != "pdcluster":
+        return words[-2:] == ["--kube-context" if program == "helm" else "--context", "there"]
+    found: click.Command | None = pdcluster
+    while isinstance(found, click.Group):
+        found = found.get_command(click.Context(found), words.pop(0))
+    assert found is not None
+    given = found.make_context(found.name, words).params
+    return "there" in (given.get("context"), given.get("against"))
+
+
+OF_REPORTS = [(name,) for name in sorted(REPORTS)]
+IN_SENTENCES = {"pdcluster lint FILE", "pdcluster rollout restart"}
+PAGES = {"ui"}
+"""Commands that serve until somebody ends them."""
+
+
+@pytest.mark.parametrize("answer", [at_rest, forbidden], ids=["at rest", "forbidden"])
+def test_each_command_that_is_printed_asks_the_same_context(
+    answer: Callable[[str, str], Answer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printed: dict[str, list[str]] = {}
+    with serving(answer) as server:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, server.url)))
+        for words in (*LINES, *OF_REPORTS):
+            if words[0] in PAGES and answer is at_rest:
+                continue
+            place = ("there",) if "--against" in words else ("--context", "there")
+            main((*words, *place, "-n", "other"))
+            said = "".join(capsys.readouterr()).replace(" says why", "")
+            found = re.findall(r"(?<!#)\b(?:pdcluster|kubectl|helm) [a-z][^`\n]*", said)
+            printed[" ".join(words)] = [one for one in found if one not in IN_SENTENCES]
+    wrong = {words: found for words, found in printed.items() if not all(map(asks_there, found))}
+    assert not wrong
+    silent = {words for words, found in printed.items() if not found}
+    if answer is forbidden:
+        assert not silent
+    else:  # these say what is, or what is done
+        verbs = ("links", "logs", "plan", "rollout pause", "rollout resume", "rollout status")
+        assert {words for words in silent if not words.startswith(verbs)} == set()
 
 
 @every_line

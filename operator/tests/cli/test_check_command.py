@@ -63,10 +63,12 @@ async def test_an_answer_without_kv_is_another_exit_code(
     answer["kv_transfer_params"]["kv_path"] |= {"outcome": "local", "reason": "NoTicket"}
     async with serving() as pair:
         pair.answers["router"] = 200, answer
-        assert await run(pair) is Exit.KV_DID_NOT_MOVE
+        pair.client.context = "the other"
+        assert await run(pair, local=False) is Exit.KV_DID_NOT_MOVE
     said = capsys.readouterr().out
     assert "KV did not move (NoTicket): decode computed the prompt itself." in said
-    assert "\nnext: " in said
+    assert said.splitlines()[-1].startswith("next: pdcluster ")
+    assert said.endswith(" --context 'the other'\n")
 
 
 async def test_wrong_tokens_are_a_failure(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,7 @@ class Cluster:
         self.asked: list[float] = []
         self.written: list[tuple[Any, dict[str, Any]]] = []
         self.stored: Undo | None = None
+        self.context = "there"
 
         def connected(context: str | None, key: Key, command: Callable[[Any], Any], _: Any) -> Exit:
             assert (context, key) == (None, Key("ns", "tiny"))
@@ -224,7 +225,9 @@ def test_a_restart_asks_for_new_engines_with_the_time_of_now(
     assert cluster.written == [({"a": 1, "rollout": settings}, {})]
     first, *more = lines(capsys)
     assert first == "pdcluster.pdcluster.dev/tiny restarted"
-    assert [line.split()[0] for line in more] == ["rollout.paused"] * paused
+    assert [line.partition(" is set")[0] for line in more] == ["rollout.paused"] * paused
+    resume = "pdcluster rollout resume tiny -n ns --context there"
+    assert all(line.endswith(f"until `{resume}`") for line in more)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +261,9 @@ def test_an_undo_says_what_changes_and_what_keeps_it(
     assert first.startswith("pdcluster.pdcluster.dev/tiny rolled back")
     assert first.endswith("(dry run: nothing was written)") is dry_run
     assert (changed, engines) == ("changed: spec.a, spec.b", "decode: engines of revision aaaaa")
-    assert [line.split()[0] for line in more] == ["rollout.paused"] * paused
+    assert [line.partition(" is set")[0] for line in more] == ["rollout.paused"] * paused
+    resume = "pdcluster rollout resume tiny -n ns --context there"
+    assert all(line.endswith(f"until `{resume}`") for line in more)
 
 
 def test_without_another_revision_nothing_is_written(cluster: Cluster) -> None:

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from served_pair import serving
 from shown_page import ShownPage, opened
-from ui_objects import BLOCKED, engines, pod
+from ui_objects import BLOCKED, condition, engines, pod
 
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.ui import readers, series, server
+from pdcluster_operator.cli.ui.page import page_of
 from pdcluster_operator.cli.ui.readers import KubeReader
 from pdcluster_operator.cli.ui.server import HEADERS, STATIC, UiServer
 from pdcluster_operator.local.api_server import LocalApi
@@ -166,6 +168,18 @@ async def test_a_change_reaches_the_browser_and_only_what_changed(page: ShownPag
         changed = dict([await read_event(answer) for _ in range(2)])
         assert set(changed) == {"head", "timeline"}
         assert BLOCKED in changed["head"]
+
+
+async def test_the_next_command_of_a_page_names_the_context() -> None:
+    async with serving() as pair:
+        pair.client.context = "there"
+        links = condition("KVLinksEstablished", "False", "SideChannelUnreachable", BLOCKED)
+        pair.manifest["status"] = {"conditions": [links]}
+        found, _ = await KubeReader(pair.client, None, "default").objects(Key("default", "tiny"))
+    assert found is not None
+    commands = [one.command for one in page_of(found).steps]
+    assert commands
+    assert all(one.endswith(" --context there") for one in commands)
 
 
 async def test_many_browsers_share_what_is_read_and_the_last_one_ends_it(

@@ -20,7 +20,7 @@ from pdcluster_operator.api.object_names import ENGINE_METRICS_PORT, HTTP_PORT, 
 from pdcluster_operator.api.remedies import find, next_step
 from pdcluster_operator.cli import answers, check_facts as facts, engine_metrics, once, output
 from pdcluster_operator.cli.columns import Columns
-from pdcluster_operator.cli.commands import Command, Target, positive, target_or_run
+from pdcluster_operator.cli.commands import Command, Target, in_context, positive, target_or_run
 from pdcluster_operator.cli.connection import with_cluster
 from pdcluster_operator.cli.engine_metrics import Page
 from pdcluster_operator.cli.exits import Exit, UserError
@@ -112,7 +112,7 @@ async def run(
             found = await Prompt(serving, reach, prompt, max_tokens).send()
         except UserError as error:
             raise UserError(reach.explain(str(error)), error.exit) from error
-    result = judge(key, found, local=local)
+    result = judge(key, found, local=local, context=client.context)
     output.show(form, result, lambda console: show(console, result))
     return exit_of(result)
 
@@ -237,7 +237,9 @@ def _both(pages: Sequence[Mapping[str, Page]]) -> tuple[Page, Page]:
     return before, after
 
 
-def judge(key: Key, found: facts.Check, *, local: bool = False) -> facts.Check:
+def judge(
+    key: Key, found: facts.Check, *, local: bool = False, context: str | None = None
+) -> facts.Check:
     """Add the verdict and the next command."""
     path, compared = found.kv_path, found.comparison
     if not found.kv_moved:
@@ -245,7 +247,8 @@ def judge(key: Key, found: facts.Check, *, local: bool = False) -> facts.Check:
         known = find(reason)
         why = f" {known.cause}" if known else ""
         found.verdict = f"KV did not move ({reason}): decode computed the prompt itself.{why}"
-        found.next = next_step(reason, key.name, key.namespace, local=local) if known else ""
+        command = next_step(reason, key.name, key.namespace, local=local) if known else ""
+        found.next = in_context(command, context)
         return found
     way = f"KV moved from {_short(path.prefill, 'prefill')} to {_short(path.decode, 'decode')}"
     if compared.equal or compared.explained_by_rounding:
@@ -255,7 +258,8 @@ def judge(key: Key, found: facts.Check, *, local: bool = False) -> facts.Check:
     found.verdict = f"{way}, but decode alone generates other tokens"
     if known := find("TokensDiffer"):
         found.verdict = f"{found.verdict}. {known.cause} {known.remedy}"
-    found.next = next_step("TokensDiffer", key.name, key.namespace, local=local)
+    command = next_step("TokensDiffer", key.name, key.namespace, local=local)
+    found.next = in_context(command, context)
     return found
 
 

@@ -180,6 +180,20 @@ class Target:
         return "".join([*words, " --local" * self.local])
 
 
+def in_context(command: str, context: str | None) -> str:
+    """Return a command that asks the cluster of the same context as the one that prints it.
+
+    A command that asks no cluster, such as ``pdcluster lint``, stays as it is.
+    """
+    program = command.partition(" ")[0]
+    if not context or not (program in ("kubectl", "helm") or " -n " in command):
+        return command
+    option = {"helm": "--kube-context "}.get(program, "--context ")
+    if command.endswith(" --against"):  # which takes the context itself
+        option = ""
+    return f"{command} {option}{shlex.quote(context)}"
+
+
 class Namespace(click.ParamType[str, str]):
     """The name of a namespace. An empty one would address all of them."""
 

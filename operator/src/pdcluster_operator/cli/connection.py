@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import shlex
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from pdcluster_operator.adapters.api_server.kubeconfig import (
     namespace_of_context,
 )
 from pdcluster_operator.api.remedies import find, next_step
-from pdcluster_operator.cli.commands import Target
+from pdcluster_operator.cli.commands import Target, in_context
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.runs import find_run
 from pdcluster_operator.runtime.interfaces import ApiError, Key
@@ -50,6 +49,7 @@ def connected(
         except NotConnected as error:
             raise UserError(str(error), Exit.MACHINE) from error
         async with KubeClient(configuration) as client:
+            client.context = context
             try:
                 return await command(client)
             except ApiError as error:
@@ -63,8 +63,7 @@ def _hint(reason: str, context: str | None, key: Key, kubeconfig: str | None) ->
     if kubeconfig is not None:  # other commands ask the same server, or that of another cluster
         return f"; the logs of this run are below {Path(kubeconfig).parent}"
     command = next_step(reason, key.name, key.namespace) if find(reason) else ""
-    chosen = f" --context {shlex.quote(context)}" if context and command else ""
-    return command and f"; next: {command}{chosen}"
+    return command and f"; next: {in_context(command, context)}"
 
 
 def with_cluster(

@@ -1,5 +1,6 @@
 """``pdcluster doctor``: whether a cluster, or this machine, has what PDClusters need."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,13 @@ from pdcluster_operator.cli import (
 )
 from pdcluster_operator.cli.cluster_checks import Row, Verdict
 from pdcluster_operator.cli.columns import Columns
-from pdcluster_operator.cli.commands import Command, context_option, duration, namespace_option
+from pdcluster_operator.cli.commands import (
+    Command,
+    context_option,
+    duration,
+    in_context,
+    namespace_option,
+)
 from pdcluster_operator.cli.connection import connected
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.fabric_probe import Probe
@@ -40,6 +47,7 @@ STYLES = {
 }
 NEEDED = {"Kubernetes", "CRD", "operator"}
 """Checks of what every PDCluster needs."""
+COMMAND = re.compile(r"\b(?:kubectl|helm) .+$")
 DETAILS = """\
 Says what a cluster has for PDClusters, and what it lacks: versions, the operator and its webhook,
 GPUs and RDMA devices, network policies, Pod Security, rights. With -f, also what a manifest needs.
@@ -137,10 +145,16 @@ def doctor(
                 rows.append(fabric_probe.row_of(measured, cluster))
             except fabric_probe.ProbeError as error:
                 rows.append(fabric_probe.failed_row(error))
-        return _show(output, "Cluster", rows, measured)
+        return _show(output, "Cluster", [_there(row, where["context"]) for row in rows], measured)
 
     key = Key(namespace, cluster.name if cluster else "NAME")
     return connected(where["context"], key, look)
+
+
+def _there(row: Row, context: str | None) -> Row:
+    """Lead the command at the end of a remedy to the same cluster."""
+    remedy = COMMAND.sub(lambda found: in_context(found[0], context), row.remedy)
+    return msgspec.structs.replace(row, remedy=remedy)
 
 
 def _accepted(document: manifests.Document) -> Cluster:

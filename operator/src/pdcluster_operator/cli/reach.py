@@ -23,6 +23,7 @@ from pdcluster_operator.api.object_names import (
 )
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.cli.commands import in_context
 from pdcluster_operator.cli.connection import read_named
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.plan.observed.pods import is_pod_ready
@@ -50,6 +51,7 @@ class Serving:
     Attributes:
         key: the API key that requests need; None if they need none.
         local: it is one of ``pdcluster up``.
+        context: of the kubeconfig, if the person named one.
     """
 
     cluster: Cluster
@@ -58,6 +60,7 @@ class Serving:
     decode: tuple[Pod, ...]
     key: str | None
     local: bool = False
+    context: str | None = None
 
     def router(self) -> Pod:
         """Return a router that is ready."""
@@ -76,10 +79,9 @@ class Serving:
         """Return the error that nothing of a kind is ready, with the command that says why."""
         name = self.cluster.name
         where = "--local" if self.local else f"-n {self.cluster.namespace}"
-        return UserError(
-            f'no {what} of PDCluster "{name}" is ready; `pdcluster status {name} {where}` says why',
-            Exit.NOT_READY,
-        )
+        look = in_context(f"pdcluster status {name} {where}", self.context)
+        said = f'no {what} of PDCluster "{name}" is ready; `{look}` says why'
+        return UserError(said, Exit.NOT_READY)
 
 
 async def find_serving(client: KubeClient, key: Key, *, local: bool = False) -> Serving:
@@ -120,6 +122,7 @@ async def find_serving(client: KubeClient, key: Key, *, local: bool = False) -> 
         tuple(engines[Role.DECODE]),
         api_key(parsed.cluster, os.environ),
         local,
+        client.context,
     )
 
 

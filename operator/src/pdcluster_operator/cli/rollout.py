@@ -21,7 +21,7 @@ from pdcluster_operator.api.conditions import (
 )
 from pdcluster_operator.api.spec import parse, types
 from pdcluster_operator.cli import output as outputs
-from pdcluster_operator.cli.commands import Group, Target, duration, target
+from pdcluster_operator.cli.commands import Group, Target, duration, in_context, target
 from pdcluster_operator.cli.connection import read_named, with_cluster
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.plan.observed.engines import live_by_role
@@ -224,7 +224,7 @@ async def restart(client: KubeClient, key: Key) -> Exit:
     live = await read_named(client, key)
     await _change_rollout(client, live, {"renew": timestamp(time.time())})
     print(f"{OBJECT}/{key.name} restarted")
-    return _done(live)
+    return _done(client, key, live)
 
 
 async def go_back(client: KubeClient, key: Key, *, dry_run: bool) -> Exit:
@@ -244,7 +244,7 @@ async def go_back(client: KubeClient, key: Key, *, dry_run: bool) -> Exit:
     print(outputs.plain(f"changed: {', '.join(found.fields)}"))
     for role, revision in found.revisions.items():
         print(f"{role}: engines of revision {revision}")
-    return _done(live)
+    return _done(client, key, live)
 
 
 async def _change_rollout(client: KubeClient, live: Manifest, fields: Manifest) -> None:
@@ -256,9 +256,11 @@ def _is_paused(live: Manifest) -> bool:
     return bool(((live.get("spec") or {}).get("rollout") or {}).get("paused", False))
 
 
-def _done(live: Manifest) -> Exit:
+def _done(client: KubeClient, key: Key, live: Manifest) -> Exit:
     if _is_paused(live):
-        print("rollout.paused is set, so engines stay as they are until `pdcluster rollout resume`")
+        command = f"pdcluster rollout resume {key.name} -n {key.namespace}"
+        resume = in_context(command, client.context)
+        print(f"rollout.paused is set, so engines stay as they are until `{resume}`")
     return Exit.DONE
 
 

@@ -157,4 +157,5 @@ async def read(client: KubeClient, key: Key, *, local: bool) -> Objects:
         events=events,
         now=client.now(),
         local=local,
+        context=client.context,
     )

@@ -22,6 +22,7 @@ from pdcluster_operator.api.remedies import Severity
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Role
+from pdcluster_operator.cli.commands import in_context
 from pdcluster_operator.cli.diagnosis import UNREACHABLE, diagnose, frozen
 from pdcluster_operator.cli.rollout import announce
 from pdcluster_operator.cli.status_document import (
@@ -66,6 +67,7 @@ class Objects:
         events: warnings of the namespace.
         now: seconds since the epoch, by the API server's clock.
         local: the PDCluster is one of ``pdcluster up``, whose operator is the process that answers.
+        context: of the kubeconfig, if the person named one: the next command names it, too.
     """
 
     cluster: Manifest
@@ -75,6 +77,7 @@ class Objects:
     events: Sequence[Manifest]
     now: float
     local: bool = False
+    context: str | None = None
 
 
 def status_of(found: Objects) -> Status:
@@ -127,7 +130,7 @@ def status_of(found: Objects) -> Status:
         failures=failures,
         next=[],
     )
-    facts.next = _steps(facts, stuck, local=found.local)
+    facts.next = _steps(facts, stuck, found)
     return facts
 
 
@@ -306,7 +309,7 @@ def _time_of(event: Manifest) -> str:
     return next((text_of(one) for one in (*times, event.get("eventTime")) if one), "")
 
 
-def _steps(facts: Status, stuck: Container[str], *, local: bool) -> list[Step]:
+def _steps(facts: Status, stuck: Container[str], found: Objects) -> list[Step]:
     """Return what to do, once for each reason, the worst first.
 
     Args:
@@ -339,14 +342,15 @@ def _steps(facts: Status, stuck: Container[str], *, local: bool) -> list[Step]:
         remedy = remedies.find(reason, message)
         if remedy is None or remedy.severity is Severity.GOOD or remedy.name in steps:
             continue
+        command = remedies.next_step(
+            reason, name, facts.namespace, message=message, pod=pod, local=found.local
+        )
         steps[remedy.name] = Step(
             remedy.name,
             remedy.severity.value,
             remedy.cause,
             remedy.remedy,
-            remedies.next_step(
-                reason, name, facts.namespace, message=message, pod=pod, local=local
-            ),
+            in_context(command, found.context),
             remedy.link,
         )
     if stuck and not {one.state for one in engines if one.name not in stuck} - {"Ready"}:

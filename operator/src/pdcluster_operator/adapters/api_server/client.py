@@ -93,8 +93,8 @@ class KubeClient:
         *,
         connections: int = 0,
     ) -> None:
-        self._seen = seen
-        self.configuration = configuration
+        self._seen, self.configuration = seen, configuration
+        self.context: str | None = None  # of the kubeconfig, if a person named one
         self._connections = connections
         self._client = client.ApiClient(configuration)
         self._overload = Overload()

@@ -109,8 +109,8 @@ class KubeReader:
         names = {text_of(metadata_of(pod).get("name")) for pod in pods}
         events += [one for one in warnings if (one.get("regarding") or {}).get("name") in names]
         lease, known = await self._lease(key.namespace, cluster)
-        now = self._client.now()
-        found = Objects(cluster, pods, lease, known, events, now, local=self._local)
+        now, context = self._client.now(), self._client.context
+        found = Objects(cluster, pods, lease, known, events, now, self._local, context)
         return found, list(dict.fromkeys(notes))
 
     async def readings(self, pods: Sequence[Mapping[str, Any]]) -> tuple[Readings, str]:
