@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 
 from pdcluster_connector.host_memory import GIB, available_bytes, oom_kills
-from pdcluster_connector.launcher import installed_versions
+from pdcluster_connector.launcher import before_start, installed_versions
 from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
 from pdcluster_connector.launcher.before_start import (
     Port,
+    libfabric_plugins,
+    libfabric_problems,
     memory_problems,
     model_problems,
     offload_problems,
@@ -205,6 +207,42 @@ def test_shared_memory_that_suffices(tmp_path):
 
 
 # What vLLM's CPU runner lacks.
+
+
+# The library of a backend.
+
+
+def test_the_wheels_plugin_says_which_libfabric_it_misses(tmp_path):
+    plugins = list(libfabric_plugins())
+    assert plugins, "NIXL's wheel has the plugin, without libfabric"
+    (tmp_path / "libfabric.so.1").write_text("not a library")
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    (problem,) = libfabric_problems(plugins, environment)
+    assert problem.startswith("NIXL cannot load its backend LIBFABRIC (")
+    assert f"{tmp_path}/libfabric.so.1: " in problem
+    assert problem.endswith("built for, or write spec.transfer.backends: [UCX]")
+
+
+def test_a_plugin_that_loads_or_lacks_another_library_is_left_to_nixl(tmp_path):
+    loads = next(plugin.parent for plugin in libfabric_plugins()) / "libplugin_POSIX.so"
+    assert list(libfabric_problems([loads, tmp_path / "libplugin.so"], os.environ)) == []
+    (tmp_path / "libplugin.so").write_text("not a library")
+    assert list(libfabric_problems([tmp_path / "libplugin.so"], os.environ)) == []
+
+
+@pytest.mark.parametrize(
+    ("backends", "asked"), [(["UCX"], False), (["LIBFABRIC"], True), (7, False)]
+)
+def test_libfabric_is_looked_for_only_if_the_engine_uses_it(model, monkeypatch, backends, asked):
+    extra = {"backends": backends}
+    config = json.dumps({"kv_role": "kv_producer", "kv_connector_extra_config": extra})
+    engine = engine_command(
+        [str(model), "--kv-transfer-config", config], engine_id="a/b", role="prefill"
+    )
+    looked = []
+    monkeypatch.setattr(before_start, "libfabric_problems", lambda *_: looked.append(1) or ["no"])
+    told = before_start.problems(engine, installed_versions.installed(), {}, [])
+    assert ("no" in told, len(looked)) == (asked, int(asked))
 
 
 def test_memory_counts_weights_and_every_workers_cache(model):

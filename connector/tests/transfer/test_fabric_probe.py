@@ -140,6 +140,36 @@ def test_two_processes_move_bytes_over_the_transport_that_is_allowed(tmp_path: P
 
 
 @pytest.mark.nixl
+def test_libfabric_moves_bytes_or_the_pod_says_what_it_lacks(tmp_path: Path) -> None:
+    """NIXL's wheel does not hold libfabric. With one that fits, this moves bytes over its TCP."""
+    (port,) = free_ports(1)
+    common = ("--mib", "4", "--backend", "LIBFABRIC")
+    allowed = {**environment(), "FI_PROVIDER": "tcp"}
+    served = subprocess.Popen(
+        program("serve", "--host", "127.0.0.1", "--port", str(port), *common), env=allowed
+    )
+    words = tmp_path / "words"
+    reader = program("read", "--peer", f"127.0.0.1:{port}", "--seconds", "0.2", *common)
+    with served:
+        try:
+            done = subprocess.run(
+                [*reader, "--last-words", str(words)],
+                env=allowed, capture_output=True, text=True, timeout=120, check=False,
+            )  # fmt: skip
+            served.wait(60)
+        finally:
+            served.kill()
+    found = json.loads(words.read_text())
+    assert (done.returncode, served.returncode) == ((1, 1) if "error" in found else (0, 0))
+    if "error" in found:
+        assert found["error"].startswith("NixlError: NIXL makes no backend LIBFABRIC (")
+        assert ".so" in found["error"], "the linker's own words"
+        assert "a libfabric that fits this NIXL" in found["error"]
+    else:
+        assert (found["bytes"], found["transports"]) == (4 * MIB, ["LIBFABRIC"])
+
+
+@pytest.mark.nixl
 def test_a_peer_that_does_not_answer_is_named(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     words = tmp_path / "words"

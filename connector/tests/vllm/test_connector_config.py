@@ -88,8 +88,12 @@ def test_all_mistakes_are_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("backends", "why"),
     [
-        (["UCX", "GDS"], "names GDS, which moves data between memory and storage.*use UCX"),
-        (["LIBFABRIC"], "names LIBFABRIC, which is not known to carry KV"),
+        (
+            ["UCX", "GDS"],
+            "names GDS, which moves data between memory and storage.*use UCX or LIBFABRIC",
+        ),
+        (["GPUNETIO"], "names GPUNETIO, which is not known to carry KV"),
+        (["UCX", "LIBFABRIC"], "names two backends: NIXL would choose for each transfer; use one"),
         ([], "is not a list of NIXL backends"),
         ("UCX", "is not a list of NIXL backends"),
         ([1], "is not a list of NIXL backends"),
@@ -98,6 +102,12 @@ def test_all_mistakes_are_told_at_once() -> None:
 def test_a_backend_that_carries_no_kv_is_refused_with_the_reason(backends, why) -> None:
     with pytest.raises(ConfigError, match=rf"backends: .*{why}"):
         parse_options({"backends": backends})
+
+
+@pytest.mark.parametrize("backends", [["UCX"], ["LIBFABRIC"], ["UCX", "UCX"]])
+def test_one_backend_is_taken_as_it_is_named(backends: list[str]) -> None:
+    options = parse_options({"backends": backends, "allow_insecure": True})
+    assert options.backends == tuple(backends)
 
 
 @pytest.mark.parametrize("threads", [-1, 65, True, "4", 4.0, None])

@@ -613,12 +613,29 @@ def test_an_eager_pipeline_is_refused_where_it_would_end_the_engine():
     assert findings(engine=eager, prefill=undone, transfer=cpu).ok
 
 
-@pytest.mark.parametrize("backend", ["GDS", "LIBFABRIC"])
+@pytest.mark.parametrize("backend", ["GDS", "GPUNETIO"])
 def test_a_backend_that_moves_nothing_between_engines_is_refused_and_the_other_one_named(backend):
     found = error("spec.transfer.backends[1]", transfer={"backends": ["UCX", backend]})
     assert (found.rule, found.value) == ("NotAllowed", backend)
-    assert (found.message, found.remedy) == ("must be UCX", "Write UCX.")
+    assert found.message == "must be one of UCX, LIBFABRIC"
     assert findings(transfer={"backends": ["UCX"]}).ok
+
+
+def test_two_backends_are_refused_because_nixl_would_choose():
+    found = error("spec.transfer.backends", transfer={"backends": ["LIBFABRIC", "UCX"]})
+    assert (found.rule, found.value) == ("ConflictingSettings", "LIBFABRIC, UCX")
+    assert found.remedy == "Write one of them: backends: [LIBFABRIC]."
+    assert findings(transfer={"backends": ["LIBFABRIC", "LIBFABRIC"]}).ok
+
+
+def test_with_libfabric_no_rule_speaks_of_ucx():
+    tls = {"env": [{"name": "UCX_TLS", "value": "rc"}]}
+    assert not findings(engine=tls).ok
+    assert findings(engine=tls, transfer={"backends": ["LIBFABRIC"]}).ok
+    node = {"podTemplate": {"spec": {"nodeSelector": {"kubernetes.io/hostname": "one"}}}}
+    assert "NoRdma" in warnings(prefill=node, decode=node)
+    libfabric = {"backends": ["LIBFABRIC"]}
+    assert "NoRdma" not in warnings(prefill=node, decode=node, transfer=libfabric)
 
 
 @pytest.mark.parametrize("field", ["args", "command"])

@@ -47,6 +47,19 @@ def test_pods_get_the_devices_and_networks_of_the_manifest_and_one_gpu() -> None
     assert container["args"][:3] == ["read", "--device", "cuda"]
 
 
+def test_pods_use_the_backend_of_the_engines_and_its_provider() -> None:
+    (container,) = pod_of(cluster("eks-efa.yaml"))["spec"]["containers"]
+    assert container["args"][-2:] == ["--backend", "LIBFABRIC"]
+    assert {"name": "FI_PROVIDER", "value": "efa"} in container["env"]
+    assert container["resources"]["limits"]["vpc.amazonaws.com/efa"]
+    (other,) = pod_of(cluster())["spec"]["containers"]
+    assert other["args"][-2:] == ["--backend", "UCX"]
+    assert "--backend" not in pod_of(None)["spec"]["containers"][0]["args"]
+    slow = row_of(Probe(1.0, 1, TCP, "cuda", ("a", "b")), cluster("eks-efa.yaml"))
+    assert "FI_PROVIDER" in slow.remedy
+    assert "UCX" not in slow.remedy
+
+
 def test_pods_go_where_engines_go_and_run_nothing_else() -> None:
     overlay = {
         "metadata": {"labels": {"team": "a"}},

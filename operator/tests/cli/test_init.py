@@ -184,6 +184,15 @@ def test_what_is_missing_is_named_when_nobody_can_be_asked() -> None:
         run(*FLAGS, "--gpus", "1")
 
 
+def test_efa_gets_the_backend_that_reaches_it_and_says_what_the_image_needs() -> None:
+    text, _ = run(*FLAGS[:-1], "efa")
+    transfer = yaml.safe_load(text)["spec"]["transfer"]
+    assert transfer["backends"] == ["LIBFABRIC"]
+    assert transfer["rdma"] == {"resource": "vpc.amazonaws.com/efa"}
+    assert "libfabric fits its NIXL" in " ".join(text.replace("#", " ").split())
+    assert "backends" not in yaml.safe_load(run(*FLAGS)[0])["spec"]["transfer"]
+
+
 @pytest.mark.parametrize("option", ["--itl-ms", "--ttft-ms", "--link-gb"])
 def test_nan_is_no_number(option: str) -> None:
     done = CliRunner().invoke(init, [option, "nan"])

@@ -252,6 +252,7 @@ PAIRING = {
     },
     "the model": {"model": {"source": {"hostPath": {"path": "/models/other"}}}},
     "the memory": {"transfer": {"device": "CUDA"}},
+    "NIXL's backend": {"transfer": {"device": "CPU", "backends": ["LIBFABRIC"]}},
 }
 
 
@@ -269,5 +270,6 @@ def test_what_does_not_decide_about_it_leaves_the_pairing_key():
         {"decode": {"parallelism": {"tensor": 2}}},
         {"transfer": {"device": "CPU", "loadFailurePolicy": "Recompute"}},
         {"transfer": {"device": "CPU", "localTokensPerStep": 256}},
+        {"transfer": {"device": "CPU", "backends": ["UCX"]}},
     ):
         assert pairing_keys(**copy.deepcopy(spec)) == plain, spec

@@ -506,6 +506,23 @@ def test_the_environment_of_an_engine(role):
     }
 
 
+def test_on_efa_libfabric_has_no_way_to_fall_back_to_tcp():
+    efa = {"rdma": {"resource": "vpc.amazonaws.com/efa"}, "backends": ["LIBFABRIC"]}
+    box = container("decode", transfer=efa)
+    assert named(box["env"])["FI_PROVIDER"] == {"value": "efa"}
+    config = json.loads(box["args"][box["args"].index("--kv-transfer-config") + 1])
+    assert config["kv_connector_extra_config"]["backends"] == ["LIBFABRIC"]
+    assert box["resources"]["limits"]["vpc.amazonaws.com/efa"] == "1"
+    # Who names a provider by himself is obeyed, and other devices and UCX have no need of one.
+    own = {"env": [{"name": "FI_PROVIDER", "value": "tcp"}]}
+    assert named(container("decode", transfer=efa, engine=own)["env"])["FI_PROVIDER"] == {
+        "value": "tcp"
+    }
+    for changed in ({"backends": ["UCX"]}, {"rdma": {"resource": "rdma/ib"}}):
+        others = container("decode", transfer=efa | changed)["env"]
+        assert "FI_PROVIDER" not in named(others)
+
+
 POLICIES = {
     "RoundRobin": "round_robin", "Random": "random", "CacheAware": "cache_aware",
     "PowerOfTwo": "power_of_two", "ConsistentHash": "consistent_hash",

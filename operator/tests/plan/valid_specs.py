@@ -135,7 +135,7 @@ def manifests(draw: st.DrawFn) -> dict:
                     tls=st.sampled_from(["Enabled", "Disabled"]),
                     nixlThreads=st.integers(0, 64),
                     localTokensPerStep=st.integers(0, 1_048_576),
-                    backends=st.just(["UCX"]),
+                    backends=st.sampled_from([["UCX"], ["LIBFABRIC"]]),
                     minBandwidthMBps=st.integers(1, 100),
                     rdma=st.just({"resource": "rdma/ib", "perGPU": 2, "networks": ["a"]}),
                 )

@@ -74,7 +74,7 @@ def token_sliceable(backend: str | None) -> bool | None:
     return False if backend in PACKED else None
 
 
-CARRIES: Final = frozenset({"UCX"})
+CARRIES: Final = frozenset({"UCX", "LIBFABRIC"})
 # NIXL 1.5 src/plugins: these read and write files, objects or disks.
 STORAGE: Final = frozenset(
     {"AZURE_BLOB", "GDS", "GDS_MT", "GUSLI", "HF3FS", "INFINIA", "OBJ", "POSIX"}
@@ -92,16 +92,17 @@ def why_not(backend: str) -> str | None:
 
 MAX_THREADS: Final = 64
 MAX_TEXT: Final = 1024
-# From NIXL 1.5 src/plugins/ucx. Name -> (least, most) of a number, or None for text. NIXL ignores
-# any other option, ucx_devices too, or it must not be changed: ucx_error_handling_mode makes a peer
-# that is lost visible.
+# From NIXL 1.5 src/plugins/{ucx,libfabric}. Name -> (least, most) of a number, or None for text.
+# NIXL ignores any other option, ucx_devices too, or it must not be changed:
+# ucx_error_handling_mode makes a peer that is lost visible.
 OPTIONS: Final[dict[str, dict[str, tuple[int, int] | None]]] = {
     "UCX": {
         "device_list": None,
         "engine_config": None,
         "num_workers": (1, 64),
         "split_batch_size": (1, 2**20),
-    }
+    },
+    "LIBFABRIC": {"split_batch_size": (1, 2**20)},
 }
 
 

@@ -58,6 +58,7 @@ class EngineCommand:
         load_format: ``--load-format``.
         tls: files of this engine's certificate; None without TLS.
         recomputes: whether vLLM computes a prompt whose KV did not come.
+        backends: NIXL's transport backends.
         offload_folder: where vLLM's offloading connector makes a file that is named by the engine
             id, which has a slash in it; empty without that connector.
     """
@@ -79,6 +80,7 @@ class EngineCommand:
     load_format: str
     tls: TlsFiles | None
     recomputes: bool
+    backends: tuple[str, ...]
     offload_folder: str
 
     @property
@@ -157,6 +159,7 @@ def engine_command(
         load_format=flags.get("--load-format", "auto"),
         tls=_tls(extra),
         recomputes=config.get("kv_load_failure_policy") == "recompute",
+        backends=_backends(extra.get("backends")),
         offload_folder=f"/dev/shm/vllm_offload_{engine_id.rpartition('/')[0]}"  # noqa: S108
         if _OFFLOADING in others
         else "",
@@ -271,6 +274,11 @@ def _number(
     if not text.isdecimal() or not low <= int(text) <= high:
         raise ArgumentError(f"{name} is {text!r}; it must be a number from {low} to {high}")
     return int(text)
+
+
+def _backends(value: object) -> tuple[str, ...]:
+    """Return the names; the connector refuses what is no list of them."""
+    return tuple(map(str, value)) if isinstance(value, list) else ()
 
 
 def _tls(extra: dict[str, Any]) -> TlsFiles | None:

@@ -11,8 +11,11 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +29,8 @@ _CONFIGS: Final = ("config.json", "params.json")
 # vLLM's message rings between its processes are sparse files of up to 240 MiB; this much of them
 # is in use once an engine serves.
 _SHM_PER_PROCESS: Final = 24 * MIB
+_PLUGIN: Final = "plugins/libplugin_LIBFABRIC.so"
+_LOAD: Final = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,8 @@ def problems(
     workers = command.tensor * command.pipeline * command.data // command.nodes or 1
     told += shm_problems(shm, workers)
     told += offload_problems(command.offload_folder)
+    if "LIBFABRIC" in command.backends:
+        told += libfabric_problems(libfabric_plugins(), environment)
     if found.get("vllm", "").endswith("+cpu"):
         told += memory_problems(command, environment, workers, available_bytes())
     return told
@@ -152,6 +159,39 @@ def shm_problems(shm: Path, workers: int) -> Iterator[str]:
             f"{shm} is full: {free // MIB} of {size // MIB} MiB are free, but "
             f"{counted(workers, 'worker')} must have at least {needed // MIB} MiB; remove the "
             "files that ended processes left there"
+        )
+
+
+def libfabric_plugins() -> Iterator[Path]:
+    """Yield NIXL's plugin for libfabric in each wheel of NIXL that is installed."""
+    for wheel in ("nixl_cu13", "nixl_cu12", "nixl_rocm"):
+        spec = find_spec(wheel)
+        for folder in (spec.submodule_search_locations or ()) if spec else ():
+            plugin = Path(folder).with_name(f".{wheel}.mesonpy.libs") / _PLUGIN
+            if plugin.exists():
+                yield plugin
+
+
+def libfabric_problems(plugins: Iterable[Path], environment: Mapping[str, str]) -> Iterator[str]:
+    """Whether libfabric is here, and the one that a plugin was built for.
+
+    NIXL's wheels do not hold it. Other libraries are not judged: vLLM brings those of CUDA along.
+    Another process loads the plugin, because libfabric starts as soon as it is loaded.
+    """
+    found = ""
+    for plugin in plugins:
+        done = subprocess.run(
+            [sys.executable, "-c", _LOAD, str(plugin)],
+            env=dict(environment), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode == 0:
+            return
+        why = done.stderr.strip().rpartition("OSError: ")[2].partition(" (required by ")[0]
+        found = why if "libfabric" in why else found
+    if found:
+        yield (
+            f"NIXL cannot load its backend LIBFABRIC ({found}); use an image with the libfabric "
+            "that its NIXL was built for, or write spec.transfer.backends: [UCX]"
         )
 
 

@@ -7,6 +7,7 @@ nixl's agent alive, and only the end of the agent stops a DMA.
 
 # ruff: noqa: D102 - the methods are documented in AgentInterface
 
+import ctypes
 import gc
 import importlib
 import logging
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pdcluster_connector.compat.shape import Memory
@@ -120,6 +122,7 @@ class NixlAgent:
         for variable, value in UCX_DEFAULTS.items():
             os.environ.setdefault(variable, value)
         api = _load_nixl(rocm=rocm)
+        self._wheel = Path(api.__file__).parent
         # Peers tell agents apart by name, so a rebuilt agent needs a new one.
         self.name = f"{name}#{secrets.token_hex(4)}"
         self._registrations: list[Any] = []
@@ -222,9 +225,12 @@ class NixlAgent:
         try:
             self._call(create)
         except NixlError as error:
-            if error.kind is not NixlErrorKind.TRANSPORT or _LEAST_SHM in os.environ:
+            again = error.kind is NixlErrorKind.TRANSPORT and _LEAST_SHM not in os.environ
+            if backend == "UCX" and not again:
                 raise
             failed = str(error)
+        if failed and backend != "UCX":
+            raise NixlError(NixlErrorKind.INVALID, _why_not(self._wheel, backend, failed))
         if failed:
             # As if /dev/shm were too small. Peers are read by UCX's other transports.
             os.environ[_LEAST_SHM] = "inf"
@@ -247,6 +253,19 @@ class NixlAgent:
             kind = self._kinds.get(type(error), NixlErrorKind.INTERNAL)
             message = f"nixl: {type(error).__name__}: {error}"
         raise NixlError(kind, message, flying=kind not in ending)
+
+
+def _why_not(wheel: Path, backend: str, failed: str) -> str:
+    """Return why NIXL makes no backend. NIXL keeps the linker's reason to itself."""
+    folder = wheel.with_name(f".{wheel.name}.mesonpy.libs")
+    try:
+        ctypes.CDLL(str(folder / "plugins" / f"libplugin_{backend}.so"))
+    except OSError as error:
+        failed = str(error)
+    return (
+        f"NIXL makes no backend {backend} ({failed}); it needs a libfabric that fits this NIXL, a "
+        "network device in the pod, and a provider that FI_PROVIDER does not exclude"
+    )
 
 
 def _error_kinds(bindings: Any) -> dict[type[BaseException], NixlErrorKind]:

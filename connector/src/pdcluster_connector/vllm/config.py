@@ -198,7 +198,9 @@ def _backends(value: Any) -> tuple[str, ...]:
         raise ValueError('is not a list of NIXL backends, such as ["UCX"]')
     for name in value:
         if why := supported.why_not(name):
-            raise ValueError(f"names {name[:64]}, which {why}; use UCX")
+            raise ValueError(f"names {name[:64]}, which {why}; use UCX or LIBFABRIC")
+    if len({*value}) > 1:
+        raise ValueError("names two backends: NIXL would choose for each transfer; use one")
     return tuple(value)
 
 

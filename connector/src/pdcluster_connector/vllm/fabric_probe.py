@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from pdcluster_connector import listening
+from pdcluster_connector.compat import supported
 from pdcluster_connector.compat.shape import Memory
 from pdcluster_connector.nixl_io.interface import AgentInterface, NixlError
 from pdcluster_connector.nixl_io.probe_memory import Buffer, HostMemory
@@ -140,7 +141,8 @@ def _run(options: argparse.Namespace, log: Path) -> dict[str, Any]:
     from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 
     os.environ.update(UCX_PROTO_INFO="y", UCX_LOG_FILE=str(log), UCX_LOG_LEVEL="info")
-    agent, buffer = NixlAgent("probe"), _buffer(options.device, options.mib << 20)
+    agent = NixlAgent("probe", backends=(options.backend,))
+    buffer = _buffer(options.device, options.mib << 20)
     if options.side == "serve":
         with listening.open_port(options.host, options.port) as listener:
             listener.settimeout(options.patience)
@@ -149,6 +151,8 @@ def _run(options: argparse.Namespace, log: Path) -> dict[str, Any]:
     with _connected(options.peer, options.patience) as connection:
         result = read(agent, buffer, connection, options.seconds)
     ctypes.CDLL(None).fflush(None)  # UCX's log is buffered
+    if options.backend != "UCX":  # it does not say which device it took
+        return {**result, "transports": [options.backend]}
     return {**result, "transports": transports_in(log.read_text(errors="replace"))}
 
 
@@ -160,6 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=5600, help="to listen on")
     parser.add_argument("--peer", help="HOST:PORT of the other side")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
+    parser.add_argument("--backend", choices=sorted(supported.CARRIES), default="UCX")
     parser.add_argument("--mib", type=int, default=256, help="bytes of a round")
     parser.add_argument("--seconds", type=float, default=5.0, help="how long to read")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for the peer")

@@ -19,7 +19,7 @@ from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.api.object_names import SIDE_CHANNEL_PORT, url_host
 from pdcluster_operator.api.spec import engine_types, resolve, resources
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, engine_container, merge
-from pdcluster_operator.api.spec.types import Cluster, Device, Role
+from pdcluster_operator.api.spec.types import Backend, Cluster, Device, Role
 from pdcluster_operator.cli.cluster_checks import Row, Verdict
 from pdcluster_operator.plan import connectors
 from pdcluster_operator.plan.observed.pods import describe_end, pod_trouble
@@ -152,20 +152,22 @@ def _named(name: str, wanted: Order, owner: str | None) -> dict[str, Any]:
 
 def _container(wanted: Order, role: Role, arguments: list[str]) -> dict[str, Any]:
     limits, capabilities = {"memory": MEMORY}, {"drop": ["ALL"]}
-    env = {"PYTHONPATH": connectors.CONNECTOR_PATH}
+    env, backend = {"PYTHONPATH": connectors.CONNECTOR_PATH}, list[str]()
     if wanted.device == Device.CUDA.value.lower():
         limits[resources.GPU_RESOURCE] = "1"
     if wanted.cluster is not None:
         engine = resolve.resolve_engine(wanted.cluster, role)
+        env |= dict(resolve.provider(wanted.cluster, engine))
         env |= {one.name: one.value for one in engine.env if one.value is not None}
         if (rdma := wanted.cluster.spec.transfer.rdma) is not None:
             limits[rdma.resource] = str(rdma.per_gpu)
             capabilities["add"] = ["IPC_LOCK"]
+        backend = ["--backend", wanted.cluster.spec.transfer.backends[0]]
     return {
         "name": ENGINE_CONTAINER,
         "image": wanted.image,
         "command": ["python3", "-m", PROGRAM],
-        "args": [*arguments, "--device", wanted.device, "--last-words", LAST_WORDS],
+        "args": [*arguments, "--device", wanted.device, "--last-words", LAST_WORDS, *backend],
         "env": [POD_IP, *({"name": name, "value": value} for name, value in env.items())],
         "resources": {"requests": {"memory": "1Gi"}, "limits": limits},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": capabilities},
@@ -287,13 +289,15 @@ def row_of(probe: Probe, cluster: Cluster | None) -> Row:
     rdma = cluster is not None and cluster.spec.transfer.rdma is not None
     least = (cluster.spec.transfer.min_bandwidth_mbps or 0) / 1000 if cluster else 0
     over = ", ".join(probe.transports) or "transports that UCX did not name"
+    of_ucx = cluster is None or Backend.UCX in cluster.spec.transfer.backends
+    setting = "UCX_NET_DEVICES" if of_ucx else resolve.PROVIDER
     memory = "GPU memory" if probe.device == "cuda" else "host memory"
     apart = " and ".join(probe.nodes)
     where = f"between {apart}" if len(probe.nodes) > 1 else f"on one node, {apart}"
     found = f"{probe.gigabytes_per_second:g} GB/s over {over}, {memory}, {where}"
     tcp = all(one.startswith("tcp") for one in probe.transports)
     if rdma and tcp:
-        remedy = "RDMA was asked for: see the devices' names, UCX_NET_DEVICES and locked memory."
+        remedy = f"RDMA was asked for: see the devices' names, {setting} and locked memory."
         return Row("probe", Verdict.MISSING, found, WHY, remedy)
     if probe.gigabytes_per_second < least:
         remedy = f"transfer.minBandwidthMBps asks for {least:g} GB/s: correct it or the fabric."

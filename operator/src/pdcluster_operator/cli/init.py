@@ -85,6 +85,8 @@ def manifest(
         transfer["minBandwidthMBps"] = min(1_000_000, max(1, least))
     if wish.fabric.resource:
         transfer["rdma"] = {"resource": wish.fabric.resource}
+        if choice.fabric == "efa":
+            transfer["backends"] = ["LIBFABRIC"]
         if choice.networks:
             transfer["rdma"]["networks"] = list(choice.networks)
     if transfer:
@@ -164,6 +166,8 @@ def text_of(
             f"the RDMA resource {wish.fabric.resource} (`pdcluster doctor` lists what your nodes "
             "have)"
         )
+    if choice.fabric == "efa":
+        needs.append("an image whose libfabric fits its NIXL (vLLM's own image has none)")
     needs += _needs_of_source(model)
     lines = [*_wrapped(title), "#"]
     lines += _wrapped(f"Needs:  {'; '.join(needs)}.", "        ")

@@ -155,6 +155,19 @@ def sidecar_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
         )
 
 
+def backend_errors(cluster: types.Cluster) -> Iterator[FieldError]:
+    """Yield two different backends: NIXL would take one of them for each transfer."""
+    backends = list(dict.fromkeys(cluster.spec.transfer.backends))
+    if len(backends) > 1:
+        yield FieldError(
+            "spec.transfer.backends",
+            ", ".join(backends),
+            Rule.CONFLICTING_SETTINGS,
+            "names two backends, and NIXL would choose between them for each transfer",
+            f"Write one of them: backends: [{backends[0]}].",
+        )
+
+
 def rdma_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
     """Yield a warning if engines span machines without RDMA: their KV goes over TCP."""
     transfer = cluster.spec.transfer
@@ -189,7 +202,9 @@ def nvlink_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
         _may_have_rdma(cluster, role) or resources.gpu_transports(cluster, role) != {"cuda"}
         for role in Role
     )
-    chosen = any(var.name == "UCX_TLS" for _, one in engine_places(cluster) for var in one.env)
+    chosen = types.Backend.UCX not in cluster.spec.transfer.backends or any(
+        var.name == "UCX_TLS" for _, one in engine_places(cluster) for var in one.env
+    )
     shared = all(spec.get("hostPID") is True for spec in specs)
     field = "" if reached or chosen or shared else _put_together(*specs)
     if field:

@@ -147,6 +147,7 @@ def _errors(cluster: Cluster) -> Iterator[FieldError]:
     yield from network.peer_errors("spec.monitoring.scrapeFrom", spec.monitoring.scrape_from)
     yield from network.peer_errors("spec.router.allowFrom", spec.router.allow_from or ())
     yield from network.router_errors(cluster)
+    yield from network.backend_errors(cluster)
     yield from resources.gang_errors(cluster)
     yield from engines.autoscaling_errors(cluster)
 

@@ -15,11 +15,12 @@ from pdcluster_connector.compat.supported import PLAIN, dtype_name, token_slicea
 from pdcluster_operator.api.spec import engine_types
 from pdcluster_operator.api.spec.engine_types import Switch
 from pdcluster_operator.api.spec.flags import Flag, merge_flags, parse_flags
-from pdcluster_operator.api.spec.types import Cluster, Device, Role
+from pdcluster_operator.api.spec.types import Backend, Cluster, Device, Role
 
 MODEL_FOLDER = "/models/model"
 CACHE_FOLDER = "/models/cache"
 STORAGE_CREDENTIALS = "weights-credentials"
+PROVIDER = "FI_PROVIDER"
 STORAGE_FOLDER = "/pdcluster-weights"
 
 
@@ -61,6 +62,18 @@ def resolve_engine(cluster: Cluster, role: Role) -> Engine:
     return Engine(
         role=role, model=model, model_revision=revision, parallelism=spec.parallelism, **merged
     )
+
+
+def provider(cluster: Cluster, engine: Engine) -> list[tuple[str, str]]:
+    """Return libfabric's provider for EFA's devices, unless the user names one: (name, value).
+
+    Without it libfabric takes TCP where it finds no such device, and nobody notices.
+    """
+    transfer = cluster.spec.transfer
+    on_efa = transfer.rdma is not None and transfer.rdma.resource == "vpc.amazonaws.com/efa"
+    if Backend.LIBFABRIC not in transfer.backends or not on_efa:
+        return []
+    return [] if any(var.name == PROVIDER for var in engine.env) else [(PROVIDER, "efa")]
 
 
 def weights_mount(source: engine_types.ModelSource) -> tuple[str, str] | None:

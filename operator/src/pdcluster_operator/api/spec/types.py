@@ -52,6 +52,7 @@ class Backend(StrEnum):
     """NIXL's transport backends that can carry KV."""
 
     UCX = "UCX"
+    LIBFABRIC = "LIBFABRIC"
 
 
 class LoadFailurePolicy(StrEnum):
@@ -113,8 +114,9 @@ class Transfer:
     backends: Annotated[
         tuple[Backend, ...],
         fields.Example(["UCX"]),
-        "are NIXL's transport backends. UCX carries RDMA, NVLink and TCP. NIXL's others are not "
-        "known to carry KV in this version, or they read and write files.",
+        "names NIXL's transport backend. UCX carries RDMA, NVLink and TCP. LIBFABRIC is for EFA of "
+        "AWS, and the engines' image must hold libfabric. NIXL's others are not known to carry KV "
+        "in this version, or they read and write files.",
         fields.Items(4, 1),
     ] = (Backend.UCX,)
     load_failure_policy: Annotated[

@@ -214,6 +214,7 @@ def _env(cluster: types.Cluster, engine: resolve.Engine) -> list[dict[str, Any]]
     ]
     if all(var.name != CONV_STATE_LAYOUT for var in engine.env):
         env.append({"name": CONV_STATE_LAYOUT, "value": "DS"})
+    env += [{"name": name, "value": value} for name, value in resolve.provider(cluster, engine)]
     if engine.parallelism.nodes > 1:
         label = {"fieldRef": {"fieldPath": f"metadata.labels['{object_names.POD_INDEX_LABEL}']"}}
         env.append({"name": NODE_RANK_VARIABLE, "valueFrom": label})
