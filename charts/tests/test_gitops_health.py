@@ -20,7 +20,7 @@ pytestmark = pytest.mark.helm
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "gitops.md").read_text()
 BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-ARGO, FLUX = map(yaml.safe_load, BLOCKS)
+ARGO, _, FLUX = map(yaml.safe_load, BLOCKS)
 [LUA] = ARGO["data"].values()
 [CHECK] = FLUX["spec"]["healthCheckExprs"]
 ORDER = ("inProgress", "failed", "current")  # in which Flux evaluates them; the first one counts

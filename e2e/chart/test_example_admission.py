@@ -58,11 +58,11 @@ def review(cluster: Cluster, file: Path, folder: Path) -> str:
     It uses the namespace `default`, because a webhook does not review its release's own namespace.
     """
     deadline = time.monotonic() + 60
-    # KEDA is not installed here.
+    # KEDA and NVIDIA's DRA driver are not installed here.
     kept = [
         part
         for part in re.split(r"^---$", file.read_text(), flags=re.MULTILINE)
-        if "keda.sh/" not in part
+        if not re.search(r"^apiVersion: (keda\.sh|resource\.nvidia\.com)/", part, re.MULTILINE)
     ]
     known = folder / file.name
     known.write_text("---".join(kept))

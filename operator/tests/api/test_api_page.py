@@ -115,8 +115,6 @@ def schema_at(path: str) -> dict[str, Any]:
 ROOT = PAGE.parents[1]
 PAGES = sorted(one for folder in ("", "docs/**/", "examples/", "charts/*/")
                for one in ROOT.glob(f"{folder}*.md"))  # fmt: skip
-OTHERS = {"healthCheckExprs"}
-"""Fields of objects of Flux, of which docs/gitops.md shows parts without a kind."""
 
 
 def shown_parts() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -127,7 +125,7 @@ def shown_parts() -> Iterator[tuple[str, dict[str, Any]]]:
             line = text.count("\n", 0, block.start()) + 1
             for part in yaml.safe_load_all(textwrap.dedent(block[1])):
                 ours = part.get("kind", "PDCluster") == "PDCluster" and "spec" in part
-                if ours and OTHERS.isdisjoint(part["spec"]):
+                if ours:
                     yield f"{page.relative_to(ROOT)}:{line}", part
 
 
