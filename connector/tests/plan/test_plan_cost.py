@@ -9,25 +9,33 @@ from msgspec.structs import replace
 
 from pdcluster_connector.plan.block_pairs import BlockList, pair_blocks
 from pdcluster_connector.plan.geometry import Shard
-from pdcluster_connector.plan.peer_plan import PeerPlan, cost_notice, descriptors, plan_peer
+from pdcluster_connector.plan.peer_plan import MANY, PeerPlan, cost_notice, descriptors, plan_peer
 from pdcluster_connector.plan.request_descriptors import descriptor_indices
 
 LAYERS, BLOCKS, TOKENS, HEADS = 3, 80, 16, 8
 
 
-def engine(order: str, tensor: int, base: int, tokens: int = TOKENS) -> list[Shard]:
+def engine(
+    order: str, tensor: int, base: int, tokens: int = TOKENS, layers: int = LAYERS
+) -> list[Shard]:
     local = HEADS // tensor
     return [
         Shard((0, rank), laid_out(
-            order, base + (rank << 30), LAYERS, BLOCKS, local, tokens, 32, first_head=rank * local
+            order, base + (rank << 30), layers, BLOCKS, local, tokens, 32, first_head=rank * local
         )[0])
         for rank in range(tensor)
     ]  # fmt: skip
 
 
-def plan(orders: tuple[str, str], tensors: tuple[int, int], blocks: int = TOKENS) -> PeerPlan:
-    prefill = engine(orders[0], tensors[0], 1 << 40, blocks)
-    return plan_peer(engine(orders[1], tensors[1], 1 << 41)[0], prefill)
+def plan(
+    orders: tuple[str, str],
+    tensors: tuple[int, int],
+    blocks: int = TOKENS,
+    layers: int = LAYERS,
+    decode_blocks: int = TOKENS,
+) -> PeerPlan:
+    prefill = engine(orders[0], tensors[0], 1 << 40, blocks, layers)
+    return plan_peer(engine(orders[1], tensors[1], 1 << 41, decode_blocks, layers)[0], prefill)
 
 
 def posted(of: PeerPlan, tokens: int, block: int = TOKENS) -> int:
@@ -72,6 +80,41 @@ def test_blocks_of_different_sizes_are_not_blamed_on_the_layout() -> None:
     made = plan(("LBHNC", "LBHNC"), (1, 1), blocks=32)
     assert descriptors(made, 960)[0] == posted(made, 960, 32) == 60 * LAYERS * HEADS
     assert cost_notice(made, "LBHNC") == ""
+
+
+@pytest.mark.parametrize(
+    ("tensors", "taken", "larger"), [((4, 2), 10_080, 2560), ((8, 8), 5040, 1280)]
+)
+def test_many_descriptors_are_said_with_what_needs_fewer(
+    tensors: tuple[int, int], taken: int, larger: int
+) -> None:
+    """The numbers that it promises are those of plans with these settings."""
+    made = plan(("LBHNC", "LBHNC"), tensors, layers=80)
+    with_64 = plan(("LBHNC", "LBHNC"), tensors, 64, 80, 64)
+    outermost = plan(("BHLNC", "BHLNC"), tensors, layers=80)
+    counts = [descriptors(one, 1000)[0] for one in (made, with_64, outermost)]
+    assert counts[:2] == [taken, larger]
+    assert cost_notice(made, "LBHNC") == (
+        f"1,000 tokens take up to {taken:,} descriptors on this rank: {taken * 3 / 1000:.0f} ms to "
+        "post at 3 µs each. Layers lie apart on prefill (LBHNC). Set on both engines: "
+        f"--block-size 64 (then {larger:,}), or VLLM_KV_CACHE_LAYOUT=BHLNC if their attention "
+        f"backends have it (then {counts[2]:,})"
+    )
+    assert cost_notice(with_64, "LBHNC") == cost_notice(outermost, "BHLNC") == ""
+
+
+def test_many_descriptors_because_of_different_block_sizes_need_equal_ones() -> None:
+    made = plan(("LBHNC", "LBHNC"), (1, 1), blocks=128, layers=80, decode_blocks=64)
+    equal = plan(("LBHNC", "LBHNC"), (1, 1), 64, 80, 64)
+    assert descriptors(made, 1000)[0] > MANY > descriptors(equal, 1000)[0] == 1280
+    assert cost_notice(made, None).endswith("apart. Set on both engines: --block-size 64")
+
+
+def test_up_to_the_bound_nothing_is_said() -> None:
+    layers = MANY // 63
+    assert descriptors(made := plan(("LBHNC", "LBHNC"), (1, 1), layers=layers), 1000)[0] <= MANY
+    assert cost_notice(made, "LBHNC") == ""
+    assert cost_notice(plan(("LBHNC", "LBHNC"), (1, 1), layers=layers + 1), "LBHNC")
 
 
 def test_a_state_takes_its_descriptors_once_whatever_the_tokens() -> None:

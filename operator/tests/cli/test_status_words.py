@@ -401,6 +401,20 @@ def test_links_that_the_status_leaves_out_are_counted() -> None:
     assert "an older operator wrote no more" in before.summary
 
 
+def test_what_makes_a_link_slow_stands_in_its_row() -> None:
+    world = brought_up()
+    canary = CanaryReport(CanaryState.PASSED, 4096)
+    world.link(canary=canary, descriptors=10_080, message="Set --block-size 64")
+    world.step()
+    facts = links.links_of(objects(world))
+    assert [(one.state, one.message) for one in facts.links] == [
+        ("Verified", "Set --block-size 64")
+    ]
+    text = printed(200, lambda console: links.print_links(console, facts))
+    [row] = [line for line in text.splitlines() if "10,080" in line]
+    assert row.rstrip().endswith("Set --block-size 64")
+
+
 def test_a_wide_matrix_is_drawn_in_blocks_and_without_utf8_in_letters() -> None:
     world = SimulatedCluster(manifest(prefill={"replicas": 3}, decode={"replicas": 20}))
     world.bring_up()

@@ -50,6 +50,15 @@ def test_each_link_has_its_speed_its_descriptors_and_since_when_it_is_verified()
     assert world.cluster["status"] == before, "canaries that pass again change nothing"
 
 
+def test_what_makes_an_established_link_slow_is_said_and_bounded() -> None:
+    world = brought_up()
+    world.link(**passed(descriptors=10_080, message="Set --block-size 64. " + "x" * 1000))
+    world.step()
+    [link] = states(world)
+    assert link["message"].startswith("Set --block-size 64. x")
+    assert len(link["message"]) == 512
+
+
 def test_a_link_that_is_not_established_says_why_and_begins_anew_afterwards() -> None:
     world = brought_up()
     [before] = states(world)

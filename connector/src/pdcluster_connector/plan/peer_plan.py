@@ -135,6 +135,11 @@ def _indexed(found: Mapping[ClassKey, Runs]) -> tuple[StrideClass, ...]:
 
 NOTICE_TOKENS = 1000
 """What links report the number of descriptors for."""
+MANY = 4096
+"""A link says so if they take more: 12 ms of posting for 1,000 tokens."""
+POST_MICROSECONDS = 3
+"""For one descriptor, by four threads of NIXL on an H100; by one thread 6 to 12."""
+LARGE_BLOCK = 64
 
 
 def descriptors(plan: PeerPlan, tokens: int) -> tuple[int, int]:
@@ -155,16 +160,40 @@ def descriptors(plan: PeerPlan, tokens: int) -> tuple[int, int]:
 
 
 def cost_notice(plan: PeerPlan, layout: str | None) -> str:
-    """Return why a pair's transfers are smaller than needed, and the remedy; empty if they are not.
+    """Return why a pair's transfers are slow to post, and the remedy; empty if they are not.
 
     ``layout`` is vLLM's name of the order in which prefill keeps KV.
     """
     taken, least = descriptors(plan, NOTICE_TOKENS)
-    if taken == least:
+    on_prefill = f" on prefill ({layout})" if layout else ""
+    if taken > least:
+        return (
+            f"{NOTICE_TOKENS:,} tokens take {taken:,} descriptors on this rank; {least:,} would be "
+            f"enough. KV is laid out token by token{on_prefill}, and "
+            "the two engines' tensor-parallel sizes or layouts differ. Set "
+            "VLLM_KV_CACHE_LAYOUT=LBHNC on both, with an attention backend that supports it"
+        )
+    classes = [(number, one) for number, of in enumerate(plan.sources) for one in of.classes]
+    blocks = [one for one in classes if one[1].key.prefill.block_tokens > 1]  # no Mamba states
+    if taken <= MANY or not blocks:
+        return ""
+    unit, ways = min(one.key.unit for _, one in blocks), list[str]()
+    size = max(unit, LARGE_BLOCK)
+    sides = {(one.key.prefill.block_tokens, one.key.decode.block_tokens) for _, one in blocks}
+    if sides != {(unit, unit)}:
+        ways.append(f"--block-size {size}")
+    elif unit < size:
+        count = sum(one.prefill_first.size for _, one in blocks) * -(-NOTICE_TOKENS // size)
+        ways.append(f"--block-size {size} (then {count:,})")
+    count = len({(number, one.key.groups) for number, one in blocks}) * -(-NOTICE_TOKENS // unit)
+    if sides == {(unit, unit)} and 2 * count < taken:
+        ways.append(
+            f"VLLM_KV_CACHE_LAYOUT=BHLNC if their attention backends have it (then {count:,})"
+        )
+    if not ways:
         return ""
     return (
-        f"{NOTICE_TOKENS:,} tokens take {taken:,} descriptors on this rank; {least:,} would be "
-        f"enough. KV is laid out token by token{f' on prefill ({layout})' if layout else ''}, and "
-        "the two engines' tensor-parallel sizes or layouts differ. Set "
-        "VLLM_KV_CACHE_LAYOUT=LBHNC on both, with an attention backend that supports it"
+        f"{NOTICE_TOKENS:,} tokens take up to {taken:,} descriptors on this rank: "
+        f"{taken * POST_MICROSECONDS / 1000:.0f} ms to post at {POST_MICROSECONDS} µs each. "
+        f"Layers lie apart{on_prefill}. Set on both engines: {', or '.join(ways)}"
     )

@@ -105,6 +105,7 @@ def status_schema() -> dict[str, Any]:
                     "worker that needs most. It is left out if it is not known.",
                     "int64",
                 ),
+                message=_text("message says what makes an established link slow.", 1024),
                 verifiedTime=_time(
                     "verifiedTime is when KV was first seen to move over the link since it was "
                     "established. It is left out while the last canary has not passed."

@@ -45,6 +45,8 @@ def told_link(pair: PairView) -> ToldLink:
         entry["megabytesPerSecond"] = max(1, round(pair.bytes_per_second / MEGABYTE))
     if pair.descriptors:
         entry["descriptors"] = pair.descriptors
+    if pair.message:
+        entry["message"] = pair.message[:LONGEST_DETAIL]
     return ToldLink(entry, (pair.canary.age_seconds or 0) if pair.verified else None)
 
 
