@@ -213,7 +213,7 @@ def test_shared_memory_that_suffices(tmp_path):
 
 
 def test_the_wheels_plugin_says_which_libfabric_it_misses(tmp_path):
-    plugins = list(libfabric_plugins())
+    plugins = libfabric_plugins({})
     assert plugins, "NIXL's wheel has the plugin, without libfabric"
     (tmp_path / "libfabric.so.1").write_text("not a library")
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
@@ -224,10 +224,21 @@ def test_the_wheels_plugin_says_which_libfabric_it_misses(tmp_path):
 
 
 def test_a_plugin_that_loads_or_lacks_another_library_is_left_to_nixl(tmp_path):
-    loads = next(plugin.parent for plugin in libfabric_plugins()) / "libplugin_POSIX.so"
+    loads = libfabric_plugins({})[0].with_name("libplugin_POSIX.so")
     assert list(libfabric_problems([loads, tmp_path / "libplugin.so"], os.environ)) == []
     (tmp_path / "libplugin.so").write_text("not a library")
     assert list(libfabric_problems([tmp_path / "libplugin.so"], os.environ)) == []
+    # Of the wheels for two versions of CUDA, NIXL takes the one that works.
+    (tmp_path / "libfabric.so.1").write_text("not a library")
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    assert list(libfabric_problems([*libfabric_plugins({}), loads], environment)) == []
+
+
+def test_a_folder_of_plugins_that_the_user_names_is_looked_into_first(tmp_path):
+    own = {"NIXL_PLUGIN_DIR": str(tmp_path)}
+    assert libfabric_plugins(own) == libfabric_plugins({})
+    (tmp_path / "libplugin_LIBFABRIC.so").touch()
+    assert libfabric_plugins(own)[0].parent == tmp_path
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ _CONFIGS: Final = ("config.json", "params.json")
 # vLLM's message rings between its processes are sparse files of up to 240 MiB; this much of them
 # is in use once an engine serves.
 _SHM_PER_PROCESS: Final = 24 * MIB
-_PLUGIN: Final = "plugins/libplugin_LIBFABRIC.so"
+_PLUGIN: Final = "libplugin_LIBFABRIC.so"
 _LOAD: Final = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
 
 
@@ -70,7 +70,7 @@ def problems(
     told += shm_problems(shm, workers)
     told += offload_problems(command.offload_folder)
     if "LIBFABRIC" in command.backends:
-        told += libfabric_problems(libfabric_plugins(), environment)
+        told += libfabric_problems(libfabric_plugins(environment), environment)
     if found.get("vllm", "").endswith("+cpu"):
         told += memory_problems(command, environment, workers, available_bytes())
     return told
@@ -162,14 +162,14 @@ def shm_problems(shm: Path, workers: int) -> Iterator[str]:
         )
 
 
-def libfabric_plugins() -> Iterator[Path]:
-    """Yield NIXL's plugin for libfabric in each wheel of NIXL that is installed."""
+def libfabric_plugins(environment: Mapping[str, str]) -> list[Path]:
+    """Return NIXL's plugins for libfabric: the user's, and those of the wheels that are here."""
+    folders = [Path(named)] if (named := environment.get("NIXL_PLUGIN_DIR")) else []
     for wheel in ("nixl_cu13", "nixl_cu12", "nixl_rocm"):
         spec = find_spec(wheel)
-        for folder in (spec.submodule_search_locations or ()) if spec else ():
-            plugin = Path(folder).with_name(f".{wheel}.mesonpy.libs") / _PLUGIN
-            if plugin.exists():
-                yield plugin
+        places = (spec.submodule_search_locations or ()) if spec else ()
+        folders += [Path(one).with_name(f".{wheel}.mesonpy.libs") / "plugins" for one in places]
+    return [plugin for folder in folders if (plugin := folder / _PLUGIN).exists()]
 
 
 def libfabric_problems(plugins: Iterable[Path], environment: Mapping[str, str]) -> Iterator[str]:
