@@ -329,7 +329,10 @@ def host_path_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 def _host_path(path: str, value: object) -> FieldError:
     message = "mounts a folder of the node, which this operator does not admit"
-    return FieldError(path, shown(value), Rule.HOST_PATH_NOT_ADMITTED, message, HOST_PATH_REMEDY)
+    device = str(pod_templates.as_mapping(value).get("path", "")).startswith("/dev/")
+    ask = "Ask for the device by a resource, as spec.transfer.rdma does."
+    remedy = ask if device else HOST_PATH_REMEDY
+    return FieldError(path, shown(value), Rule.HOST_PATH_NOT_ADMITTED, message, remedy)
 
 
 def node_local_warnings(cluster: Cluster) -> Iterator[FieldError]:
