@@ -38,6 +38,7 @@ WATCHED = {
     "events.k8s.io/events": {"create", "patch"},
 }
 DISCOVERY = {"/namespaces": READ, "apiextensions.k8s.io/customresourcedefinitions": READ}
+REVIEW = {"/configmaps": {"get"}}  # spec.model.configMapRef
 AUTHORITY = {"/secrets pdcluster-engine-ca": {"get", "patch"}}
 CERTIFICATE = {"/secrets pdcluster-webhook-tls": {"get", "update", "patch"}}
 CONFIGURATION = {
@@ -74,7 +75,7 @@ def test_cluster_mode(helm):
     objects = helm.objects()
     assert rights(objects, "pdcluster-operator") == WATCHED | DISCOVERY | CONFIGURATION
     assert rights(objects, "pdcluster-operator", NAMESPACE) == AUTHORITY | CERTIFICATE
-    assert rights(objects, "pdcluster-webhook") == DISCOVERY
+    assert rights(objects, "pdcluster-webhook") == DISCOVERY | REVIEW
     assert rights(objects, "pdcluster-webhook", NAMESPACE) == {}
 
 
@@ -84,6 +85,7 @@ def test_namespaced_mode_has_no_right_outside_but_the_webhooks_configuration(hel
     assert rights(objects, "pdcluster-operator", NAMESPACE) == AUTHORITY | CERTIFICATE
     for namespace in ("team-a", "team-b"):
         assert rights(objects, "pdcluster-operator", namespace) == WATCHED
+        assert rights(objects, "pdcluster-webhook", namespace) == REVIEW
     assert rights(objects, "pdcluster-webhook") == {}
 
 

@@ -59,6 +59,13 @@
   verbs: [create, patch]
 {{- end }}
 
+{{- /* The webhook reads the ConfigMap of spec.model.configMapRef, whose name is not known beforehand. */}}
+{{- define "pdcluster.reviewRules" -}}
+- apiGroups: [""]
+  resources: [configmaps]
+  verbs: [get]
+{{- end }}
+
 {{- /* Both processes read which namespaces and kinds exist in the cluster. */}}
 {{- define "pdcluster.discoveryRules" -}}
 - apiGroups: [""]

@@ -25,6 +25,7 @@ import msgspec
 from aiohttp import web
 
 from pdcluster_connector import listening
+from pdcluster_operator.adapters import webhook_process
 from pdcluster_operator.adapters.api_server import kubeconfig
 from pdcluster_operator.adapters.api_server.client import KubeClient, document_of, shallow
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, PREFILL_SCALER
@@ -124,7 +125,8 @@ async def see(event: Mapping[str, Any], memo: Any, **_: Any) -> None:
 async def validate(*, warnings: list[str], memo: Any, **review: Any) -> None:
     """Judge one admission review by the rules of ``pdcluster lint``."""
     new, old = (one if one is None else dict(one) for one in (review["new"], review["old"]))
-    answer = memo.process.judge(new, old, review["operation"])
+    found = await webhook_process.find_config(new)
+    answer = memo.process.judge(new, old, review["operation"], found)
     warnings.extend(answer.warnings)
     if answer.errors:
         raise kopf.AdmissionError(answer.message, code=REFUSED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 import ssl
 import time
 from pathlib import Path
@@ -46,6 +47,10 @@ BAD = {
     "decode": {"engine": {"blockSize": 32}, "replicas": 1},
 }
 RULE = "PrefixCachingHeterogeneousBlocks"
+LLAMA = json.dumps({
+    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "max_position_embeddings": 131_072, "torch_dtype": "bfloat16",
+})  # fmt: skip
 
 
 @pytest.fixture
@@ -214,6 +219,48 @@ async def test_what_is_legal_and_suspicious_is_shown(real, namespace, webhook):
     said = " ".join(answer["warnings-of-the-answer"])
     for rule in ("SetOnOneRole", "ImageNotPinned", "ImagesDiffer", "NoMemoryRequest"):
         assert rule in said, said
+
+
+async def test_admission_and_the_operator_read_the_models_config_map(
+    real, namespace, webhook, operator
+):
+    maps = f"/api/v1/namespaces/{namespace}/configmaps"
+    source = {"hostPath": {"path": "/models/tiny"}}
+    model = {"source": source, "configMapRef": {"name": "llama"}}
+
+    def review(tensor):
+        sizes = {"parallelism": {"tensor": tensor}}
+        manifest = cluster("other", model=model, prefill=sizes, decode=sizes)
+        status, answer = tried(real, namespace, manifest)
+        return status, answer.get("message", ""), answer.get("warnings-of-the-answer", ())
+
+    status, _, warnings = review(3)
+    assert status == 201, "nobody knows the model"
+    [line] = [one for one in warnings if "ModelNotChecked" in one]
+    assert f"there is no such ConfigMap in namespace {namespace}" in line
+    operator.start()
+    create(real, namespace, cluster(model=model))
+    said = until(lambda: condition(real, namespace, "Accepted").get("message"), 60, operator.said)
+    assert condition(real, namespace, "Accepted")["reason"] == "PartiallyChecked"
+    assert "no such ConfigMap" in said
+
+    body = {"metadata": {"name": "llama"}, "data": {"config.json": LLAMA}}
+    assert real.call("POST", maps, body)[0] == 201
+    status, message, _ = review(3)
+    assert status == 422
+    assert "the model's 32 attention heads cannot be spread evenly over 3 ranks" in message
+    assert review(4)[0] == 201
+    assert not [one for one in review(4)[2] if "ModelNotChecked" in one]
+    # A change of the spec has the operator read it again, and at once.
+    assert edit(real, namespace, {"engine": {"maxModelLen": 4096}})[0] == 200
+    until(
+        lambda: condition(real, namespace, "Accepted")["reason"] == "ModelChecked",
+        60,
+        operator.said,
+    )
+    said = condition(real, namespace, "Accepted")["message"]
+    assert "131,072 bytes for one token" in said
+    assert edit(real, namespace, {"engine": {"maxModelLen": 200_000}})[0] == 422
 
 
 async def test_the_block_size_of_a_hybrid_is_admitted(real, namespace, webhook):

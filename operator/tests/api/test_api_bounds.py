@@ -83,6 +83,8 @@ TEXTS = {
     "scheduling.queueName": (1, 63, NONE, "a"),
     "rollout.renew": (1, 64, NONE, "a"),
     "model.name": (1, 200, NONE, "a"),
+    "model.configMapRef.name": (1, 253, NONE, "a"),
+    "model.configMapRef.key": (1, 253, "config.json", "a"),
     "transfer.rdma.resource": (1, 253, NONE, "a/"),
     "router.extraArgs[]": (0, 16_384, NONE, "a"),
     "router.image": (1, 500, "docker.io/vllm/vllm-router:nightly", "a"),

@@ -59,9 +59,10 @@ def test_the_setting_in_brackets_has_it_checked_now(
 
 def test_the_message_says_what_and_when_and_how_to_know_sooner() -> None:
     assert unchecked_message(["layers", "block_size"]) == (
-        "Not checked yet: the model's layers, the block size of the KV cache (engine.blockSize). "
+        "Not checked yet: the model's layers (model.configMapRef), the block size of the KV cache "
+        "(engine.blockSize). "
         "The engines check this when they connect to each other. "
         "Set a field in brackets to have it checked now."
     )
-    assert "brackets" not in unchecked_message(["layers"])
+    assert "brackets" not in unchecked_message(["memory of another kind"])
     assert unchecked_message([]) == ""

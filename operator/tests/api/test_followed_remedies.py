@@ -47,6 +47,18 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(
         (
+            "model.py: Create it: run `{}`.",
+            "model.py: Let the operator and its webhook get ConfigMaps there.",
+            "model.py: Put the config.json of a language model there, as Hugging Face has it.",
+            "model.py: The engines check its layers when they connect.",
+        ),
+        "needs a ConfigMap: test_model_config_map.py",
+    ),
+    "model.py: The model's config.json does not say how its layers keep their KV{}.": "no remedy",
+    "model.py: The model has {} with KV or states: {} bytes for one token, {} for {}. Where both "
+    "roles split it alike, these are about {} descriptors in blocks of {} tokens.": "no remedy",
+    **dict.fromkeys(
+        (
             "validate.py: Set maxPercentOfDecode to at least this number.",
             "validate.py: There is {}.",
         ),

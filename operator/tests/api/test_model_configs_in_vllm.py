@@ -8,7 +8,7 @@ import pytest
 import yaml
 from vllm_child import ask
 
-from pdcluster_operator.api.spec.model_config import read_model
+from pdcluster_operator.api.spec.model_config import COMPARED, LATENT, read_model
 
 CHILD = """
 import json, math, sys
@@ -80,3 +80,50 @@ def test_vllm_keeps_what_is_computed_from_the_config() -> None:
         name: [one.kv_bytes(1), one.kv_bytes(8192), one.heads, one.depth, one.longest]
         for name, one in models.items()
     }
+
+
+LATENT_CHILD = """
+import json, sys
+from types import CodeType, SimpleNamespace as Some
+sys.path[:0] = json.loads(sys.argv[1])
+from pdcluster_connector.launcher.vllm_shim import answer_for_vllm
+answer_for_vllm()
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase as read
+
+def words(value):
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, CodeType):
+        yield from (one for part in value.co_consts for one in words(part))
+    elif isinstance(value, (tuple, frozenset)):
+        yield from (one for part in value for one in words(part))
+
+def keeps_latents(kind):
+    text = Some(model_type=kind, kv_lora_rank=512, qk_rope_head_dim=64, architectures=[])
+    return bool(read(text, text).is_deepseek_mla())
+
+asked = json.load(sys.stdin)
+named = set(words(read.is_deepseek_mla.__code__)) - {"eagle"}
+print("ANSWER" + json.dumps([[one for one in asked if not keeps_latents(one)],
+                             sorted(one for one in named if keeps_latents(one))]))
+"""
+LEFT_TO_THE_ENGINES = {
+    "deepseek_v4", "deepseek_v41", "dots3_note", "glm5_next", "glm5_next_text", "hy_v4",
+    "k3_dspark",
+}  # fmt: skip
+"""vLLM keeps latents of them, and their layers are not computed from the config."""
+
+
+@pytest.mark.vllm
+def test_models_with_latent_vectors_are_those_of_vllm() -> None:
+    wrong, latent = ask(LATENT_CHILD, [*LATENT])
+    assert wrong == [], "vLLM keeps keys and values of these"
+    drafts = {one for one in latent if one.endswith("_mtp")}  # no model is served as one
+    assert set(latent) - drafts == {*LATENT, *LEFT_TO_THE_ENGINES}
+
+
+def test_models_that_count_as_compared_are_those_of_the_list() -> None:
+    text = Path(__file__).with_name("model_configs.yaml").read_text()
+    configs = [one["config"] for one in yaml.safe_load(text).values()]
+    types = {(one | one.get("text_config", {}))["model_type"] for one in configs}
+    assert types == {*COMPARED}

@@ -40,6 +40,7 @@ def test_five_errors_are_shown_and_the_others_counted(count, tail):
 
 def test_without_a_warning_nothing_is_added():
     assert accepted(Findings()) == yes("PartiallyChecked")
+    assert accepted(Findings(model="Two layers.")) == yes("ModelChecked", "Two layers.")
     warning = FieldError("spec.engine.image", "x", "ImageNotPinned", "moves", "Name a release.")
     said = accepted(Findings(warnings=(warning,)))
     assert said.message == "Warnings: spec.engine.image [ImageNotPinned]."

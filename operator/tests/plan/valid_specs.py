@@ -122,6 +122,7 @@ def manifests(draw: st.DrawFn) -> dict:
                 optional(
                     name=st.just("served/name"),
                     cache=st.just({"persistentVolumeClaim": {"claimName": "cache"}}),
+                    configMapRef=st.just({"name": "config", "key": "config.json"}),
                 )
             ),
         },

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from pdcluster_operator.api.spec.model_config import FoundConfig
 from pdcluster_operator.plan.types import (
     HeldCertificates,
     WriteCertificates,
@@ -23,7 +26,14 @@ class Api:
         self.reads: list[str] = []
         self.held: str | None = None
         self.certificates = HeldCertificates("authority")
+        self.config_map: dict[str, Any] | None = None
         self.fail: set[str] = set()
+
+    async def read(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+        self.reads.append(f"{kind} {namespace}/{name}")
+        if kind in self.fail:
+            raise ApiError("Forbidden", "configmaps is forbidden")
+        return self.config_map
 
     async def read_ticket_key(self, key: Key, uid: str) -> str | None:
         self.reads.append("secret")
@@ -159,3 +169,43 @@ async def test_after_another_operator_may_have_written_everything_is_read_again(
     await secrets.ticket_key(KEY, "c")
     await secrets.certificates(KEY, "c")
     assert api.reads == ["secret", "certificates"] * 2
+
+
+def served(generation: int = 1, **ref: str) -> dict[str, Any]:
+    """Return a PDCluster, with a reference to a ConfigMap if any is given."""
+    model = {"configMapRef": ref} if ref else {}
+    return {"metadata": {"uid": "c", "generation": generation}, "spec": {"model": model}}
+
+
+async def test_a_config_map_is_read_again_after_a_change_of_the_spec_or_a_while() -> None:
+    api, now = Api(), [0.0]
+    secrets = secrets_of(api, now)
+    assert await secrets.model_config(KEY, served()) is None
+    assert api.reads == [], "nothing is read for a spec that names none"
+    api.config_map = {"data": {"config.json": "1", "other": "2"}}
+    found = FoundConfig(config_map={"config.json": "1", "other": ""})
+    for moment, generation in ((0.0, 1), (239.0, 1), (239.0, 2), (240.0, 2), (479.0, 2)):
+        now[0] = moment
+        assert await secrets.model_config(KEY, served(generation, name="llama")) == found
+    assert api.reads == ["ConfigMap ns/llama"] * 3, "at first, for generation 2, and after 240 s"
+    api.config_map = None
+    now[0] = 719.0
+    assert await secrets.model_config(KEY, served(2, name="llama")) == FoundConfig()
+
+
+async def test_what_was_read_before_counts_while_the_config_map_cannot_be_read() -> None:
+    api, now = Api(), [0.0]
+    secrets = secrets_of(api, now)
+    api.fail = {"ConfigMap"}
+    unread = FoundConfig(unread="configmaps is forbidden")
+    for _ in range(2):
+        assert await secrets.model_config(KEY, served(name="llama")) == unread
+    assert len(api.reads) == 2, "it is tried again"
+    api.fail, api.config_map = set(), {"data": {"config.json": "1"}}
+    found = await secrets.model_config(KEY, served(name="llama"))
+    api.fail, now[0] = {"ConfigMap"}, 300.0
+    assert await secrets.model_config(KEY, served(name="llama")) == found
+    assert await secrets.model_config(KEY, served(2, name="llama")) == found
+    assert await secrets.model_config(KEY, served(3, name="other")) == unread, "another ConfigMap"
+    secrets.forget(KEY)
+    assert await secrets.model_config(KEY, served(name="llama")) == unread

@@ -17,18 +17,26 @@ from typing import Any
 import aiohttp
 
 from pdcluster_connector.certificate_files import TlsError, TlsFiles, Watched, no_password
-from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER
+from pdcluster_operator.adapters.api_server import kubeconfig
+from pdcluster_operator.adapters.api_server.client import KubeClient
+from pdcluster_operator.adapters.api_server.kinds import BY_NAME, PDCLUSTER
 from pdcluster_operator.adapters.metrics import Metrics, PageOptions, serve_pages
 from pdcluster_operator.api.rules.validate import Review, review
+from pdcluster_operator.api.spec.model_config import FoundConfig, found_in, named_config_map
+from pdcluster_operator.api.spec.pod_templates import as_mapping
+from pdcluster_operator.runtime.interfaces import ApiError
 
 log = logging.getLogger(__name__)
 
+Manifest = Mapping[str, Any] | None
 SELF_CHECK = "ready?"
 """Name of the manifest that readiness asks about: no cluster can have it."""
 WEBHOOK_ID = "validate"
 """The last part of the URL that the API server calls."""
 ASK_SECONDS = 3.0
 WAIT_SECONDS = 1.0
+READ_SECONDS = 0.8
+"""An API server waits for a review for 5 seconds, and with the chart's least setting for 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +83,15 @@ class WebhookProcess:
         await self._stack.aclose()
 
     def judge(
-        self, new: Mapping[str, Any] | None, old: Mapping[str, Any] | None, operation: str
+        self, new: Manifest, old: Manifest, operation: str, found: FoundConfig | None = None
     ) -> Review:
-        """Judge one review of (new, old, operation). Log and count it."""
+        """Judge one review of (new, old, operation, :func:`find_config`). Log and count it."""
         answer = review(
             new,
             old,
             host_paths=self.options.host_path_models,
             mounted_certificates=self.options.mounted_certificates,
+            found=found,
         )
         metadata = (new or old or {}).get("metadata") or {}
         if metadata.get("name") == SELF_CHECK:
@@ -95,6 +104,28 @@ class WebhookProcess:
             who = f"{metadata.get('namespace')}/{metadata.get('name')}"
             log.info("%s of %s refused: %s", operation, who, answer.message)
         return answer
+
+
+async def find_config(new: Manifest) -> FoundConfig | None:
+    """Read the ConfigMap with the model's config.json; return None if the manifest names none.
+
+    Each read has a connection of its own, because few reviews need one. It never raises, and takes
+    ``READ_SECONDS`` at most: what cannot be read is a warning, and refuses nothing.
+    """
+    name, key = named_config_map(new)
+    namespace = as_mapping(as_mapping(new).get("metadata")).get("namespace")
+    if not name or not isinstance(namespace, str):
+        return None
+    try:
+        async with (
+            asyncio.timeout(READ_SECONDS),
+            KubeClient(await kubeconfig.find_configuration()) as client,
+        ):
+            return found_in(await client.read(BY_NAME["ConfigMap"].path(namespace, name)), key)
+    except TimeoutError:
+        return FoundConfig(unread=f"no answer in {READ_SECONDS:g} s")
+    except (ApiError, kubeconfig.NotConnected, OSError, ValueError) as error:
+        return FoundConfig(unread=str(error))
 
 
 async def ask_review(port: int) -> str | None:

@@ -52,6 +52,7 @@ class StatusReason(StrEnum):
 
     # Accepted
     PARTIALLY_CHECKED = "PartiallyChecked"
+    MODEL_CHECKED = "ModelChecked"
     NOT_ACCEPTED = "NotAccepted"
 
     # Engines

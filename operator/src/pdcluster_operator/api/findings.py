@@ -72,6 +72,7 @@ class Rule(StrEnum):
     MIN_ABOVE_MAX = "MinAboveMax"
     NO_TARGET = "NoTarget"
     POD_GROUPS_NOT_SERVED = "PodGroupsNotServed"
+    MODEL_NOT_CHECKED = "ModelNotChecked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +102,17 @@ class FieldError:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Everything that was found, errors and warnings, in the manifest's order."""
+    """Everything that was found, errors and warnings, in the manifest's order.
+
+    Attributes:
+        unchecked: fields of ``EngineShape`` that are not known.
+        model: what of the model moves for a prompt; empty without its config.json.
+    """
 
     errors: tuple[FieldError, ...] = ()
     warnings: tuple[FieldError, ...] = ()
     unchecked: tuple[str, ...] = ()
+    model: str = ""
 
     @property
     def ok(self) -> bool:

@@ -15,6 +15,7 @@ import yaml
 from pdcluster_operator.api.findings import FieldError, Findings
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.schema.crd import to_yaml
+from pdcluster_operator.api.spec.model_config import FoundConfig
 from pdcluster_operator.api.spec.pod_templates import merge
 
 # Too long to be shown. The rules get a text of that length in its place.
@@ -26,6 +27,13 @@ SETTINGS = {
     "pod_groups": "an API server that serves PodGroups",
 }
 """What a default install does not have, by the names of ``check_manifest``."""
+LLAMA_CONFIG = FoundConfig(
+    config_map={
+        "config.json": '{"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096,'
+        '"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}'
+    }
+)
+"""What the ConfigMap holds that an example names."""
 
 
 class Example(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,6 +54,7 @@ class Example(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def judge(self, manifest: Mapping[str, Any]) -> Findings:
         """Return what admission finds in one of the two."""
         given: dict[str, Any] = {setting: setting in self.admits for setting in SETTINGS}
+        given["found"] = LLAMA_CONFIG
         _, findings = check_manifest(_with_long_texts(manifest), **given)
         return findings
 

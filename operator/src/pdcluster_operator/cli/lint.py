@@ -15,22 +15,21 @@ from rich.console import Console
 from rich.text import Text
 
 from pdcluster_connector.compat.findings import counted
-from pdcluster_connector.compat.shape import LayerKind
 from pdcluster_operator.api.findings import FieldError, Findings
 from pdcluster_operator.api.object_names import KIND, SCALER_KIND
 from pdcluster_operator.api.rules import engines, validate
-from pdcluster_operator.api.rules.model import is_replaced
-from pdcluster_operator.api.spec.model_config import UnknownModel, read_model
-from pdcluster_operator.api.spec.resolve import engine_shape, resolve_engine
-from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.api.spec import model_config as configs
+from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.cli.commands import Command
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.manifests import Document, files_of, read_documents
 from pdcluster_operator.cli.model_shape import json_of
 from pdcluster_operator.cli.output import hanging, show
 
-BLOCK, PROMPT = 16, 1000
-"""Tokens of a block where the manifest names none, and of the prompt that is counted."""
+CONFIG_MAP = (
+    "To have admission and the operator check this, too: kubectl create configmap NAME "
+    "--from-file={}, and name it in model.configMapRef."
+)
 NAMED = 5
 """So many objects of other kinds are named in a line."""
 DETAILS = """\
@@ -39,6 +38,7 @@ Prints every error and warning with file, line, JSON path, value, rule and remed
 Each FILE is a manifest in YAML, a folder (its *.yaml and *.yml, and those below it), or - for
 standard input. A file may hold several documents. PDClusters and PrefillScalers are checked.
 Objects of other kinds are named and skipped, so the output of Helm and Kustomize can be checked.
+The ConfigMap that a PDCluster's model.configMapRef names is read if it is among them.
 
 Exits with 1 if there is an error, a file that cannot be read, or nothing to check; warnings alone
 exit with 0.
@@ -75,7 +75,7 @@ class Checked(msgspec.Struct, frozen=True, rename="camel"):
     """One PDCluster or PrefillScaler that was checked.
 
     ``unchecked`` says what only the engines of a PDCluster can check; ``model`` what moves, with
-    --model-config.
+    the model's config.json.
     """
 
     file: str
@@ -119,16 +119,25 @@ def lint(files: tuple[str, ...], model_config: str | None, output: str) -> Exit:
     documents, problems = _read(files)
     config = read_config(model_config) if model_config else None
     clusters = [one for one in documents if not one.other_kind]
+    maps = {one.identity: one.body for one in documents if one.other_kind == "ConfigMap"}
     checked = [
-        (one, _check_scaler(one, clusters) if one.other_kind else check(one, config))
+        (one, _check_scaler(one, clusters) if one.other_kind else check(one, config, maps))
         for one in documents
         if one.other_kind in ("", SCALER_KIND)
     ]
-    skipped = [one for one in documents if one.other_kind not in ("", SCALER_KIND)]
+    used = {(one.namespace, configs.named_config_map(one.body)[0]) for one in clusters}
+    skipped = [
+        one
+        for one in documents
+        if one.other_kind not in ("", SCALER_KIND)
+        and not (one.other_kind == "ConfigMap" and one.identity in used)
+    ]
     if not checked and not problems:
         problems = [f"there is no {KIND} in {', '.join(files)}, so nothing was checked"]
 
-    report = show_report(output, checked, skipped, problems, config)
+    report = show_report(output, checked, skipped, problems)
+    if config and output == "text" and not all(name for _, name in used):
+        click.echo(CONFIG_MAP.format(model_config), err=True)
     return Exit.DONE if report.ok else Exit.MANIFEST
 
 
@@ -137,10 +146,8 @@ def show_report(
     checked: Sequence[tuple[Document, Findings]],
     skipped: Sequence[Document] = (),
     problems: Sequence[str] = (),
-    config: Mapping[str, Any] | None = None,
 ) -> Lint:
     """Print what was found, in the form that ``-o`` names."""
-    moves = [_moves(one, config) if config else "" for one, _ in checked]
 
     def text(console: Console) -> None:
         for problem in problems:
@@ -149,17 +156,14 @@ def show_report(
             if number:
                 console.print()
             print_findings(console, one, findings)
-            if moves[number]:
-                hanging(console, "  ", Text(moves[number], "dim"))
+            if findings.model:
+                hanging(console, "  ", Text(findings.model, "dim"))
         if skipped:
             console.print(Text(_skipped(skipped), "dim"))
 
     report = Lint(
         ok=not problems and all(findings.ok for _, findings in checked),
-        checked=[
-            _checked(one, findings, model)
-            for (one, findings), model in zip(checked, moves, strict=True)
-        ],
+        checked=[_checked(one, findings) for one, findings in checked],
         findings=[
             _finding(one, severity, error)
             for one, findings in checked
@@ -178,40 +182,29 @@ def read_config(path: str) -> dict[str, Any]:
     file = Path(path, "config.json") if os.path.isdir(path) else Path(path)
     try:
         found = json_of(file)
-        read_model(found)
-    except UnknownModel as error:
+        configs.read_model(found)
+    except configs.UnknownModel as error:
         raise UserError(str(error), Exit.USAGE) from error
     return found
 
 
-def check(document: Document, config: Mapping[str, Any] | None = None) -> Findings:
+def check(
+    document: Document,
+    config: Mapping[str, Any] | None = None,
+    maps: Mapping[tuple[str, str], Any] | None = None,
+) -> Findings:
     """Apply the rules of admission, without an operator to ask what it admits.
 
     Args:
         config: what the model's config.json holds; None if nobody has it.
+        maps: the ConfigMaps beside the manifest, by namespace and name.
     """
     admits: dict[str, Any] = dict.fromkeys(("host_paths", "mounted_certificates", "pod_groups"))
-    return judge(document, **admits, model=read_model(config) if config else None)[1]
-
-
-def _moves(document: Document, config: Mapping[str, Any]) -> str:
-    """Return what of this model moves for a prompt, if it can be told."""
-    cluster = validate.check_manifest(document.body)[0]
-    engine = resolve_engine(cluster, Role.PREFILL)
-    model = read_model(config, engine_shape(cluster, engine).kv_dtype)
-    if model.layers is None or is_replaced(engine):
-        return "The model's config.json does not say how its layers keep their KV."
-    block = engine.block_size or BLOCK
-    pieces = sum(
-        1 if layer.kind is LayerKind.MAMBA else -(-min(PROMPT, layer.window or PROMPT) // block)
-        for layer in model.layers
-    )
-    return (
-        f"The model has {counted(len(model.layers), 'layer')} with KV or states: "
-        f"{model.kv_bytes(1):,} bytes for one token, {model.kv_bytes(PROMPT):,} for {PROMPT:,}. "
-        f"Where both roles split it alike, these are about {pieces:,} descriptors in blocks of "
-        f"{block} tokens."
-    )
+    name, key = configs.named_config_map(document.body)
+    beside = (maps or {}).get((document.namespace, name))
+    found = configs.found_in(beside, key) if beside else None
+    found = configs.FoundConfig(config) if config else found
+    return judge(document, **admits, found=found)[1]
 
 
 def _check_scaler(document: Document, clusters: Iterable[Document]) -> Findings:
@@ -289,10 +282,10 @@ def _skipped(documents: Sequence[Document]) -> str:
     )
 
 
-def _checked(one: Document, findings: Findings, model: str) -> Checked:
+def _checked(one: Document, findings: Findings) -> Checked:
     unchecked = engines.unchecked_message(findings.unchecked)
     counts = len(findings.errors), len(findings.warnings)
-    return Checked(one.file, one.number, one.name, *counts, unchecked, model)
+    return Checked(one.file, one.number, one.name, *counts, unchecked, findings.model)
 
 
 def _finding(one: Document, severity: str, error: FieldError) -> Finding:

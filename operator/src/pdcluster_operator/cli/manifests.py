@@ -62,6 +62,11 @@ class Document:
         return namespace if isinstance(namespace, str) else ""
 
     @property
+    def identity(self) -> tuple[str, str]:
+        """Namespace and name."""
+        return self.namespace, self.name
+
+    @property
     def title(self) -> str:
         """What to call it: its file, which document of it, and the name of the object."""
         number = f", document {self.number}" if self.number > 1 else ""

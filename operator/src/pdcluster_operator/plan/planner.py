@@ -210,6 +210,7 @@ def _checked(observed: Observed, memo: Memo) -> tuple[Cluster, Findings]:
         "one_node": observed.place.one_node,
         "mounted_certificates": observed.place.mounted_certificates,
         "pod_groups": observed.pod_groups,
+        "found": observed.model_config,
     }
     spec, found = memo.get("checked", (known, allowed), lambda *_: check_manifest(known, **allowed))
     if found.ok:

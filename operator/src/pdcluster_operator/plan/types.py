@@ -11,6 +11,7 @@ from typing import Any
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinksReport, PeersDocument
 from pdcluster_connector.protocol.load_report import LoadReport
 from pdcluster_operator.api.object_names import engine_of
+from pdcluster_operator.api.spec.model_config import FoundConfig
 from pdcluster_operator.plan.moments import Moment
 
 Manifest = Mapping[str, Any]
@@ -103,6 +104,7 @@ class Observed:
         pod_groups: whether the API server serves PodGroups.
         rewrites: what something else made of children as they were applied, by kind and name.
         scaler: the PrefillScaler of the cluster's name; None if there is none.
+        model_config: the ConfigMap of ``spec.model.configMapRef``; None if the spec names none.
         unread: whether the Secrets could not be read. Then ``ticket_key`` and ``certificates`` say
             nothing. The status says why, as of a step that failed.
         loads: logical engine id -> what its launcher measured; missing = nothing.
@@ -122,6 +124,7 @@ class Observed:
     rewrites: Rewrites = field(default_factory=dict)
     scaler: Manifest | None = None
     connectors: tuple[Manifest, ...] = ()
+    model_config: FoundConfig | None = None
     unread: bool = False
     loads: Mapping[str, LoadReport] = field(default_factory=dict, compare=False)
     moments: tuple[Moment, ...] = field(default=(), compare=False)

@@ -1,5 +1,7 @@
 """The two Secrets of a PDCluster, its ticket keys and its certificates, read and written.
 
+And what else is read for one PDCluster and not watched: the ConfigMap with its model's config.json.
+
 Secrets are neither listed nor watched, because the operator has no right to do so. What a Secret
 says is remembered for four minutes. With 36 PDClusters that are created at once
 (``operator/tests/runtime/test_crowd.py``), there were 0.03 reads for each of them with this memory,
@@ -14,19 +16,20 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from pdcluster_operator.api.object_names import TICKET_KEY_HASH_ANNOTATION
+from pdcluster_operator.api.spec.model_config import FoundConfig, found_in, named_config_map
 from pdcluster_operator.plan import renewals, types
 from pdcluster_operator.plan.builders.secrets import TICKET_KEY_FILE
-from pdcluster_operator.runtime.interfaces import ApiServer, Key
+from pdcluster_operator.runtime.interfaces import ApiError, ApiServer, Key
 
 SECRET_SECONDS = 240.0
 """How long what a Secret says is remembered. Then it is read again, and a deletion is noticed.
 
 It is shorter than the resync period, so each resync reads the Secrets of each cluster.
 """
-TICKET_KEY, CERTIFICATES = "ticket key", "certificates"
+TICKET_KEY, CERTIFICATES, MODEL_CONFIG = "ticket key", "certificates", "model config"
 # As the connector's ``sidechannel/ticket_key_file.py`` asks for.
 KEY_BYTES, MOST_KEYS = 32, 2
 _KEY = re.compile("(?:[0-9a-fA-F]{2}){32,128}")
@@ -82,6 +85,31 @@ class ClusterSecrets:
             self._no_certificates = held
         return held
 
+    async def model_config(self, key: Key, cluster: types.Manifest) -> FoundConfig | None:
+        """Return what the ConfigMap of ``spec.model.configMapRef`` says; None if there is no ref.
+
+        It is read after each change of the spec, and once in four minutes. If it cannot be read,
+        what was read before stands: a change that it forbids must not pass because of an outage.
+        """
+        name, field = named_config_map(cluster)
+        if not name:
+            self._known.pop((key, MODEL_CONFIG), None)
+            return None
+        of = f"{cluster['metadata']['uid']} {name} {field}"
+        version = f"{of} {cluster['metadata'].get('generation')}"
+        found: FoundConfig | None = self._recall(key, MODEL_CONFIG, version)
+        if found is None:
+            try:
+                live = await self._api_server.read("ConfigMap", key.namespace, name)
+            except ApiError as error:
+                known = self._known.get((key, MODEL_CONFIG))
+                if known is not None and known.uid.startswith(f"{of} "):
+                    return cast("FoundConfig", known.content)
+                return FoundConfig(unread=str(error))
+            found = found_in(live, field)
+            self._remember(key, MODEL_CONFIG, version, found)
+        return found
+
     async def write_ticket_key(self, key: Key, step: types.WriteTicketKey) -> None:
         """Carry out a step; see ``ApiServer.write_ticket_key``."""
         self._known.pop((key, TICKET_KEY), None)  # if the write fails, nobody knows what is there
@@ -98,8 +126,8 @@ class ClusterSecrets:
 
     def forget(self, key: Key) -> None:
         """Forget the Secrets of a cluster that is gone, or that another operator may change."""
-        self._known.pop((key, TICKET_KEY), None)
-        self._known.pop((key, CERTIFICATES), None)
+        for kind in (TICKET_KEY, CERTIFICATES, MODEL_CONFIG):
+            self._known.pop((key, kind), None)
 
     def _recall(self, key: Key, kind: str, uid: str) -> Any:
         known = self._known.get((key, kind))

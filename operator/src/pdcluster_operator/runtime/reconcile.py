@@ -141,6 +141,8 @@ class Reconciler:
             certificates = await self._secrets.certificates(key, uid, new=new)
         except ApiError as error:  # the status is made of everything else
             failure = error
+        local = self.place.one_node  # there it is a folder, and was judged before
+        model_config = None if local else await self._secrets.model_config(key, cluster)
         try:
             observed = types.Observed(
                 cluster=cluster,
@@ -156,6 +158,7 @@ class Reconciler:
                 rewrites=self._executor.rewrites(key),
                 scaler=self.store.scaler(key),
                 connectors=self.store.connectors(key.namespace),
+                model_config=model_config,
                 unread=failure is not None,
                 loads=self.monitor.loads(key),
                 moments=self._moments.get(key, ()),

@@ -173,6 +173,8 @@ SOURCES = {
 PARALLEL_FIELDS = ("tensor", "pipeline", "data")
 # Fields of SOURCES for which vLLM chooses a value where none is given.
 CHOSEN_BY_VLLM = ("block_size", "kv_dtype")
+UNTOLD = "untold layers"
+"""In ``Findings.unchecked``: the layers, although the spec names a config.json."""
 
 
 def pair_findings(cluster: Cluster, model: Model | None = None) -> Findings:
@@ -185,7 +187,9 @@ def pair_findings(cluster: Cluster, model: Model | None = None) -> Findings:
     shapes = {role: _shape_of(cluster, resolve_engine(cluster, role), model) for role in Role}
     findings = check(shapes[Role.PREFILL], shapes[Role.DECODE])
     refused = [finding for finding in findings if finding.verdict is Verdict.REFUSED]
-    waiting = [finding.field for finding in findings if finding.verdict is Verdict.UNKNOWN]
+    untold = {"layers": UNTOLD} if cluster.spec.model.config_map_ref else {}
+    unknown = [finding.field for finding in findings if finding.verdict is Verdict.UNKNOWN]
+    waiting = [untold.get(field, field) for field in unknown]
     errors = [_error(cluster, finding, shapes) for finding in refused]
     told = {(error.path, error.rule) for error in errors}
     errors += [error for error in blind if (error.path, error.rule) not in told]
@@ -306,7 +310,8 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "kv_dtype": ("the data type of the KV cache", "engine.kvCacheDtype"),
     "block_size": ("the block size of the KV cache", "engine.blockSize"),
     "token_sliceable": ("the order of the values in a block", "engine.attentionBackend"),
-    "layers": ("the model's layers", ""),
+    "layers": ("the model's layers", "model.configMapRef"),
+    UNTOLD: ("the model's layers, of which its config.json says too little or is not known", ""),
     "kernel_blocks_per_block": ("the block size of the attention kernel", ""),
     "packing": ("how vLLM packs a block on this CPU", ""),
     "memory": ("the kind of memory of the KV cache", "transfer.device"),

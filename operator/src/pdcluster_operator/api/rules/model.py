@@ -1,16 +1,97 @@
-"""Rules that need the model's ``config.json``: how engines split it, and the longest request."""
+"""Rules that need the model's ``config.json``: how engines split it, and the longest request.
+
+Whoever judges a manifest reads the ConfigMap of ``spec.model.configMapRef``, and says what was
+found. Nothing that is wrong with it refuses a manifest: engines do not read it.
+"""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_operator.api.findings import FieldError, Rule
-from pdcluster_operator.api.spec.model_config import Model
-from pdcluster_operator.api.spec.resolve import Engine, resolve_engine
+from pdcluster_connector.compat.shape import LayerKind
+from pdcluster_operator.api.findings import FieldError, Rule, shown
+from pdcluster_operator.api.spec import model_config as configs
+from pdcluster_operator.api.spec.fields import ConfigMapKeyRef
+from pdcluster_operator.api.spec.model_config import FoundConfig, Model
+from pdcluster_operator.api.spec.resolve import Engine, engine_shape, resolve_engine
 from pdcluster_operator.api.spec.types import Cluster, Role
 
 REPLACED = ("--model", "--hf-overrides", "--hf-config-path")
 """Flags that give vLLM another config than the one of the model's folder."""
 LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+REF = "spec.model.configMapRef"
+BLOCK, PROMPT = 16, 1000
+"""Tokens of a block where the manifest names none, and of the prompt that is counted."""
+
+
+def model_of(cluster: Cluster, found: FoundConfig) -> tuple[Model | None, tuple[FieldError, ...]]:
+    """Return what is known of the cluster's model, and why it is not all.
+
+    Args:
+        found: what was found for its config.json.
+    """
+    ref, engines = cluster.spec.model.config_map_ref, [resolve_engine(cluster, one) for one in Role]
+    kv_dtype = engine_shape(cluster, engines[0]).kv_dtype
+    if found.config is not None:
+        return configs.read_model(found.config, kv_dtype), ()
+    if ref is None:
+        return None, ()
+    config = _text_in(cluster, ref, found)
+    if isinstance(config, FieldError):
+        return None, (config,)
+    try:
+        model = configs.read_model(configs.read_text(config), kv_dtype)
+    except configs.UnknownModel as error:
+        remedy = "Put the config.json of a language model there, as Hugging Face has it."
+        return None, (_doubt(ref, error.what, remedy, ".key"),)
+    flag = next((one.head for role in engines for one in role.flags if one.head in REPLACED), "")
+    why = f"{flag} gives the engines another config" if flag else model.untold
+    if not why:
+        return model, ()
+    remedy = "The engines check its layers when they connect."
+    return replace(model, layers=None), (_doubt(ref, why, remedy),)
+
+
+def _text_in(cluster: Cluster, ref: ConfigMapKeyRef, found: FoundConfig) -> str | FieldError:
+    """Return the text of the key in a ConfigMap, or what is wrong with the ConfigMap."""
+    file = "config.json" if ref.key == "config.json" else f"{ref.key}=config.json"
+    command = f"kubectl create configmap {ref.name} -n {cluster.namespace} --from-file={file}"
+    if found.unread:
+        message = f"could not be read ({shown(found.unread)})"
+        return _doubt(ref, message, "Let the operator and its webhook get ConfigMaps there.")
+    if found.config_map is None:
+        message = f"there is no such ConfigMap in namespace {cluster.namespace}"
+        return _doubt(ref, message, f"Create it: run `{command}`.")
+    if ref.key in found.config_map:
+        return found.config_map[ref.key]
+    there = shown(", ".join(sorted(found.config_map)) or "none")
+    message = f"the ConfigMap {ref.name} has no such key of text; it has {there}"
+    return _doubt(ref, message, f"Name another key, or run `{command}`.", ".key")
+
+
+def _doubt(ref: ConfigMapKeyRef, why: str, remedy: str, part: str = ".name") -> FieldError:
+    value, message = getattr(ref, part[1:]), f"{why}; the model is not checked as a whole"
+    return FieldError(f"{REF}{part}", value, Rule.MODEL_NOT_CHECKED, message, remedy, (REF,))
+
+
+def moves(cluster: Cluster, model: Model) -> str:
+    """Return what of this model moves for a prompt, or why it cannot be told."""
+    engine = resolve_engine(cluster, Role.PREFILL)
+    if model.layers is None or is_replaced(engine):
+        why = "" if is_replaced(engine) else f": {model.untold}"
+        return f"The model's config.json does not say how its layers keep their KV{why}."
+    block = engine.block_size or BLOCK
+    pieces = sum(
+        1 if layer.kind is LayerKind.MAMBA else -(-min(PROMPT, layer.window or PROMPT) // block)
+        for layer in model.layers
+    )
+    return (
+        f"The model has {counted(len(model.layers), 'layer')} with KV or states: "
+        f"{model.kv_bytes(1):,} bytes for one token, {model.kv_bytes(PROMPT):,} for {PROMPT:,}. "
+        f"Where both roles split it alike, these are about {pieces:,} descriptors in blocks of "
+        f"{block} tokens."
+    )
 
 
 def is_replaced(engine: Engine) -> bool:

@@ -28,8 +28,8 @@ from pdcluster_operator.api.rules import (
     resources,
     whole_pods,
 )
-from pdcluster_operator.api.rules.model import model_errors
-from pdcluster_operator.api.spec.model_config import Model
+from pdcluster_operator.api.rules.model import REF, model_errors, model_of, moves
+from pdcluster_operator.api.spec.model_config import FoundConfig, Model, named_config_map
 from pdcluster_operator.api.spec.parse import parse_cluster, parse_scaler
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.shared_template import as_written
@@ -77,6 +77,7 @@ def check_manifest(
     mounted_certificates: bool | None = True,
     pod_groups: bool | None = True,
     model: Model | None = None,
+    found: FoundConfig | None = None,
 ) -> tuple[Cluster, Findings]:
     """Parse a manifest and apply all rules; return all findings at once.
 
@@ -89,6 +90,7 @@ def check_manifest(
             are mounted. None as above.
         pod_groups: whether the API server serves PodGroups. Local mode ignores them. None as above.
         model: what the model's config.json says; None if nobody has it.
+        found: what was found for the model's config.json; None if nobody looked.
 
     A finding is left out if it was computed from a field that could not be read. It would only
     repeat the first mistake in other words.
@@ -102,7 +104,9 @@ def check_manifest(
         sources = (finding.path, *finding.related)
         return not any(under(path, source) for path in broken for source in sources)
 
-    cluster = parsed.cluster
+    cluster, doubts = parsed.cluster, tuple[FieldError, ...]()
+    if found is not None and not any(under(path, REF) for path in broken):
+        model, doubts = model_of(cluster, found)
     pair = engines.pair_findings(cluster, model)
     supported = (
         (host_paths, pod_template.host_path_errors(cluster)),
@@ -115,12 +119,14 @@ def check_manifest(
     by_default = [error for one, errors in supported if one is None for error in errors]
     warned = [] if one_node else list(pod_template.node_local_warnings(cluster))
     warned += [replace(error, message=BY_DEFAULT[error.rule]) for error in by_default]
+    warned += doubts
     errors = filter(stands, (*_errors(cluster), *pair.errors, *refused))
     warnings = filter(stands, (*_warnings(cluster), *warned))
     return cluster, Findings(
         errors=(*parsed.errors, *as_written(manifest, cluster, errors)),
         warnings=tuple(as_written(manifest, cluster, warnings)),
         unchecked=pair.unchecked,
+        model=moves(cluster, model) if found and model and not doubts else "",
     )
 
 
@@ -197,12 +203,16 @@ def review(
     *,
     host_paths: bool,
     mounted_certificates: bool = True,
+    found: FoundConfig | None = None,
 ) -> Review:
     """Judge a PDCluster that is created (``old`` is None), changed, or deleted (no ``new``).
 
     When a rule becomes stricter, clusters that exist may break it. Users can still delete such a
     cluster or change something else in it: only an error that the update adds refuses it. One that
     comes from another class is judged as if it were new.
+
+    Args:
+        found: the ConfigMap that ``new`` names; None if it names none.
     """
     if new is None or as_mapping(new.get("metadata")).get("deletionTimestamp"):
         return Review((), ())
@@ -210,11 +220,12 @@ def review(
         return Review((), ())
     admits: dict[str, Any] = {"host_paths": host_paths}
     admits["mounted_certificates"] = mounted_certificates
-    _, findings = check_manifest(new, **admits)
+    _, findings = check_manifest(new, **admits, found=found)
     if old is None or _class_of(old) != _class_of(new):  # then nobody has judged it by our flags
         return Review(findings.errors, _lines(findings))
     try:
-        _, before = check_manifest(old, **admits)
+        same = found if named_config_map(old) == named_config_map(new) else None
+        _, before = check_manifest(old, **admits, found=same)
     except Exception:  # noqa: BLE001  (else nobody could mend what another version has stored)
         before = Findings()
     return Review(added(findings.errors, before.errors), _lines(findings))

@@ -13,6 +13,7 @@ from pdcluster_operator.api.spec.fields import (
     SIZE,
     WORD,
     Cel,
+    ConfigMapKeyRef,
     Example,
     Free,
     Items,
@@ -189,10 +190,14 @@ class Model:
     cache: Annotated[
         ModelCache, "is where downloaded weights are kept. The default is the pod's own disk."
     ] = ModelCache()
+    config_map_ref: Annotated[
+        ConfigMapKeyRef | None,
+        "is the ConfigMap with the model's config.json. Rules about its heads, layers and longest "
+        "context are then checked before a pod starts. Engines do not read it.",
+    ] = None
 
 
-# Two hours: docs/operations.md says which downloads fit in.
-STARTUP_SECONDS = 7200
+STARTUP_SECONDS = 7200  # docs/operations.md says which downloads fit in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +207,6 @@ class EnvVar:
     RULES: ClassVar[tuple[Cel, ...]] = (
         Cel("has(self.value) != has(self.valueFrom)", "needs exactly one of value and valueFrom"),
     )
-
     name: Annotated[
         str,
         "is the variable's name.",
@@ -295,10 +299,7 @@ class EngineOverride:
         Example(
             [
                 {"name": "UCX_NET_DEVICES", "value": "mlx5_0:1"},
-                {
-                    "name": "NODE_NAME",
-                    "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}},
-                },
+                {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
             ]
         ),
         "are environment variables. Shared ones come first. A role's variable replaces the "

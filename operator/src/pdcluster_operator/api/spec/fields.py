@@ -253,6 +253,16 @@ class SecretKeyRef:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigMapKeyRef:
+    """One key of a ConfigMap in the cluster's namespace."""
+
+    name: typing.Annotated[str, Example("llama-config"), "is the name of the ConfigMap.", NAME]
+    key: typing.Annotated[
+        str, Example("config.json"), "is the key in the ConfigMap.", Text(253)
+    ] = "config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SecretRef:
     """A Secret in the cluster's namespace."""
 

@@ -4,8 +4,9 @@ Where it does not say enough, nothing is guessed: the layers are not known then,
 check them when they connect. :class:`UnknownModel` says in one sentence what is missing.
 """
 
+import json
+import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,15 @@ from msgspec.structs import replace
 
 from pdcluster_connector.compat.shape import LayerKind, LayerShape, PartShape
 from pdcluster_operator.api.findings import quoted
+from pdcluster_operator.api.spec.fields import NAME
 from pdcluster_operator.api.spec.pod_templates import as_list, as_mapping
 
+CONFIG = "config.json"
 MOST = 1 << 40
 """No field of a real model is larger."""
 MOST_LAYERS = 8192
+MOST_CHARACTERS = 1 << 18
+"""Of a config.json in a ConfigMap. Published ones have some thousand."""
 BYTES = {"float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Bytes of an element; 2 for the other types."""
 HYBRID_WORDS = ("mamba", "ssm_", "linear_attn", "linear_num")
@@ -55,6 +60,13 @@ LATENT = (
     "glm_moe_dsa", "kimi_k2", "kimi_linear", "longcat_flash", "pangu_ultra_moe",
 )  # fmt: skip
 """Models of which vLLM 0.32 keeps latent vectors (is_deepseek_mla), not keys and values."""
+COMPARED = (
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "gemma3_text", "gpt_oss",
+    "granitemoehybrid", "llama", "mistral", "nemotron_h", "qwen2", "qwen3", "qwen3_moe",
+    "qwen3_next",
+)  # fmt: skip
+"""Models whose bytes were compared with those of vLLM's own classes
+(``operator/tests/api/test_model_configs_in_vllm.py``)."""
 UNSCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Kinds of RoPE whose ``factor`` is part of ``max_position_embeddings`` (vLLM 0.32)."""
 QUANTIZED_KV = ("kv_cache_scheme", "kv_cache_quant_algo")
@@ -65,7 +77,36 @@ INDEXER_BLOCK = 128
 
 
 class UnknownModel(Exception):  # noqa: N818 - says what holds
-    """The model's sizes cannot be told; the message says why, and what to do."""
+    """The model's sizes cannot be told; the message says why (``what``), and what to do."""
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        super().__init__(f"{what}; {remedy}" if remedy else what)
+        self.what = what
+
+
+@dataclass(frozen=True, slots=True)
+class FoundConfig:
+    """What was found for a model's config.json.
+
+    Attributes:
+        config: what a file of this machine holds; None where a ConfigMap is asked.
+        config_map: keys and texts of the ConfigMap that a spec names; None if there is none.
+        unread: why the ConfigMap could not be read; empty if it could.
+    """
+
+    config: Mapping[str, Any] | None = None
+    config_map: Mapping[str, str] | None = None
+    unread: str = ""
+
+
+def named_config_map(manifest: object) -> tuple[str, str]:
+    """Return name and key of a manifest's ``spec.model.configMapRef``; empty if there is none."""
+    ref = manifest
+    for part in ("spec", "model", "configMapRef"):
+        ref = as_mapping(as_mapping(ref).get(part))
+    name, key = as_mapping(ref).get("name"), as_mapping(ref).get("key")
+    usable = isinstance(name, str) and re.fullmatch(NAME.pattern or "", name)
+    return (str(name), str(key or CONFIG)) if usable else ("", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +122,7 @@ class Model:
         dtype: of the weights and the KV cache; empty if the config does not say.
         layers: those with KV or states; None if they cannot be told.
         hybrid: whether some layers keep states beside KV; None if that cannot be told.
+        untold: why the layers cannot be told, or only from the usual fields; empty if they can.
     """
 
     heads: int
@@ -91,6 +133,7 @@ class Model:
     dtype: str
     layers: tuple[LayerShape, ...] | None
     hybrid: bool | None
+    untold: str = ""
 
     @property
     def has_whole_states(self) -> bool:
@@ -135,12 +178,15 @@ def read_model(config: Mapping[str, Any], kv_dtype: str | None = None) -> Model:
     kv_heads = number(known, "num_key_value_heads", heads)
     hidden = number(known, "hidden_size", heads)
     head_dim = number(known, "head_dim", max(1, hidden // heads))
-    latent, quantized_kv = "kv_lora_rank" in known, BYTES.get(kv_dtype or "") == 1
-    told = not any(known.get(name) for name in OPEN)
-    if latent and known.get("model_type") not in LATENT:
-        told = False
+    kind = known.get("model_type")
+    latent = "kv_lora_rank" in known
+    untold = [f"{name} is set" for name in OPEN if known.get(name)]
+    if latent and kind not in LATENT:
+        untold.append(f"nothing says how a model_type {quoted(kind)} uses kv_lora_rank")
     elif latent:
-        told, kv_heads = told and not (quantized_kv and known.get("index_head_dim")), 0
+        if BYTES.get(kv_dtype or "") == 1 and known.get("index_head_dim"):
+            untold.append(f"its indexer has no known size with KV of the type {kv_dtype}")
+        kv_heads = 0
         head_dim = number(known, "kv_lora_rank") + number(known, "qk_rope_head_dim")
     dtype = str(known.get("torch_dtype") or known.get("dtype") or "")
     quantized = as_mapping(known.get("quantization_config"))
@@ -148,17 +194,46 @@ def read_model(config: Mapping[str, Any], kv_dtype: str | None = None) -> Model:
     kinds, layers = _kinds(known, depth, words), None
     states = any(name.startswith(HYBRID_WORDS) for name in known) or STATE in (kinds or ())
     states |= any("mamba" in str(word) or "linear" in str(word) for word in words)
-    if kinds is not None and told:
+    if kinds is None:
+        untold.append("its fields do not say which layers have a window or states")
+    elif not untold:
         size = BYTES.get(kv_dtype or dtype, 2)
         layer = (kv_heads or 1, head_dim * size * (2 if kv_heads else 1))
-        with suppress(UnknownModel):  # a Mamba of another kind, say
+        try:
             layers = tuple(_layers(known, kinds, layer, BYTES.get(dtype, 2)))
+        except UnknownModel as error:  # a Mamba of another kind, say
+            untold.append(error.what.removeprefix("config.json: "))
+    if kind not in COMPARED:
+        untold.append(f"the sizes of a model_type {quoted(kind)} were not compared with vLLM's")
     return Model(
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, depth=depth,
         dtype="" if any(quantized.get(name) for name in QUANTIZED_KV) else dtype,
         longest=_longest(known), layers=layers,
         hybrid=states or (None if layers is None else False),
+        untold=untold[0] if untold else "",
     )  # fmt: skip
+
+
+def found_in(config_map: Mapping[str, Any] | None, key: str) -> FoundConfig:
+    """Return what a live ConfigMap says, None being none: all keys, and the text of ``key``."""
+    if config_map is None:
+        return FoundConfig()
+    texts = as_mapping(config_map.get("data"))
+    most = MOST_CHARACTERS + 1  # of which one too many shows that a text is too long
+    return FoundConfig(None, {one: str(texts[one])[:most] if one == key else "" for one in texts})
+
+
+def read_text(text: str) -> dict[str, Any]:
+    """Return the object of a config.json. UnknownModel says why not, and nothing of the text."""
+    if len(text) > MOST_CHARACTERS:
+        raise UnknownModel(f"has more than {MOST_CHARACTERS:,} characters")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnknownModel(f"is no JSON that can be read: {error}") from None
+    if not isinstance(found, dict):
+        raise UnknownModel("holds no JSON object")
+    return found
 
 
 def _words(known: Mapping[str, Any]) -> list[Any]:
@@ -261,7 +336,7 @@ def number(config: Mapping[str, Any], name: str, default: int | None = None) -> 
         return default
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < MOST:
         raise UnknownModel(
-            f"config.json: {name} = {quoted(value)} is no whole number above 0; name a folder "
-            "with the config.json of a language model, as Hugging Face has it"
+            f"config.json: {name} = {quoted(value)} is no whole number above 0",
+            "name a folder with the config.json of a language model, as Hugging Face has it",
         )
     return value

@@ -75,11 +75,15 @@ def accepted(findings: Findings, *, clients_known: bool = True) -> Verdict:
         if not clients_known:
             shown.append(NOT_KNOWN)
         return no(str(findings.errors[0].rule), "; ".join(shown))
-    message = unchecked_message(findings.unchecked)
-    if findings.warnings:  # users see them here if the webhook was down
-        named = ", ".join(f"{warning.path} [{warning.rule}]" for warning in findings.warnings)
-        message = " ".join(filter(None, (message, f"Warnings: {named}.")))
-    return yes(StatusReason.PARTIALLY_CHECKED, message)
+    parts = [findings.model]
+    parts += [str(one) for one in findings.warnings if one.rule == Rule.MODEL_NOT_CHECKED]
+    parts.append(unchecked_message(findings.unchecked))
+    # Users see them here if the webhook was down.
+    others = [one for one in findings.warnings if one.rule != Rule.MODEL_NOT_CHECKED]
+    named = ", ".join(f"{warning.path} [{warning.rule}]" for warning in others)
+    parts += [f"Warnings: {named}."] if named else []
+    reason = StatusReason.MODEL_CHECKED if findings.model else StatusReason.PARTIALLY_CHECKED
+    return yes(reason, " ".join(filter(None, parts)))
 
 
 def role_ready(engines: Sequence[EngineView], *, accepted: bool) -> Verdict:
