@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from pod_faults import FAULTS
+from pod_values import CHOICES, GATED, ONLY_OURS, VALUES, words_of, wrong_word
 from simulated_cluster import manifest
 
 from pdcluster_operator.api.object_names import EngineName
@@ -22,6 +23,27 @@ def test_what_is_said_of_the_server_is_so(real, namespace, name):
     assert (status >= 400) is fault.server, answer
     status, answer = try_out(real, namespace, fault.right)
     assert status < 300, answer
+
+
+def test_values_and_words_are_those_of_the_server(real, namespace):
+    """What we refuse it refuses, and what we accept it accepts."""
+    unlike = []
+
+    def expect(refused, template, what):
+        status, answer = try_out(real, namespace, template)
+        if (status >= 400) is not refused:
+            unlike.append((what, status, answer.get("message")))
+
+    for (kind, field), build in CHOICES.items():
+        for word in words_of(kind, field):
+            if (kind, word) not in GATED:
+                expect(False, build(word), (kind, field, word))
+        if (kind, field) not in ONLY_OURS:
+            expect(True, build(wrong_word(kind, field)), (kind, field))
+    for name, (wrong, _, _, right) in VALUES.items():
+        expect(True, wrong, name)
+        expect(False, right, f"not {name}")
+    assert unlike == []
 
 
 def try_out(real, namespace, template):

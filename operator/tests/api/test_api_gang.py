@@ -34,7 +34,8 @@ def found(
 
 @pytest.mark.parametrize("field", ["priorityClassName", "preemptionPolicy", "schedulerName"])
 def test_pods_that_start_together_have_one_priority_and_one_scheduler(field: str) -> None:
-    [error] = found(prefill={field: "Never"}, decode={field: "Other"})
+    other = "PreemptLowerPriority" if field == "preemptionPolicy" else "Other"
+    [error] = found(prefill={field: "Never"}, decode={field: other})
     assert error.rule == Rule.GANG_MIXED
     assert error.path == f"spec.decode.podTemplate.spec.{field}"
     assert "which is Never" in error.message

@@ -218,6 +218,10 @@ def test_a_volume_that_may_hold_the_files_is_accepted(source: dict[str, Any]) ->
     assert [one for one in found.warnings if one.rule.startswith("Certificate")] == []
 
 
+NAME = {"fieldPath": "metadata.name"}
+SIGNED = {"signerName": "example.com/engines", "keyType": "ED25519"}
+
+
 @pytest.mark.parametrize(
     ("source", "path", "missing"),
     [
@@ -229,7 +233,7 @@ def test_a_volume_that_may_hold_the_files_is_accepted(source: dict[str, Any]) ->
         ),
         ({"configMap": {"name": "c", "items": ALL[1:]}}, ".configMap.items", "out ca.crt,"),
         (
-            {"downwardAPI": {"items": [{"path": "ca.crt"}]}},
+            {"downwardAPI": {"items": [{"path": "ca.crt", "fieldRef": NAME}]}},
             ".downwardAPI.items",
             "out tls.crt, tls.key,",
         ),
@@ -249,13 +253,19 @@ def test_a_volume_that_may_hold_the_files_is_accepted(source: dict[str, Any]) ->
         ),
         (
             projected(
-                {"podCertificate": {"keyPath": "tls.key", "certificateChainPath": "tls.crt"}}
+                {
+                    "podCertificate": {
+                        **SIGNED,
+                        "keyPath": "tls.key",
+                        "certificateChainPath": "tls.crt",
+                    }
+                }
             ),
             ".projected.sources[0].podCertificate",
             "out ca.crt,",
         ),
         (
-            projected({"podCertificate": {"credentialBundlePath": "tls.crt"}}),
+            projected({"podCertificate": {**SIGNED, "credentialBundlePath": "tls.crt"}}),
             ".projected.sources[0].podCertificate",
             "out ca.crt, tls.key,",
         ),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from pod_values import CHOICES, VALUES, words_of, wrong_word
 from said_findings import check_manifest
 
 from pdcluster_operator.api.spec import pod_templates
@@ -50,7 +51,8 @@ FULL = {
     "metadata": {"labels": {"kueue.x-k8s.io/queue-name": "a"}, "annotations": {"a": "b"}},
     "spec": {
         "nodeSelector": {"gpu": "h100"},
-        "tolerations": [{"key": "gpu", "operator": "Exists", "tolerationSeconds": 30}],
+        "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoExecute",
+                         "tolerationSeconds": 30}],
         "imagePullSecrets": [{"name": "registry"}],
         "priorityClassName": None,
         "hostIPC": True,
@@ -171,6 +173,30 @@ def test_what_kubernetes_would_refuse_is_refused_with_its_path(template, path, r
     assert found[path].remedy.startswith(remedy)
     assert found[path].remedy.endswith((".", "?"))
     assert not found[path].message.endswith((".", "?"))
+
+
+@pytest.mark.parametrize(("kind", "field"), CHOICES)
+def test_a_word_is_one_of_those_that_kubernetes_knows(kind, field):
+    """A real API server is given the same, in ``test_pod_faults_of_the_api``."""
+    build = CHOICES[kind, field]
+    for word in words_of(kind, field):
+        assert not errors(build(word)), word
+    [(path, found)] = errors(build(wrong_word(kind, field))).items()
+    assert path.rpartition(".")[2].partition("[")[0] == field
+    assert found.rule == "NotAllowed"
+    assert found.remedy == f"Did you mean {words_of(kind, field)[0]}?"
+
+
+def test_every_list_of_words_is_tried():
+    listed = {place for place, limit in pod_templates.LIMITS.items() if "|" in limit}
+    assert listed == CHOICES.keys()
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_that_kubernetes_refuses_is_refused(name):
+    wrong, path, rule, right = VALUES[name]
+    assert {place: one.rule for place, one in errors(wrong).items()} == {path: rule}
+    assert not errors(right)
 
 
 def test_the_routers_template_is_judged_by_the_routers_container():

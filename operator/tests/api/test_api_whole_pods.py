@@ -149,9 +149,10 @@ def test_what_others_write_stays_accepted() -> None:
         exporter, init=(proxy,), livenessProbe=get("http"),
         startupProbe={"failureThreshold": 720}, ports=[{"containerPort": 8000, "hostPort": 8000}],
     )  # fmt: skip
+    claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
     template["spec"]["volumes"] = [
         {"name": "istio-data", "emptyDir": {}},
-        {"name": "own", "ephemeral": {"volumeClaimTemplate": {"spec": {}}}},
+        {"name": "own", "ephemeral": {"volumeClaimTemplate": {"spec": claim}}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "32Gi"}},
     ]
     assert judge(template=template) == []
@@ -197,3 +198,46 @@ def test_the_sidecar_of_llm_d_may_be_changed_by_its_name() -> None:
     missing = [("spec.initContainers[0].name", "Required", True)]
     assert judge(template=changed) == missing
     assert judge("prefill", changed, **LLMD) == missing
+
+
+PROXY = "spec.initContainers[0]"
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"restartPolicy": None}, [(f"{PROXY}.restartPolicy", "ConflictingSettings", True)]),
+        ({"restartPolicy": "OnFailure"}, [(f"{PROXY}.restartPolicy", "ConflictingSettings", True)]),
+        ({"restartPolicy": "Always"}, []),
+        ({"args": ["--kv-connector=nixlv2", "--port", "9000"]},
+         [(f"{PROXY}.args", "ConflictingSettings", True),
+          (f"{PROXY}.args", "ArgumentsOverlaid", False)]),
+        ({"args": ["-port=8000"]}, [(f"{PROXY}.args", "ArgumentsOverlaid", False)]),
+        ({"args": None}, [(f"{PROXY}.args", "ArgumentsOverlaid", False)]),
+        ({"command": ["proxy"]}, [(f"{PROXY}.command", "ArgumentsOverlaid", False)]),
+        ({"image": "example/sidecar:v2"}, []),
+        ({"env": [{"name": "LOG", "value": "debug"}]}, []),
+        ({"livenessProbe": {"tcpSocket": {"port": 8000}}}, []),
+    ],
+)  # fmt: skip
+def test_what_llm_d_s_sidecar_needs_is_kept(fields: Any, found: Any) -> None:
+    changed = {"spec": {"initContainers": [{"name": "routing-proxy", **fields}]}}
+    assert judge(template=changed, **LLMD) == found
+
+
+def test_a_container_of_ours_starts_again_after_a_failure() -> None:
+    for part, name in (("decode", "engine"), ("router", "router")):
+        for given, found in (("Never", 1), ("OnFailure", 1), ("Always", 0), (None, 0)):
+            own = {"spec": {"containers": [{"name": name, "restartPolicy": given}]}}
+            assert len(judge(part, own)) == found
+    assert judge(template=engine(sidecar(restartPolicy="Never"))) == []
+    assert judge(template={"spec": {"initContainers": None}}, **LLMD) == [], "ours stays"
+
+
+def test_an_init_container_that_ends_has_no_probes() -> None:
+    probe = {"exec": {"command": ["true"]}}
+    ends = engine(init=(sidecar(livenessProbe=probe),))
+    assert judge(template=ends) == [("spec.initContainers[0].livenessProbe", "NotAllowed", True)]
+    assert (
+        judge(template=engine(init=(sidecar(livenessProbe=probe, restartPolicy="Always"),))) == []
+    )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pod_values import VALUES
 from remedy_sentences import sentences
 
 from pdcluster_operator.api.rule_examples import Example, examples
@@ -92,6 +93,9 @@ def test_who_follows_a_remedy_is_accepted(entry: dict[str, Any]) -> None:
 
 def test_every_remedy_in_the_source_is_followed() -> None:
     told = {one["remedy"] for one in FOLLOWED} | {one.remedy for one in examples().values()}
+    for wrong, *_ in VALUES.values():  # test_api_pod_template.py follows these
+        manifest = merge(BASE, {"spec": {"decode": {"podTemplate": wrong}}})
+        told |= {one.remedy for one in Example({}, manifest).judge(manifest).errors}
     found = sentences(JUDGES)
     assert len(found) > 90
     missed = [
@@ -113,13 +117,16 @@ OF_SAMPLES = (
     "ReadinessReplaced",
     "ClusterFirst",
     "NVLink",
+    "spec.os.name: is missing",
 )
 """What is said of the sample itself, wherever it stands."""
 SAMPLES = {"str": "x", "int": 1, "bool": True, "any": "x"}
 
 
-def sample(kind: str) -> Any:
+def sample(kind: str, limit: str = "") -> Any:
     """A value of a type of Kubernetes, with the fields that every such object needs."""
+    if "|" in limit:
+        return limit.partition("|")[0]
     if kind.startswith("["):
         return []
     return {} if kind.startswith("{") else SAMPLES.get(kind, {})
@@ -139,9 +146,10 @@ def test_a_field_of_a_pod_is_sent_to_a_place_where_nothing_is_said_of_it(
             continue
         sent += 1
         ours = "router" if path == "spec.router" else "engine"
-        template: dict[str, Any] = {"spec": {field: sample(of_type)}}
+        value = sample(of_type, pod_templates.LIMITS[kind, field])
+        template: dict[str, Any] = {"spec": {field: value}}
         if f"as {field} of the container {ours}" in remedy:
-            template = {"spec": {"containers": [{"name": ours, field: sample(of_type)}]}}
+            template = {"spec": {"containers": [{"name": ours, field: value}]}}
         spec = {"podTemplate": template}
         if path.startswith(("spec.decode", "spec.router")):
             spec = {path.split(".")[1]: spec}

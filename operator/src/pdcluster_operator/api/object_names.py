@@ -22,7 +22,6 @@ SIDE_CHANNEL_PORT = 5600
 """Of an engine's first data-parallel rank; the next ones have the next ports."""
 MASTER_PORT = 29500
 """Where the pods of an engine of several nodes find each other."""
-SIDECAR_CONTAINER = "routing-proxy"
 BEHIND_SIDECAR_PORT = 8200
 """Where a decode engine listens behind the sidecar: its default for ``--model-server-port``."""
 ROUTER_PORT = 8000

@@ -16,6 +16,7 @@ import pdcluster_connector
 from pdcluster_connector.host_memory import available_bytes
 from pdcluster_connector.protocol import api_key
 from pdcluster_operator.api import findings, object_names
+from pdcluster_operator.api.spec.pod_templates import SIDECAR_CONTAINER
 from pdcluster_operator.api.spec.resolve import engine_places
 from pdcluster_operator.api.spec.resources import parse_quantity
 from pdcluster_operator.api.spec.types import Cluster, Role
@@ -41,7 +42,7 @@ FIELDS = {
     "HF_TOKEN": "spec.model.source.huggingFace.tokenSecretRef",
     "HF_HUB_OFFLINE": "spec.model.source.huggingFace.repo",
     "vllm-router": "spec.router",
-    object_names.SIDECAR_CONTAINER: "spec.router.type",
+    SIDECAR_CONTAINER: "spec.router.type",
     api_key.VARIABLE: "spec.router.apiKeySecretRef",
 }
 """The field of the spec that brings a volume, a variable or a program into a pod."""
@@ -126,9 +127,9 @@ def _pod_findings(
 def _node_problems(spec: Manifest) -> Iterator[tuple[Lack, str, str, str]]:
     """Yield (rule, subject, fault, remedy) of init containers and volumes; so do those below."""
     names = [one.get("name") for one in spec.get("initContainers") or ()]
-    if object_names.SIDECAR_CONTAINER in names:
+    if SIDECAR_CONTAINER in names:
         what, remedy = "local mode runs no sidecars", "Use VLLMRouter or None, or use a cluster."
-        yield Lack.NOT_SIMULATED, object_names.SIDECAR_CONTAINER, what, remedy
+        yield Lack.NOT_SIMULATED, SIDECAR_CONTAINER, what, remedy
     elif names:
         what = "local mode runs no init containers"
         remedy = "Remove them from podTemplate, or use a cluster."

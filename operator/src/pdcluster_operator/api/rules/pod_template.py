@@ -7,14 +7,12 @@ Whoever may mount a folder of a node can read it, so an operator may forbid host
 """
 
 import itertools
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pdcluster_operator.api import object_names
 from pdcluster_operator.api.findings import FieldError, Rule, did_you_mean, quoted, shown
 from pdcluster_operator.api.spec import pod_templates, resources
-from pdcluster_operator.api.spec.fields import LABEL_KEY
 from pdcluster_operator.api.spec.resolve import grace_period, router_grace_period
 from pdcluster_operator.api.spec.router_types import RouterType
 from pdcluster_operator.api.spec.types import Cluster
@@ -41,8 +39,16 @@ MAP_KEYS = {
     "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
 }
 DEFAULTS = {"protocol": pod_templates.TCP}
-# Types that take one of their fields beside the name, and how many they need.
-ONE_OF = {"V1EnvVar": 0, "V1EnvVarSource": 1, "V1Volume": 0}
+MAY_BE_EMPTY = frozenset({("V1HTTPHeader", "value"), ("V1Sysctl", "value")})
+# Types that take one of these fields, how many they need, and the fields that are no choice.
+ONE_OF: Mapping[str, tuple[int, frozenset[str]]] = {
+    "V1DownwardAPIVolumeFile": (1, frozenset({"mode", "path", "user"})),
+    "V1EnvFromSource": (1, frozenset({"prefix"})),
+    "V1EnvVar": (0, frozenset({"name"})),
+    "V1EnvVarSource": (1, frozenset()),
+    "V1Volume": (0, frozenset({"name"})),
+    "V1VolumeProjection": (0, frozenset()),
+}
 # Kubernetes' plain types, as the table of fields names them.
 PLAIN = {
     "str": (str, "a string", "Put it in quotes."),
@@ -56,7 +62,7 @@ def pod_template_errors(cluster: Cluster) -> Iterator[FieldError]:
     for path, template, ours in pod_templates.pod_templates(cluster):
         found = itertools.chain(
             _object(path, "V1PodTemplateSpec", template),
-            _images(path, template, ours, cluster.spec.router.type),
+            _images(path, template, ours, sidecar_of(cluster, path)),
             _life(path, template),
         )
         yield from itertools.islice(found, MOST_ERRORS)
@@ -109,8 +115,10 @@ def _shorter(cluster: Cluster, missing: int) -> str:
 def overlay_warnings(cluster: Cluster) -> Iterator[FieldError]:
     """Yield commands and arguments of templates that replace those of our containers."""
     for path, template, ours in pod_templates.pod_templates(cluster):
+        sidecar = sidecar_of(cluster, path)
         for place, entry in pod_templates.containers(template):
-            if entry.get("name") != ours or not place.startswith("spec.containers"):
+            name, init = entry.get("name"), place.startswith("spec.initContainers")
+            if name != (sidecar if init else ours):
                 continue
             for field in ("command", "args"):
                 if field in entry:
@@ -119,8 +127,15 @@ def overlay_warnings(cluster: Cluster) -> Iterator[FieldError]:
                         shown(entry[field]),
                         Rule.ARGUMENTS_OVERLAID,
                         f"replaces the operator's own {field}, and no rule checks it",
-                        pod_templates.extra_args_instead(path, field),
+                        "Remove it." if init else pod_templates.extra_args_instead(path, field),
                     )
+
+
+def sidecar_of(cluster: Cluster, path: str) -> str:
+    """Return the init container that the operator adds to a template's pods; empty without."""
+    if cluster.spec.router.type is RouterType.LLMD and path == "spec.decode.podTemplate":
+        return pod_templates.SIDECAR_CONTAINER
+    return ""
 
 
 def _grace(template: Mapping[str, object]) -> int | None:
@@ -129,17 +144,11 @@ def _grace(template: Mapping[str, object]) -> int | None:
 
 
 def _images(
-    path: str, template: Mapping[str, object], ours: str, router: RouterType
+    path: str, template: Mapping[str, object], ours: str, sidecar: str
 ) -> Iterator[FieldError]:
-    sidecar = {object_names.SIDECAR_CONTAINER} if router is RouterType.LLMD else set()
-    added = sidecar if path == "spec.decode.podTemplate" else set()
     for place, entry in pod_templates.containers(template):
         name, init = entry.get("name"), place.startswith("spec.initContainers")
-        if (
-            not entry.get("image")
-            and isinstance(name, str)
-            and (name not in added if init else name != ours)
-        ):
+        if not entry.get("image") and isinstance(name, str) and name != (sidecar if init else ours):
             yield FieldError(
                 f"{path}.{place}.name",
                 shown(name),
@@ -163,18 +172,18 @@ def _life(path: str, template: Mapping[str, object]) -> Iterator[FieldError]:
             )
 
 
-def _value(path: str, kind: str, value: object) -> Iterator[FieldError]:
+def _value(path: str, kind: str, value: object, limit: str = "") -> Iterator[FieldError]:
     """Yield errors in a value. ``null`` fits every type: it removes a field."""
     if value is None:
         return
     if kind == "any":
         if path.endswith(".port") and (isinstance(value, bool) or not isinstance(value, int | str)):
             yield _wrong(path, value, "the number or name of a port", "Write for example http.")
-        return
-    if kind.startswith("["):
-        yield from _list(path, kind[1:-1], value)
+            return
+    elif kind.startswith("["):
+        yield from _list(path, kind[1:-1], value, limit)
     elif kind.startswith("{"):
-        yield from _free_keys(path, value)
+        yield from _free_keys(path, value, limit)
     elif kind in pod_templates.FIELDS:
         yield from _object(path, kind, value)
     elif kind == "str" and path.rpartition(".")[2] in QUANTITIES:
@@ -184,13 +193,15 @@ def _value(path: str, kind: str, value: object) -> Iterator[FieldError]:
         # In Python a bool is an int.
         if not isinstance(value, fitting) or (isinstance(value, bool) and fitting is int):
             yield _wrong(path, value, word, remedy)
+            return
+    if kind in (*PLAIN, "any") and (why := pod_templates.wrong_value(limit, value)):
+        yield _finding(path, value, why)
 
 
 def _amount(path: str, value: object) -> Iterator[FieldError]:
     # Unlike our own resources, Kubernetes takes a fraction without quotes.
     if why := resources.why_no_amount(str(value)):
-        remedy = "Write for example 4, 500m or 16Gi."
-        yield FieldError(path, shown(value), Rule.BAD_FORMAT, why, remedy)
+        yield _finding(path, value, (Rule.BAD_FORMAT, why, "Write for example 4, 500m or 16Gi."))
 
 
 def _object(path: str, kind: str, value: object) -> Iterator[FieldError]:
@@ -198,18 +209,29 @@ def _object(path: str, kind: str, value: object) -> Iterator[FieldError]:
         yield _wrong(path, value, "an object", "Write a mapping.")
         return
     known = pod_templates.FIELDS[kind]
-    given = [key for key in known if key != "name" and value.get(key) not in (None, "")]
-    if kind in ONE_OF and not ONE_OF[kind] <= len(given) <= 1:
+    least, beside = ONE_OF.get(kind, (0, frozenset(known)))
+    choice = [key for key in known if key not in beside]
+    given = [key for key in choice if value.get(key) not in (None, "")]
+    if not least <= len(given) <= 1:
         message = "takes only one of these" if given else "needs one of its fields"
-        remedy = "Keep one of them." if given else f"Give one of {', '.join(known)}."
+        remedy = "Keep one of them." if given else f"Give one of {', '.join(choice)}."
         yield FieldError(path, ", ".join(given), Rule.EXACTLY_ONE, message, remedy)
+    if value.keys() <= known.keys():  # else a field may be misspelt
+        for key in pod_templates.NEEDED[kind]:
+            empty = (None, []) if known[key].startswith("[") else (None, "")
+            if value.get(key) in empty and (kind, key) not in MAY_BE_EMPTY:
+                why = Rule.REQUIRED, "is missing", f"Give the {key}."
+                yield _finding(f"{path}.{key}", None, why)
+        field = path.rpartition(".")[2].partition("[")[0]
+        for key, why in pod_templates.wrong_together(kind, field, value):
+            yield _finding(f"{path}.{key}", value.get(key), why)
     for key, inner in value.items():
         if inner is None and pod_templates.KEPT_FIELDS.get(kind) == key:
             message = "removes what every pod needs"
             remedy = f"Leave {key} out: the operator's own stays, with what you add."
             yield FieldError(f"{path}.{key}", "null", Rule.REQUIRED, message, remedy)
         elif key in known:
-            yield from _value(f"{path}.{key}", known[key], inner)
+            yield from _value(f"{path}.{key}", known[key], inner, pod_templates.LIMITS[kind, key])
         else:
             yield FieldError(
                 f"{path}.{key}",
@@ -232,44 +254,48 @@ def _remedy(path: str, kind: str, key: str, known: Mapping[str, str]) -> str:
     return did_you_mean(key, known) or f"Known are: {', '.join(known)}."
 
 
-def _list(path: str, kind: str, value: object) -> Iterator[FieldError]:
+def _list(path: str, kind: str, value: object, limit: str) -> Iterator[FieldError]:
     field = path.rpartition(".")[2]
     if not pod_templates.is_list(value):
         yield _wrong(path, value, "a list", "Write a list: a hyphen before each item.")
         return
-    identity = pod_templates.REQUIRED_KEYS.get(field)
     keys = MAP_KEYS.get(field, ())
     seen = set[str]()
     for place, item in enumerate(value):
         here = f"{path}[{place}]"
         if item is None:
             yield _wrong(here, item, "given", "Write the item, or leave it out.")
-        yield from _value(here, kind, item)
-        if identity and isinstance(item, Mapping) and item.get(identity) is None:
-            yield FieldError(
-                f"{here}.{identity}", "", Rule.REQUIRED, "is missing", f"Give the {identity}."
-            )
-        elif keys and isinstance(item, Mapping) and item.get(keys[0]) is not None:
+        yield from _value(here, kind, item, limit)
+        if keys and isinstance(item, Mapping) and item.get(keys[0]) is not None:
             name = " ".join(str(item.get(key) or DEFAULTS.get(key, "")) for key in keys)
             if name in seen:
-                message, remedy = "is given twice", "Keep one of them."
-                where = f"{here}.{keys[0]}"
-                yield FieldError(where, shown(item[keys[0]]), Rule.DUPLICATE, message, remedy)
+                why = Rule.DUPLICATE, "is given twice", "Keep one of them."
+                yield _finding(f"{here}.{keys[0]}", item[keys[0]], why)
             seen.add(name)
 
 
-def _free_keys(path: str, value: object) -> Iterator[FieldError]:
+def _free_keys(path: str, value: object, limit: str) -> Iterator[FieldError]:
     if not isinstance(value, Mapping):
         yield _wrong(path, value, "an object", "Write a mapping.")
         return
     quantities = path.rpartition(".")[2] in QUANTITIES
+    labels = limit == "@labels"
     for key, inner in value.items():
         if inner is None:
             continue
+        why = pod_templates.wrong_value("@key", key if labels else key.lower()) if limit else None
+        if labels and why is None:
+            why = pod_templates.wrong_value("@value", inner)
+        if why is not None:
+            yield _finding(f"{path}.{key}", inner, why)
         if quantities:
             yield from _amount(f"{path}.{key}", inner)
         elif not isinstance(inner, str):
             yield _wrong(f"{path}.{key}", inner, "a string", "Put it in quotes.")
+
+
+def _finding(path: str, value: object, why: pod_templates.Wrong) -> FieldError:
+    return FieldError(path, "" if value is None else shown(value), *why)
 
 
 def _wrong(path: str, value: object, word: str, remedy: str) -> FieldError:
@@ -296,10 +322,8 @@ def common_metadata_errors(cluster: Cluster) -> Iterator[FieldError]:
             ours = key in own or key.startswith(f"{object_names.GROUP}/")
             if why := "belongs to the operator" if ours else TAKEN.get(key):
                 yield FieldError(where, shown(value), Rule.NOT_ALLOWED, why, "Remove it.")
-            elif not re.fullmatch(LABEL_KEY.pattern or "", key) or len(key.split("/")[-1]) > 63:
-                message = "is no key: [domain/]name, the name of at most 63 letters and digits"
-                remedy = "Write for example example.com/team."
-                yield FieldError(where, shown(value), Rule.BAD_FORMAT, message, remedy)
+            elif wrong := pod_templates.wrong_value("@key", key):
+                yield _finding(where, value, wrong)
             elif not isinstance(value, str):
                 yield _wrong(where, value, "a string", "Put it in quotes.")
     size = sum(len(str(one)) for one in common.annotations.values())

@@ -12,7 +12,7 @@ from typing import Any
 
 from pdcluster_operator.api import object_names
 from pdcluster_operator.api.findings import FieldError, Rule, did_you_mean, shown
-from pdcluster_operator.api.rules.pod_template import is_readable
+from pdcluster_operator.api.rules.pod_template import is_readable, sidecar_of
 from pdcluster_operator.api.spec import engine_types, pod_templates, resolve
 from pdcluster_operator.api.spec.pod_templates import (
     HANDLERS,
@@ -27,10 +27,8 @@ from pdcluster_operator.api.spec.types import Cluster, Role, TlsMode
 
 Container = tuple[str, Mapping[str, Any]]
 """A container of a template and its path in the spec."""
-# As Kubernetes has them (k8s.io/apimachinery/pkg/util/validation, IsValidPortName).
-_PORT_NAME = re.compile(r"(?=.{1,15}$)(?=.*[a-z])[a-z0-9]+(-[a-z0-9]+)*")
-# What a handler is not complete without.
-_NEEDED = {"httpGet": "port", "tcpSocket": "port", "grpc": "port", "exec": "command"}
+# What a handler asks. Without a command it is not complete.
+_ASKS = {"httpGet": "port", "tcpSocket": "port", "grpc": "port", "exec": "command"}
 # What the launcher and the router's gate answer to anybody.
 READY_PATH = "/readyz"
 # What engines answer without the API key.
@@ -90,6 +88,7 @@ def pod_errors(cluster: Cluster) -> Iterator[FieldError]:
             yield from _mounts(place, one, own)
             yield from _ports(place, one, own)
             yield from _handlers(place, one, own)
+            yield from _restarts(pod, place, one)
             if own is pod.outline:
                 yield from _own_probes(cluster, pod.role, place, one)
         yield from _taken(pod, refused=True)
@@ -141,12 +140,16 @@ class _Pod:
     path: str
     template: Mapping[str, Any]
     ours: str
+    sidecar: str
     role: Role | None
     outline: Outline
     containers: tuple[Container, ...]
 
     def is_ours(self, place: str, container: Mapping[str, Any]) -> bool:
         return container.get("name") == self.ours and not _is_init(place)
+
+    def is_sidecar(self, place: str, container: Mapping[str, Any]) -> bool:
+        return _is_init(place) and container.get("name") == self.sidecar != ""
 
 
 def _pods(cluster: Cluster) -> Iterator[_Pod]:
@@ -157,7 +160,8 @@ def _pods(cluster: Cluster) -> Iterator[_Pod]:
         role = Role(path.split(".")[1]) if ours == pod_templates.ENGINE_CONTAINER else None
         containers = [(f"{path}.{place}", one) for place, one in pod_templates.containers(template)]
         own = outline(cluster, role)
-        yield _Pod(path, template, ours, role, own, tuple(containers))
+        sidecar = sidecar_of(cluster, path)
+        yield _Pod(path, template, ours, sidecar, role, own, tuple(containers))
 
 
 def _is_init(place: str) -> bool:
@@ -225,6 +229,9 @@ def _mounts(place: str, container: Mapping[str, Any], own: Outline) -> Iterator[
         written = mount.get("mountPath")
         if written is None:
             continue
+        if mount.get("name") is None and written not in own.mounts:
+            why = "is missing", "Name a volume of the pod."
+            yield _wrong(f"{here}.name", "", Rule.REQUIRED, *why)
         folder = posixpath.normpath(f"/{written}").replace("//", "/")
         if folder in seen and not (written in own.mounts and seen[folder] == OWN_MOUNT):
             message, remedy = f"is the folder of {seen[folder]}, too", "Mount one volume there."
@@ -244,11 +251,6 @@ def _ports(place: str, container: Mapping[str, Any], own: Outline) -> Iterator[F
     names: dict[str, object] = dict(own.ports)
     for here, port in _items(place, container, "ports"):
         number, name = port.get("containerPort"), port.get("name")
-        for field in ("containerPort", "hostPort"):
-            given = port.get(field)
-            if given is not None and not (field != "hostPort") <= given < 1 << 16:
-                message, remedy = "is no port", "Write a number from 1 to 65535."
-                yield _wrong(f"{here}.{field}", given, Rule.OUT_OF_RANGE, message, remedy)
         if name is None:
             continue
         if number in owners and _protocol(port) == TCP and name != owners[number]:
@@ -259,10 +261,6 @@ def _ports(place: str, container: Mapping[str, Any], own: Outline) -> Iterator[F
                 f"renames the operator's port {owners[number]}, which its probes and Services name",
                 f"Write name: {owners[number]}, or leave the name out.",
             )
-        elif not _PORT_NAME.fullmatch(name):
-            message = "is no name of a port: 1 to 15 lower-case letters, digits and hyphens"
-            remedy = "Write for example http-metrics."
-            yield _wrong(f"{here}.name", name, Rule.BAD_FORMAT, message, remedy)
         elif names.setdefault(name, number) != number:
             message = f"is the name of port {names[name]} of this container, too"
             yield _wrong(f"{here}.name", name, Rule.DUPLICATE, message, "Choose another name.")
@@ -330,17 +328,37 @@ def _handlers(place: str, container: Mapping[str, Any], own: Outline) -> Iterato
             remedy = "Keep one of them." if given else "Say what is to be asked or done."
             yield _wrong(here, ", ".join(given), Rule.EXACTLY_ONE, message, remedy)
         for name in given[:1]:
-            field, handler = _NEEDED.get(name, ""), probe[name]
+            field, handler = _ASKS.get(name, ""), probe[name]
             value, where = handler.get(field), f"{here}.{name}.{field}"
-            if field and value in (None, [], ""):
+            if field == "command" and not value:
                 yield _wrong(where, "", Rule.REQUIRED, "is missing", f"Give the {field}.")
-            elif field == "port" and not isinstance(value, int) and value not in ports:
+            elif field == "port" and value and not isinstance(value, int) and value not in ports:
                 remedy = (
                     did_you_mean(str(value), sorted(ports)) or "Name a port of the same container."
                 )
                 remedy = "Leave out the quotes." if str(value).isdecimal() else remedy
                 message = "is the name of no port of this container"
                 yield _wrong(where, value, Rule.NOT_IN_POD, message, remedy)
+
+
+def _restarts(pod: _Pod, place: str, container: Mapping[str, Any]) -> Iterator[FieldError]:
+    """Yield what ends our containers for good, or keeps llm-d's sidecar from its port."""
+    given = container.get("restartPolicy")
+    if pod.is_sidecar(place, container):
+        if "restartPolicy" in container and given != "Always":
+            message = "lets the engine start only after this sidecar has ended, which it never does"
+            where, remedy = f"{place}.restartPolicy", "Leave it out, or write Always."
+            yield _wrong(where, shown(given), Rule.CONFLICTING_SETTINGS, message, remedy)
+        words = " ".join(map(str, as_list(container.get("args"))))
+        port = re.search(r"(?<!\S)--?port[= ](\S+)", words)
+        if port and port[1] != str(object_names.HTTP_PORT):
+            message = f"leaves nothing on port {object_names.HTTP_PORT}, where llm-d sends requests"
+            remedy = f"Write --port={object_names.HTTP_PORT}."
+            yield _wrong(f"{place}.args", port[0], Rule.CONFLICTING_SETTINGS, message, remedy)
+    elif pod.is_ours(place, container) and given not in (None, "Always"):
+        message = f"lets the {pod.ours} stay down after it has failed once"
+        where, remedy = f"{place}.restartPolicy", "Leave it out."
+        yield _wrong(where, given, Rule.CONFLICTING_SETTINGS, message, remedy)
 
 
 def _own_probes(

@@ -258,7 +258,7 @@ def init_containers(cluster: Cluster, role: Role) -> dict[str, Any]:
     if not has_sidecar(cluster, role):
         return {}
     sidecar = {
-        "name": object_names.SIDECAR_CONTAINER,
+        "name": pod_templates.SIDECAR_CONTAINER,
         "image": cluster.spec.router.sidecar_image,
         "args": [
             f"--port={object_names.HTTP_PORT}",
