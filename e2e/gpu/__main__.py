@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gpu.hand_over import GROUPS, run_part
 
-PARTS = ("oracle", "probe", "fence", "quarantine", "idle", "speed")
+PARTS = ("oracle", "probe", "fence", "quarantine", "idle", "speed", "threads")
 TRANSPORTS = {
     "cuda": {"cuda_ipc": "", "host staging over TCP": "tcp,cuda_copy"},
     "cpu": {"shared memory": "", "TCP": "tcp"},
@@ -72,7 +72,7 @@ def main() -> int:
         if arguments.transport not in (None, transport):
             continue
         for part in (part for part in parts if part in PARTS):
-            if part in ("speed", "idle") and tls and device == "cuda":
+            if part in ("speed", "idle", "threads") and tls and device == "cuda":
                 continue  # staging is proven, not timed
             print(f"\n### {part} ({transport})\n", flush=True)
             environment = {"UCX_TLS": tls} if tls else {}
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def _functions() -> dict[str, Callable[[str, bool], None]]:
-    from gpu import correct, speed
+    from gpu import correct, speed, threads
 
     return {
         "oracle": correct.oracle,
@@ -92,6 +92,7 @@ def _functions() -> dict[str, Callable[[str, bool], None]]:
         "quarantine": correct.quarantine,
         "idle": speed.idle,
         "speed": speed.speed,
+        "threads": threads.threads,
     }
 
 
