@@ -88,6 +88,7 @@ from types import CodeType, SimpleNamespace as Some
 sys.path[:0] = json.loads(sys.argv[1])
 from pdcluster_connector.launcher.vllm_shim import answer_for_vllm
 answer_for_vllm()
+import vllm.config
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase as read
 
 def words(value):
