@@ -38,6 +38,8 @@ def manifest(path):
     spec = {"model": {"source": {source: copy.deepcopy(SOURCES[source])}}}
     if path[:2] == ("model", "cache"):
         spec["model"]["cache"] = {"persistentVolumeClaim": {"claimName": "c"}}
+    if path[:2] == ("model", "configMapRef"):
+        spec["model"]["configMapRef"] = {"name": "c"}
     if path[:2] == ("router", "apiKeySecretRef"):
         spec["router"] = {"apiKeySecretRef": {"name": "k"}}
     if path[0] == "autoscaling":
