@@ -135,6 +135,13 @@ def test_what_the_model_rules_out_is_refused_with_its_config_map() -> None:
     assert [one.path for one in long.errors] == ["spec.engine.maxModelLen"]
 
 
+def test_layers_of_a_model_that_nobody_compared_refuse_nothing() -> None:
+    qwen = MODELS["Qwen2.5-7B"]["config"]  # 28 heads of queries, 4 of KV
+    assert not judged(holding(qwen), tensor=7).ok
+    assert judged(holding({**qwen, "model_type": "mythical"}), tensor=7).ok
+    assert not judged(holding({**qwen, "model_type": "mythical"}), tensor=8).ok, "28 heads over 8"
+
+
 def test_a_config_that_flags_replace_is_not_the_models() -> None:
     findings = judged(holding(LLAMA), tensor=3, engine={"extraArgs": ["--hf-overrides", "{}"]})
     assert findings.ok
