@@ -160,7 +160,9 @@ def test_what_others_write_stays_accepted() -> None:
     assert hosted == {"HostNamespace"}
 
 
-@pytest.mark.parametrize("source", [{"csi": {"driver": "gcsfuse"}}, {"nfs": {"server": "a"}}])
+@pytest.mark.parametrize(
+    "source", [{"csi": {"driver": "gcsfuse"}}, {"nfs": {"server": "a", "path": "/m"}}]
+)
 def test_weights_of_another_volume_are_allowed_and_warned_of(source: dict[str, Any]) -> None:
     """A template can mount what spec.model.source cannot say."""
     template = {"spec": {"volumes": [{"name": "model", **source}]}}

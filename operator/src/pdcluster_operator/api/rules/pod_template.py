@@ -163,13 +163,8 @@ def _life(path: str, template: Mapping[str, object]) -> Iterator[FieldError]:
     for field in sorted(pod_templates.REFUSED):
         value = pod_templates.pod_spec(template).get(field)
         if value is not None and (field, value) != ("restartPolicy", "Always"):
-            yield FieldError(
-                f"{path}.spec.{field}",
-                shown(value),
-                Rule.NOT_ALLOWED,
-                pod_templates.REFUSED_BECAUSE,
-                "Remove it.",
-            )
+            why = Rule.NOT_ALLOWED, pod_templates.REFUSED_BECAUSE, "Remove it."
+            yield _finding(f"{path}.spec.{field}", value, why)
 
 
 def _value(path: str, kind: str, value: object, limit: str = "") -> Iterator[FieldError]:

@@ -114,11 +114,8 @@ def pod_warnings(cluster: Cluster) -> Iterator[FieldError]:
 def _replaced(pod: "_Pod", place: str, container: Mapping[str, Any]) -> Iterator[FieldError]:
     """Yield probes of our own container that may not tell what the operator counts on."""
     ports = [item for at, one in pod.containers for item in _items(at, one, "ports")]
-    known = {
-        *pod.outline.ports.values(),
-        *pod.outline.unnamed,
-        *(port.get("containerPort") for _, port in ports),
-    }
+    known = {port.get("containerPort") for _, port in ports}
+    known |= {*pod.outline.ports.values(), *pod.outline.unnamed}
     for name in PROBES:
         probe = container.get(name, {})
         if name == "readinessProbe" and (probe is None or _asked(probe)):
@@ -197,10 +194,8 @@ def _missing(pod: _Pod) -> Iterator[FieldError]:
         for field, here, item in (*named, *(("resourceClaims", *item) for item in claims)):
             name = item.get("name")
             if name is not None and name not in given[field]:
-                remedy = (
-                    did_you_mean(name, sorted(given[field]))
-                    or f"Add it to {pod.path}.spec.{field}."
-                )
+                missing = f"Add it to {pod.path}.spec.{field}."
+                remedy = did_you_mean(name, sorted(given[field])) or missing
                 message = f"is not in {pod.path}.spec.{field}, nor is it the operator's own"
                 yield _wrong(f"{here}.name", name, Rule.NOT_IN_POD, message, remedy)
 
@@ -230,8 +225,8 @@ def _mounts(place: str, container: Mapping[str, Any], own: Outline) -> Iterator[
         if written is None:
             continue
         if mount.get("name") is None and written not in own.mounts:
-            why = "is missing", "Name a volume of the pod."
-            yield _wrong(f"{here}.name", "", Rule.REQUIRED, *why)
+            remedy = "Name a volume of the pod."
+            yield _wrong(f"{here}.name", "", Rule.REQUIRED, "is missing", remedy)
         folder = posixpath.normpath(f"/{written}").replace("//", "/")
         if folder in seen and not (written in own.mounts and seen[folder] == OWN_MOUNT):
             message, remedy = f"is the folder of {seen[folder]}, too", "Mount one volume there."
@@ -254,13 +249,11 @@ def _ports(place: str, container: Mapping[str, Any], own: Outline) -> Iterator[F
         if name is None:
             continue
         if number in owners and _protocol(port) == TCP and name != owners[number]:
-            yield _wrong(
-                f"{here}.name",
-                name,
-                Rule.CONFLICTING_SETTINGS,
-                f"renames the operator's port {owners[number]}, which its probes and Services name",
-                f"Write name: {owners[number]}, or leave the name out.",
+            message = (
+                f"renames the operator's port {owners[number]}, which probes and Services name"
             )
+            remedy = f"Write name: {owners[number]}, or leave the name out."
+            yield _wrong(f"{here}.name", name, Rule.CONFLICTING_SETTINGS, message, remedy)
         elif names.setdefault(name, number) != number:
             message = f"is the name of port {names[name]} of this container, too"
             yield _wrong(f"{here}.name", name, Rule.DUPLICATE, message, "Choose another name.")
@@ -333,9 +326,8 @@ def _handlers(place: str, container: Mapping[str, Any], own: Outline) -> Iterato
             if field == "command" and not value:
                 yield _wrong(where, "", Rule.REQUIRED, "is missing", f"Give the {field}.")
             elif field == "port" and value and not isinstance(value, int) and value not in ports:
-                remedy = (
-                    did_you_mean(str(value), sorted(ports)) or "Name a port of the same container."
-                )
+                other = "Name a port of the same container."
+                remedy = did_you_mean(str(value), sorted(ports)) or other
                 remedy = "Leave out the quotes." if str(value).isdecimal() else remedy
                 message = "is the name of no port of this container"
                 yield _wrong(where, value, Rule.NOT_IN_POD, message, remedy)
