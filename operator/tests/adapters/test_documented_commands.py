@@ -103,6 +103,7 @@ def shell(tmp_path: Path) -> list[str]:
         (home / name).symlink_to(ROOT / name)
     for name in ("small", "llama", "qwen-ib"):
         (home / f"{name}.yaml").write_text(yaml.safe_dump(cluster(name)))
+    (home / "config.json").write_text('{"model_type": "llama"}')
     programs = tmp_path / "bin"
     programs.mkdir()
     wanted = [one for one in binaries.PROGRAMS if one.name in ("kubectl", "helm4")]

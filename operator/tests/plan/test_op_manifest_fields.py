@@ -471,7 +471,7 @@ def test_the_weights_are_where_vllm_looks_for_them(role, model, word, volume, mo
 def test_the_environment_of_an_engine(role):
     own = [
         {"name": "A", "value": "1"},
-        {"name": "B"} | {"valueFrom": {"fieldRef": {"fieldPath": "x"}}},
+        {"name": "B"} | {"valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
     ]
     spec = {role: {"parallelism": {"tensor": 4, "nodes": 2}, "engine": {"env": own}}, "router": KEY}
     workload = only("StatefulSet", role, **spec)
@@ -484,7 +484,7 @@ def test_the_environment_of_an_engine(role):
         "PDCLUSTER_NODE_RANK": {"valueFrom": {"fieldRef": {"fieldPath": field}}},
         "VLLM_API_KEY": {"valueFrom": {"secretKeyRef": {"name": "api", "key": "token"}}},
         "A": {"value": "1"},
-        "B": {"valueFrom": {"fieldRef": {"fieldPath": "x"}}},
+        "B": {"valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
     }
     assert workload["spec"]["replicas"] == 2
     words = box["args"]
