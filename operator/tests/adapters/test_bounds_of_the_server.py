@@ -5,7 +5,16 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import pytest
-from operator_runs import CHILDREN, cluster, condition, create, edit, events, until
+from operator_runs import (
+    CHILDREN,
+    REFUSED_BY_SERVER,
+    cluster,
+    condition,
+    create,
+    edit,
+    events,
+    until,
+)
 
 from pdcluster_operator.api.rules.resources import MOST_BYTES
 
@@ -19,10 +28,6 @@ def names(real, namespace, kind):
     query = "?labelSelector=pdcluster.dev/cluster"
     found = real.call("GET", CHILDREN[kind].format(namespace) + query)[1]["items"]
     return [one["metadata"]["name"] for one in found]
-
-
-# Kubernetes writes Exists. No rule of ours knows the operators of tolerations.
-REFUSED = {"spec": {"tolerations": [{"operator": "exists"}]}}
 
 
 def refused(real, namespace, words):
@@ -42,8 +47,8 @@ def test_a_role_that_the_server_refuses_keeps_the_other_one_from_holding_gpus(
     real, operator, namespace
 ):
     operator.start()
-    create(real, namespace, cluster(decode={"podTemplate": REFUSED}))
-    until(lambda: refused(real, namespace, "Unsupported value"), 60, operator.said)
+    create(real, namespace, cluster(decode={"podTemplate": REFUSED_BY_SERVER}))
+    until(lambda: refused(real, namespace, "Bogus"), 60, operator.said)
     progress = condition(real, namespace, "Progressing")
     assert (progress["status"], progress["reason"]) == ("False", "TemplateRefused")
     assert nothing_runs(real, namespace)

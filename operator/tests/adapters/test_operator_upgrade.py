@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 import yaml
-from operator_runs import CHILDREN, at_rest, cluster, condition, create, edit, get, until
+from operator_runs import (
+    CHILDREN,
+    REFUSED_BY_SERVER,
+    at_rest,
+    cluster,
+    condition,
+    create,
+    edit,
+    get,
+    until,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -170,8 +180,7 @@ def test_a_template_that_the_server_refuses_replaces_nothing(real, operator, nam
         said = condition(real, namespace, "Progressing")
         return said["reason"] == "TemplateRefused" and words in said["message"]
 
-    bogus = {"spec": {"tolerations": [{"key": "a", "operator": "Bogus"}]}}
-    edit(real, namespace, {"decode": {"podTemplate": bogus}})
+    edit(real, namespace, {"decode": {"podTemplate": REFUSED_BY_SERVER}})
     until(lambda: refused("Bogus"), 60, operator.said)
     edit(real, namespace, {"decode": {"podTemplate": None}})
     settled(real, operator, namespace)

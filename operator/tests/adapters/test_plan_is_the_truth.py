@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from operator_runs import CHILDREN, Operator, at_rest, cluster, condition, create, edit, get, until
+from operator_runs import (
+    CHILDREN,
+    REFUSED_BY_SERVER,
+    Operator,
+    at_rest,
+    cluster,
+    condition,
+    create,
+    edit,
+    get,
+    until,
+)
 from played_nodes import PlayedNodes
 from real_api import TOKEN, RealApi
 
@@ -163,12 +174,11 @@ def test_a_plan_writes_nothing_and_says_what_the_server_refuses(
         create(real, namespace, cluster())
         until(lambda: is_ready(real, namespace), 90, operator.said)
         before = get(real, namespace)
-        bogus = {"spec": {"tolerations": [{"key": "a", "operator": "Bogus"}]}}
         manifest = tmp_path / "refused.yaml"
-        manifest.write_text(json.dumps(cluster(decode={"podTemplate": bogus})))
+        manifest.write_text(json.dumps(cluster(decode={"podTemplate": REFUSED_BY_SERVER})))
         planned = pdcluster(real, "plan", str(manifest), "--against", "-n", namespace)
         assert planned.returncode == 1, planned.stdout + planned.stderr
-        assert "decode.podTemplate.spec.tolerations changed" in planned.stdout
+        assert "decode.podTemplate.spec.securityContext.sysctls changed" in planned.stdout
         assert "Bogus" in planned.stdout
         # One engine of a role cannot make room for its successor.
         changed = cluster(rollout={"type": "Replace"}, decode={"engine": variable("1")})

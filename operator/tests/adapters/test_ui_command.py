@@ -74,7 +74,7 @@ def test_the_page_of_a_cluster_that_comes_up(
         path = f"/c/{namespace}/tiny"
         with PlayedNodes(real, namespace):
             until(lambda: "tiny serves: " in page.get(path), 240, lambda: page.get(path))
-        html = page.get(path)
+            html = page.get(path)
         for words in ("prefill/0", "decode/0", "LinksEstablished", "became True: Ready"):
             assert words in html
         # The operator's own events, by a field selector that only a real API server has.
