@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from said_findings import check_manifest
 
 from pdcluster_operator.api.spec.parse import parse_cluster
@@ -75,16 +75,22 @@ WORDS = st.sampled_from(["a", "b"])
 TEXTS = st.none() | WORDS
 LISTS = st.none() | st.lists(WORDS, max_size=2)
 OBJECTS = st.none() | st.dictionaries(WORDS, TEXTS)
+ENV = st.none() | st.lists(st.sampled_from([{"name": "A", "value": "a"}]), max_size=1)
 CONTAINERS = st.lists(
     st.fixed_dictionaries(
         {"name": st.sampled_from(["engine", "x", "y"])},
-        optional={"image": TEXTS, "args": LISTS, "resources": OBJECTS},
+        optional={"image": TEXTS, "args": LISTS, "resources": OBJECTS, "env": ENV},
     ),
     unique_by=lambda one: one["name"],
     max_size=3,
 )
 POD_SPECS = st.fixed_dictionaries(
-    {}, optional={"containers": CONTAINERS, "nodeSelector": OBJECTS, "tolerations": LISTS}
+    {},
+    optional={
+        "containers": st.none() | CONTAINERS,
+        "nodeSelector": OBJECTS,
+        "tolerations": LISTS,
+    },
 )
 POD_TEMPLATES = st.fixed_dictionaries({}, optional={"spec": POD_SPECS, "metadata": OBJECTS})
 
@@ -98,6 +104,16 @@ SHARED_TEMPLATES = POD_TEMPLATES.map(without_nulls)
 
 
 @given(ours=POD_TEMPLATES, shared=SHARED_TEMPLATES, own=POD_TEMPLATES)
+@example(
+    ours={},
+    shared={"spec": {"containers": [{"name": "x", "image": "a"}]}},
+    own={"spec": {"containers": [{"name": "x", "image": None}]}},
+)
+@example(
+    ours={},
+    shared={"spec": {"containers": [{"name": "x", "image": "a"}]}},
+    own={"spec": {"containers": None}},
+)
 def test_the_two_are_merged_as_one_after_the_other(
     ours: dict[str, Any], shared: dict[str, Any], own: dict[str, Any]
 ) -> None:

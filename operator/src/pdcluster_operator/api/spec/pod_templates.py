@@ -317,6 +317,8 @@ KEYED_LISTS = {**REQUIRED_KEYS, "imagePullSecrets": "name"}
 WHOLE_ITEMS = frozenset({"volumes", "env"})
 # Plans read these of every template. Admission refuses a null, and a stored one removes nothing.
 KEPT_FIELDS = {"V1PodTemplateSpec": "spec", "V1PodSpec": "containers", "V1Container": "image"}
+UNREMOVABLE = frozenset({*KEPT_FIELDS.values(), *KEYED_LISTS})
+"""Fields of which :func:`merge` takes a null for no value."""
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 HOOKS = ("preStop", "postStart")
 HANDLERS = ("exec", "grpc", "httpGet", "sleep", "tcpSocket")
@@ -335,7 +337,7 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
         merged = _beside(base, overlay, key)
         for name, value in overlay.items():
             if value is None:
-                if name not in (*KEPT_FIELDS.values(), *KEYED_LISTS):
+                if name not in UNREMOVABLE:
                     merged.pop(name, None)
             elif name in merged:
                 merged[name] = merge(merged[name], value, name)

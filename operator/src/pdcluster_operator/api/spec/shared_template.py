@@ -8,7 +8,7 @@ there, both are merged over the operator's, and nothing is removed.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from pdcluster_operator.api.spec.pod_templates import (
     ENGINE_CONTAINER,
     KEYED_LISTS,
     ROUTER_CONTAINER,
+    UNREMOVABLE,
     as_list,
     as_mapping,
     is_list,
@@ -47,8 +48,9 @@ def with_shared(spec: Spec) -> Spec:
         part = getattr(spec, name)
         if name == "router" and spec.router.type is not RouterType.VLLM_ROUTER:
             continue
-        # A null of the own template removes the operator's field, too, so it has to stay.
-        own = _swapped(part.pod_template or {}, None, _NULL)
+        # A null of the own template removes the operator's field, too, so it has to stay. One that
+        # merge() takes for no value removes nothing here either.
+        own = _swapped(part.pod_template or {}, None, _NULL, but=UNREMOVABLE)
         both = _swapped(merge(_without(shared, other), own), _NULL, None)
         parts[name] = replace(part, pod_template=Free(both))
     return replace(spec, **parts)
@@ -62,12 +64,15 @@ def _without(template: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return {**template, "spec": {**spec, "containers": kept}}
 
 
-def _swapped(part: Any, old: Any, new: Any) -> Any:
-    """Return a copy of a JSON value with another value wherever ``old`` stands."""
+def _swapped(part: Any, old: Any, new: Any, but: Collection[str] = ()) -> Any:
+    """Return a copy of a JSON value with another value wherever ``old`` stands, but in fields."""
     if isinstance(part, Mapping):
-        return {key: _swapped(value, old, new) for key, value in part.items()}
+        return {
+            key: value if value is old and key in but else _swapped(value, old, new, but)
+            for key, value in part.items()
+        }
     if is_list(part):
-        return [_swapped(value, old, new) for value in part]
+        return [_swapped(value, old, new, but) for value in part]
     return new if part is old else part
 
 
