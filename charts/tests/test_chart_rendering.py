@@ -99,6 +99,7 @@ def test_crd_goes_with_the_release_if_so_wanted(helm):
         ("logging.level=loud", "level"),
         ("watchNamespaces={Team}", "watchNamespaces"),
         ("operator.allowHostPathModels=perhaps", "allowHostPathModels"),
+        ("operator.allowHostPathPrefixes={models}", "allowHostPathPrefixes"),
         (f"test.namespace={NAMESPACE}", "test.namespace"),
         ("watchNamespaces={a,b},test.namespace=c", "test.namespace"),
         ("webhook.startupCheck.timeoutSeconds=0", "timeoutSeconds"),

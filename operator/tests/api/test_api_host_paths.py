@@ -9,7 +9,7 @@ import pytest
 import yaml
 from said_findings import check_manifest
 
-from pdcluster_operator.api.rules.pod_template import HOST_PATH_REMEDY
+from pdcluster_operator.api.rules.images_and_weights import HOST_PATH_REMEDY
 from pdcluster_operator.cli.operator import parser
 
 ROOT = Path(__file__).parents[3]
@@ -66,9 +66,62 @@ def test_every_place_is_named_at_once():
 def test_the_remedy_names_options_that_there_are():
     """Of the operator's command line, and of the chart's values."""
     flags = re.findall(r"--[a-z][-a-z]+", HOST_PATH_REMEDY)
-    assert flags == ["--allow-host-path-models"]
+    assert flags == ["--allow-host-path"]
     for command in (["run"], ["webhook", "--certificate-folder", "/x"]):
-        assert parser().parse_args([*command, *flags]).host_path_models is True
+        assert parser().parse_args([*command, *flags, "/a"]).host_path_prefixes == ["/a"]
     values = yaml.safe_load((ROOT / "charts" / "pdcluster" / "values.yaml").read_text())
     (named,) = re.findall(r"operator\.([A-Za-z]+)", HOST_PATH_REMEDY)
     assert named in values["operator"]
+
+
+def refused_beside(path, admitted=("/srv/models", "/data/"), *, read_only=True, whole=None):
+    """Where a spec is refused whose model and whose pod template mount a folder."""
+    mount = {"name": "more", "mountPath": "/more", "readOnly": read_only}
+    container = {"name": "engine", "volumeMounts": [mount]}
+    volume = {"name": "more", "hostPath": whole or {"path": path}}
+    document = {
+        "apiVersion": "pdcluster.dev/v1alpha1",
+        "kind": "PDCluster",
+        "metadata": {"name": "llama"},
+        "spec": {
+            "model": {"source": {"hostPath": {"path": path}}},
+            "decode": {"podTemplate": {"spec": {"volumes": [volume], "containers": [container]}}},
+        },
+    }
+    errors = check_manifest(document, host_paths=admitted)[1].errors
+    found = [error for error in errors if error.rule == "HostPathNotAdmitted"]
+    return [error.path.removeprefix("spec.") for error in found], found
+
+
+@pytest.mark.parametrize(
+    "path", ["/srv/models", "/srv/models/llama", "/srv//models/./llama/", "/data/x", "/data"]
+)
+def test_a_folder_in_an_admitted_one_is_admitted(path):
+    assert refused_beside(path)[0] == []
+
+
+@pytest.mark.parametrize("path", ["/srv", "/srv/models-2", "/etc", "/data-2", "/srv/model", "/"])
+def test_a_folder_beside_an_admitted_one_is_refused(path):
+    paths, (first, *_) = refused_beside(path)
+    volume = "decode.podTemplate.spec.volumes[0].hostPath"
+    assert paths == ["model.source.hostPath.path", volume]
+    assert first.remedy.startswith("Use a folder in /srv/models or /data/. ")
+
+
+@pytest.mark.parametrize("path", ["/srv/models/../../etc", "srv/models", None, 7, ["/data"]])
+def test_no_path_of_a_pod_template_leads_out_of_an_admitted_folder(path):
+    paths, _ = refused_beside("/data", whole={"path": path})
+    assert paths == ["decode.podTemplate.spec.volumes[0].hostPath"]
+
+
+@pytest.mark.parametrize("read_only", [False, None, "true"])
+def test_an_admitted_folder_may_only_be_read(read_only):
+    """A pod that writes there could make a link to any folder of the node."""
+    paths, _ = refused_beside("/data", read_only=read_only)
+    mount = "decode.podTemplate.spec.containers[0].volumeMounts[0].readOnly"
+    assert paths == [mount]
+
+
+def test_an_empty_list_admits_nothing():
+    paths, _ = refused_beside("/data", ())
+    assert len(paths) == 2
