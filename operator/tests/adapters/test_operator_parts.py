@@ -435,6 +435,8 @@ def test_a_log_line_of_an_error_has_its_traceback():
         ["run", "--authority-secret=a/"],
         ["run", "--authority-secret=a/b/c"],
         ["run", "--allow-host-path=models"],
+        ["run", "--allow-host-path="],
+        ["run", "--allow-host-path=/./"],
         ["webhook", "--certificate-folder=/a", "--allow-host-path=/srv/../etc"],
     ],
 )

@@ -125,3 +125,82 @@ def test_an_admitted_folder_may_only_be_read(read_only):
 def test_an_empty_list_admits_nothing():
     paths, _ = refused_beside("/data", ())
     assert len(paths) == 2
+
+
+MODEL = "/models/model"
+
+
+def refused_in(part, *, volumes=(), mounts=(), source=None, name="engine"):
+    """Where a spec is refused whose model lies in an admitted folder."""
+    pod = {"volumes": list(volumes), "containers": [{"name": name, "volumeMounts": list(mounts)}]}
+    source = source or {"hostPath": {"path": "/data/llama"}}
+    spec = {"model": {"source": source}, part: {"podTemplate": {"spec": pod}}}
+    document = {
+        "apiVersion": "pdcluster.dev/v1alpha1",
+        "kind": "PDCluster",
+        "metadata": {"name": "llama"},
+        "spec": spec,
+    }
+    found = check_manifest(document, host_paths=("/data",))[1].errors
+    return [one.path.removeprefix(f"spec.{part}.podTemplate.spec.") for one in found]
+
+
+@pytest.mark.parametrize("part", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    "mount",
+    [
+        {"name": "model", "mountPath": "/again"},
+        {"name": "model", "mountPath": MODEL, "readOnly": False},
+        {"mountPath": MODEL, "readOnly": False},
+        {"mountPath": MODEL, "readOnly": None},
+    ],
+)
+def test_the_folder_of_the_model_may_only_be_read(part, mount):
+    assert refused_in(part, mounts=[mount]) == ["containers[0].volumeMounts[0].readOnly"]
+
+
+@pytest.mark.parametrize(
+    "mount",
+    [
+        {"name": "model", "mountPath": "/again", "readOnly": True},
+        {"name": "model", "mountPath": MODEL},
+        {"mountPath": MODEL, "subPath": "a"},
+    ],
+)
+def test_a_mount_that_stays_read_only_is_admitted(mount):
+    assert refused_in("decode", mounts=[mount]) == []
+
+
+@pytest.mark.parametrize("name", ["shm", "cache"])
+def test_what_the_engine_writes_to_is_no_folder_of_the_node(name):
+    volume = {"name": name, "hostPath": {"path": "/data/x"}}
+    source = {"huggingFace": {"repo": "a/b", "revision": "v1"}}
+    assert refused_in("prefill", volumes=[volume], source=source) == ["volumes[0].name"]
+
+
+def test_routers_have_no_model():
+    volume = {"name": "model", "emptyDir": {}}
+    mount = {"name": "model", "mountPath": MODEL}
+    given = {"volumes": [volume], "mounts": [mount], "name": "router"}
+    assert refused_in("router", **given) == []
+    volume = {"name": "shm", "hostPath": {"path": "/data"}}
+    mount = {"name": "shm", "mountPath": "/x"}
+    given = {"volumes": [volume], "mounts": [mount], "name": "router"}
+    assert refused_in("router", **given) == ["containers[0].volumeMounts[0].readOnly"]
+    mount = {"name": "shm", "mountPath": "/x", "readOnly": True}
+    assert refused_in("router", **given | {"mounts": [mount]}) == []
+
+
+def test_a_template_for_all_pods_is_judged_where_it_was_written():
+    volume = {"name": "more", "hostPath": {"path": "/data"}}
+    mount = {"name": "more", "mountPath": "/more"}
+    box = {"name": "engine", "volumeMounts": [mount]}
+    shared = {"podTemplate": {"spec": {"volumes": [volume], "containers": [box]}}}
+    document = {
+        "apiVersion": "pdcluster.dev/v1alpha1",
+        "kind": "PDCluster",
+        "metadata": {"name": "llama"},
+        "spec": {"model": {"source": CLAIM}, **shared},
+    }
+    (found,) = check_manifest(document, host_paths=("/data",))[1].errors
+    assert found.path == "spec.podTemplate.spec.containers[0].volumeMounts[0].readOnly"

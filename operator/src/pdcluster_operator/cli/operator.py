@@ -207,8 +207,11 @@ def set_up_logs(level: str, form: str) -> None:
 def _folder(text: str) -> str:
     from pdcluster_operator.api.rules.images_and_weights import is_below
 
-    if not is_below(text, ["/"]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no absolute path without '..'")
+    if not is_below(text, ["/"]) or not text.strip("/."):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the absolute path of a folder, without '..'; "
+            "--allow-host-path-models admits all folders"
+        )
     return text
 
 

@@ -11,6 +11,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.supported import ANY_VERSION, SUPPORTED, supported, text_of
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.rules.extra_args import any_version, variables
+from pdcluster_operator.api.rules.whole_pods import REPLACEABLE, WEIGHTS
 from pdcluster_operator.api.spec import pod_templates, resolve, router_types, types
 from pdcluster_operator.api.spec.types import Cluster, Role
 
@@ -318,24 +319,37 @@ def host_path_errors(cluster: Cluster, admitted: Collection[str] = ()) -> Iterat
     source = cluster.spec.model.source.host_path
     if source is not None and not is_below(source.path, admitted):
         yield _host_path("spec.model.source.hostPath.path", source.path, admitted)
-    for path, template, _ in pod_templates.pod_templates(cluster):
-        read = set()
+    for path, template, ours in pod_templates.pod_templates(cluster):
+        engine = ours == pod_templates.ENGINE_CONTAINER
+        read = {WEIGHTS} if engine and source is not None else set()
         for place, volume in pod_templates.mappings(template, "volumes"):
-            given = volume.get("hostPath")
-            if given is not None and is_below(
-                pod_templates.as_mapping(given).get("path"), admitted
-            ):
-                read.add(str(volume.get("name")))
-            elif given is not None:
+            given, name = volume.get("hostPath"), str(volume.get("name"))
+            read.discard(name)  # it replaces the operator's
+            if given is None:
+                continue
+            if not is_below(pod_templates.as_mapping(given).get("path"), admitted):
                 yield _host_path(f"{path}.{place}.hostPath", given, admitted)
+            elif engine and name in REPLACEABLE:
+                message = "is a volume that the engine writes to, and it could make links there"
+                yield _writable(f"{path}.{place}.name", name, message, "Choose another name.")
+            else:
+                read.add(name)
         for place, container in pod_templates.containers(template):
             for number, mount in enumerate(pod_templates.as_list(container.get("volumeMounts"))):
                 given = pod_templates.as_mapping(mount)
-                if str(given.get("name")) in read and given.get("readOnly") is not True:
-                    where = f"{path}.{place}.volumeMounts[{number}].readOnly"
+                folder, own = given.get("mountPath"), engine and container.get("name") == ours
+                own = own and folder == resolve.MODEL_FOLDER
+                name = str(given.get("name") or (WEIGHTS if own else ""))
+                # Laid over the operator's own mount, a mount of the same volume stays read-only.
+                if name in read and given.get("readOnly", own and name == WEIGHTS) is not True:
                     message = "is not true, and a pod could make links to other folders of the node"
-                    remedy, rule = "Write readOnly: true.", Rule.HOST_PATH_NOT_ADMITTED
-                    yield FieldError(where, shown(given.get("readOnly")), rule, message, remedy)
+                    where = f"{path}.{place}.volumeMounts[{number}].readOnly"
+                    value = shown(given.get("readOnly"))
+                    yield _writable(where, value, message, "Write readOnly: true.")
+
+
+def _writable(path: str, value: str, message: str, remedy: str) -> FieldError:
+    return FieldError(path, value, Rule.HOST_PATH_NOT_ADMITTED, message, remedy)
 
 
 def _host_path(path: str, value: object, admitted: Collection[str]) -> FieldError:
