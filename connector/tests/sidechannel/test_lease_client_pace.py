@@ -133,6 +133,21 @@ def test_a_renewal_goes_at_once_and_releases_of_one_moment_go_together(play: Pla
         assert arguments["timeout"].total == 10.0
 
 
+def test_a_renewal_does_not_wait_until_releases_are_gathered(play: Play) -> None:
+    """One request ends, and the next one is admitted in the same step: its claim goes now."""
+
+    async def story(client: LeaseClient, prefill: Prefill) -> None:
+        release(client, "ended")
+        await asyncio.sleep(0.001)
+        renew(client, "next")
+        await asyncio.sleep(1.0)
+
+    client, prefill = play(story)
+    assert prefill.times == [0.001]
+    assert prefill.sizes == [(1, 1)]
+    assert [answer.request_id for answer in client.answers()] == ["next"]
+
+
 def test_renewals_go_before_releases_and_256_leases_are_one_message(play: Play) -> None:
     async def story(client: LeaseClient, _prefill: Prefill) -> None:
         for number in range(300):

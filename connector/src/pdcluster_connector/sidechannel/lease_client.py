@@ -13,6 +13,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,11 +57,15 @@ class LeaseAnswer:
 
 @dataclass(eq=False, slots=True)
 class _Outbox:
-    """What waits for one engine: deadlines (time.monotonic seconds) by lease."""
+    """What waits for one engine: deadlines (time.monotonic seconds) by lease.
+
+    ``asked``: a renewal is among them.
+    """
 
     releases: dict[LeaseKey, float] = field(default_factory=dict)
     renewals: dict[LeaseKey, float] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __len__(self) -> int:
         return len(self.releases) + len(self.renewals)
@@ -132,6 +137,7 @@ class LeaseClient:
             outbox.releases[key] = deadline
         elif key not in outbox.releases:
             outbox.renewals[key] = deadline
+            outbox.asked.set()
         if outbox.task is None:
             outbox.task = self._thread.loop.create_task(self._deliver(address, outbox))
 
@@ -139,8 +145,8 @@ class LeaseClient:
         *_, engine_id = address
         pause = FIRST_RETRY_SECONDS
         try:
-            if not outbox.renewals:  # a receive may wait for what prefill says to one
-                await asyncio.sleep(GATHER_SECONDS)
+            with suppress(TimeoutError):  # a receive may wait for what prefill says to a renewal
+                await asyncio.wait_for(outbox.asked.wait(), GATHER_SECONDS)
             while self._prune(outbox):
                 renewals = tuple(outbox.renewals)[:BATCH]
                 releases = tuple(outbox.releases)[: BATCH - len(renewals)]
