@@ -118,6 +118,13 @@ bench-operator: ## many PDClusters on one operator, with simulated pods (as root
 		'ip link set lo up && ip address add 192.0.2.1/24 dev lo && \
 		ip route add default via 192.0.2.1 dev lo && exec $(PY) -m bench_operator --pdclusters $(PDCLUSTERS) $(BENCH_OPTIONS)'
 
+bench: export PYTHONPATH := $(PYTHONPATH):$(CURDIR)/connector/tests/transfer
+bench: BENCH_OPTIONS = $(if $(PARTS),--parts=$(PARTS)) $(if $(ROUNDS),--rounds=$(ROUNDS)) \
+	$(if $(OUTPUT),--output=$(OUTPUT)) $(if $(PICTURE),--picture=$(PICTURE)) \
+	$(if $(CHECKOUT),--checkout=$(CHECKOUT))
+bench: ## the connector beside vLLM's NixlConnector and raw NIXL, in one run; docs/benchmarks.md has the options
+	@$(PY) -m bench_kv $(BENCH_OPTIONS)
+
 # With torch, msgspec, aiohttp and nixl of this machine's own Python: they fit its GPU.
 gpu: export PYTHONPATH := $(CURDIR)/connector/src:$(CURDIR)/e2e:$(CURDIR)/connector/tests/transfer
 gpu: ## what a GPU shows about the KV path, one page to paste: OPTIONS=--help
@@ -146,5 +153,5 @@ lock: ## resolve the pinned requirement files again
 	dev/lock.sh
 
 .PHONY: help env model demo check pure engines test e2e local-e2e cluster-e2e soak fast repeat \
-	charts cluster-programs cluster-images bench-operator gpu image router-image cluster-demo cluster-up \
+	charts cluster-programs cluster-images bench bench-operator gpu image router-image cluster-demo cluster-up \
 	docs release cluster-down newest-vllm format generate lock

@@ -45,7 +45,6 @@ class WebhookOptions(PageOptions):
 
     folder: Path
     host_path_models: bool = False
-    host_path_prefixes: tuple[str, ...] = ()
     mounted_certificates: bool = False
     port: int = 9443
 
@@ -90,7 +89,7 @@ class WebhookProcess:
         answer = review(
             new,
             old,
-            host_paths=self.options.host_path_models or self.options.host_path_prefixes,
+            host_paths=self.options.host_path_models,
             mounted_certificates=self.options.mounted_certificates,
             found=found,
         )

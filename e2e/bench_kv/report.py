@@ -1,0 +1,194 @@
+"""The table of a run, and the picture of a hand-over's phases.
+
+``python -m bench_kv.report FILE FOLDER`` makes both from what ``OUTPUT=FILE`` has kept.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench_kv.phases import COMPUTED, OURS, WIRE
+
+Found = Mapping[str, Any]
+COLORS = {
+    "prefill": "#c9d3de", "step": "#c9d3de", "post": "#7fb069", "wire and polls": "#4a8f5a",
+    "answer": "#e6aa68", "router": "#d9c9a3", "admission": "#e07a5f", "schedule": "#b56576",
+    "connect": "#6d597a", "fence": "#355070", "claim": "#bc4749", "report": "#8d99ae",
+    "decode's answer": "#f2cc8f",
+}  # fmt: skip
+WIDTH, LEFT, BAR, ROW, TOP = 900, 130, 22, 34, 74
+
+
+class Row(NamedTuple):
+    """One line of the table: medians, and ours as a ratio to the others'."""
+
+    name: str
+    ours: str
+    stock: str
+    raw: str
+    ratio: str
+
+
+def _compared(name: str, found: Found, raw: str = "–") -> Row:
+    """Return the line of :func:`bench_kv.figures.compared`."""
+    values = {arm: f"{value:.3g}" for arm, value in found["milliseconds"].items()}
+    return Row(name, values["ours"], values["stock"], values.get("raw", raw), _ratio(found))
+
+
+def _ratio(found: Found, other: str = "stock") -> str:
+    low, high = found["interval"][other]
+    return f"{found['of'][other]:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _moves(found: Found) -> list[Row]:
+    if "blocks" not in found:
+        return []
+    rows = [
+        _compared(f"16 MiB, {found['blocks']['descriptors']} descriptors in random order, ms",
+                  found["blocks"])
+    ]  # fmt: skip
+    for count, of in found["side_by_side"].items():
+        rate = of["megabytes_per_second"]
+        rows.append(
+            _compared(f"{count} at once: all there, ms ({rate['ours']} and {rate['stock']} MB/s)",
+                      of["all"])
+        )  # fmt: skip
+        rows.append(_compared(f"{count} at once: p99, ms", of["p99"]))
+    many = found["fragmented"]
+    rows += [
+        _compared(f"{many['descriptors']} descriptors: engine's thread, ms", many["step"]),
+        _compared(f"{many['descriptors']} descriptors: all there, ms", many["whole"]),
+        _compared("1M tokens, prefill: longest call, ms", found["long"]["prefill"]),
+        _compared("1M tokens, decode: longest call, ms", found["long"]["decode"]),
+    ]
+    met = found["handshake"]
+    total = {
+        name: 1e3 * (met[name]["seconds"] + met["prefill"][name]["seconds"])
+        for name in ("ours", "stock")
+    }
+    here = {name: 1e3 * met[name]["on_engine_thread"] for name in ("ours", "stock")}
+    rows.append(
+        Row(f"lists of {met['descriptors']:,} descriptors for a peer, ms (once)",
+            f"{total['ours']:.3g}", f"{total['stock']:.3g}", "–",
+            f"{total['ours'] / total['stock']:.2f}")
+    )  # fmt: skip
+    rows.append(
+        Row("of these, on the engine's thread of decode, ms",
+            f"{here['ours']:.3g}", f"{here['stock']:.3g}", "–", "")
+    )  # fmt: skip
+    return rows
+
+
+def _served(found: Found) -> list[Row]:
+    if "ttft" not in found:
+        return []
+    rows = [_compared(f"TTFT, {length} tokens, ms", of) for length, of in found["ttft"].items()]
+    rows += [
+        Row(f"TTFT, {length} tokens: the checkout's, and ours ÷ it",
+            f"{of['milliseconds']['checkout']:.3g}", "–", "–", _ratio(of, "checkout"))
+        for length, of in found["ttft"].items() if "checkout" in of["of"]
+    ]  # fmt: skip
+    speed = found["velocity"]
+    rates, shares = speed["tokens_per_second"], speed["of_alone"]
+    rows.append(
+        Row(f"prefill, tokens/s (one engine alone: {rates['alone']:.0f})",
+            f"{rates['ours']:.0f}", f"{rates['stock']:.0f}", "–",
+            f"{shares['ours'] / shares['stock']:.2f}")
+    )  # fmt: skip
+    rows.append(
+        Row("prefill velocity: of one engine alone", f"{shares['ours']:.2f}",
+            f"{shares['stock']:.2f}", "–", "")
+    )  # fmt: skip
+    rows.append(
+        Row("idle decode engine, % of a core", f"{100 * found['idle']['ours']:.2f}",
+            f"{100 * found['idle']['stock']:.2f}", "–", "")
+    )  # fmt: skip
+    return rows
+
+
+def table(found: Found) -> str:
+    """Return the numbers in Markdown, the phases in a table of their own."""
+    loads = " to ".join(str(one) for one in found["load"])
+    lines = [
+        f"Commit {found['commit']}, {found['date']}, {found['cores']} cores, load average {loads}.",
+        "",
+        "| what | pdcluster | NixlConnector | raw NIXL | ours ÷ NixlConnector's [95 %] |",
+        "|---|---|---|---|---|",
+        *("| " + " | ".join(row) + " |" for row in (*_moves(found), *_served(found))),
+    ]
+    return "\n".join((*lines, *_phases(found.get("phases", {}))))
+
+
+def _phases(found: Found) -> list[str]:
+    if not found:
+        return []
+    columns = [(length, arm) for length, arms in found.items() for arm in arms]
+    lines = [
+        "",
+        "| phase, ms | " + " | ".join(f"{arm}, {length} tokens" for length, arm in columns) + " |",
+        "|---" * (1 + len(columns)) + "|",
+    ]
+    for phase in OURS:
+        cells = [found[length][arm].get(phase.name) for length, arm in columns]
+        shown = ("–" if cell is None else f"{cell:.2f}" for cell in cells)
+        lines.append(f"| {phase.name} | " + " | ".join(shown) + " |")
+    others = [
+        sum(value for name, value in found[length][arm].items() if name not in {*COMPUTED, *WIRE})
+        for length, arm in columns
+    ]
+    lines.append("| all but model and wire | " + " | ".join(f"{one:.2f}" for one in others) + " |")
+    return lines
+
+
+def svg(found: Found) -> str:
+    """Return the picture of the phases: a bar for each connector and length of a prompt."""
+    bars = [(length, arm, found[length][arm]) for length in found for arm in found[length]]
+    longest = max(sum(of.values()) for *_, of in bars)
+    height = TOP + ROW * len(bars) + 10
+    title = "From the prompt to decode's first token, by phase, in ms (less is better)"
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"'
+    parts = [
+        f'{start} font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+        f'<text x="{WIDTH / 2}" y="18" font-size="14" text-anchor="middle">{title}</text>',
+    ]
+    x = y = 0
+    for phase in OURS:
+        width = 22 + 7 * len(phase.name)
+        if x + width > WIDTH - 10:
+            x, y = 0, y + 18
+        parts.append(
+            f'<rect x="{10 + x}" y="{27 + y}" width="10" height="10" fill="{COLORS[phase.name]}"/>'
+            f'<text x="{24 + x}" y="{36 + y}">{phase.name}</text>'
+        )
+        x += width
+    for number, (length, arm, of) in enumerate(bars):
+        top, left = TOP + number * ROW, float(LEFT)
+        scale = (WIDTH - LEFT - 60) / longest
+        parts.append(f'<text x="10" y="{top + 15}">{arm}, {length} tokens</text>')
+        for phase in OURS:
+            if (value := of.get(phase.name, 0.0)) > 0:
+                width, color = value * scale, COLORS[phase.name]
+                parts.append(
+                    f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{BAR}" '
+                    f'fill="{color}"><title>{phase.name}: {value:.2f} ms</title></rect>'
+                )
+                left += width
+        parts.append(f'<text x="{left + 5:.1f}" y="{top + 15}">{sum(of.values()):.1f}</text>')
+    return "\n".join((*parts, "</svg>\n"))
+
+
+def main(source: Path, folder: Path) -> None:
+    """Print the table of the last run, and write the picture."""
+    read: Callable[[str], Found] = json.loads
+    found = read(source.read_text().splitlines()[-1])
+    print(table(found))
+    (folder / "hand-over.svg").write_text(svg(found["phases"]))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,230 @@
+"""Engines as they are served: an API server and an EngineCore process each.
+
+The client is the router: it asks prefill, and sends decode what prefill answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from authority import Authority
+from bench_kv import noted
+from loopback import free_port
+from models.tiny import model_path
+from ticket_key import KEY_FILE
+
+HOST = "127.0.0.1"
+START_SECONDS = 400.0
+LONGEST = 1024
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
+}
+STOCK_WANTED = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One connector that is compared.
+
+    Attributes:
+        connector: its class.
+        module: where that lies.
+        sources: the ``connector/src`` that its engines import.
+        wanted: ``kv_transfer_params`` of a prefill request.
+        tls: whether its engines have certificates, and sign tickets.
+    """
+
+    name: str
+    connector: str
+    module: str = "bench_kv.noted"
+    sources: Path = ROOT / "connector/src"
+    wanted: dict[str, Any] = field(default_factory=lambda: {"do_remote_decode": True})
+    tls: bool = False
+
+
+OURS = Arm("ours", "NotedOurs", tls=True)
+STOCK = Arm("stock", "NotedStock", wanted=STOCK_WANTED)
+
+
+def older(checkout: Path, *, tls: bool) -> Arm:
+    """Return an older version of our connector, without the notes that it may not allow."""
+    sources = (checkout / "connector/src").resolve()
+    module = "pdcluster_connector.vllm.connector"
+    return Arm("checkout", "PDClusterConnector", module, sources, tls=tls)
+
+
+class Engine:
+    """One engine. Each request has a connection of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process = process
+        self._port = port
+        self._log = log
+
+    def wait(self) -> None:
+        """Wait until it serves."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"an engine did not start:\n{self._log.read_text()[-4000:]}")
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                self._ask("GET", "/health")
+                return
+            time.sleep(0.5)
+
+    def complete(self, prompt: list[int], params: dict[str, Any] | None) -> dict[str, Any]:
+        """Compute one token of a prompt; return the answer."""
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": 1,
+            "temperature": 0,
+            "ignore_eos": True,
+            **({} if params is None else {"kv_transfer_params": params}),
+        }
+        found: dict[str, Any] = json.loads(self._ask("POST", "/v1/completions", body))
+        return found
+
+    def idle_share(self, seconds: float) -> float:
+        """Return what share of a core its processes take while nobody asks anything."""
+        processes = [psutil.Process(self.process.pid)]
+        processes += processes[0].children(recursive=True)
+
+        def used() -> float:
+            return sum(sum(one.cpu_times()[:2]) for one in processes)
+
+        before, began = used(), time.monotonic()
+        time.sleep(seconds)
+        return (used() - before) / (time.monotonic() - began)
+
+    def end(self) -> None:
+        """End it with everything that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _ask(self, method: str, path: str, body: Any = None) -> bytes:
+        connection = http.client.HTTPConnection(HOST, self._port, timeout=120)
+        with contextlib.closing(connection):
+            connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read()
+        if answer.status != 200:
+            raise SystemExit(f"{path} answered {answer.status}: {text[:2000]!r}")
+        return text
+
+
+class Pair:
+    """A prefill and a decode engine of one arm; they do not serve before :meth:`wait`."""
+
+    def __init__(self, arm: Arm, folder: Path) -> None:
+        self.arm = arm
+        self._notes = folder / f"{arm.name}.notes"
+        authority = Authority() if arm.tls else None
+        self.prefill = _start(arm, "prefill", "kv_producer", folder, authority, self._notes)
+        self.decode = _start(arm, "decode", "kv_consumer", folder, authority, self._notes)
+
+    def wait(self) -> None:
+        """Wait until both serve."""
+        self.prefill.wait()
+        self.decode.wait()
+
+    def first_token(self, prompt: list[int]) -> dict[str, float]:
+        """Serve a prompt; return when it began, and the moments of its way.
+
+        Raises:
+            SystemExit: its KV did not move.
+        """
+        began = time.monotonic()
+        params = self.prefill.complete(prompt, self.arm.wanted)["kv_transfer_params"]
+        ticket = time.monotonic()
+        answer = self.decode.complete(prompt, params)
+        ended = time.monotonic()
+        path = (answer.get("kv_transfer_params") or {}).get("kv_path", {})
+        if self.arm is not STOCK and path.get("outcome") != "transferred":
+            raise SystemExit(f"{self.arm.name}: no KV was moved: {path}")
+        return {"began": began, "ticket": ticket, "sent": ticket, "answered": ended}
+
+    def notes(self) -> list[str]:
+        """Return all moments that its engines have written down."""
+        return self._notes.read_text().splitlines() if self._notes.exists() else []
+
+    def end(self) -> None:
+        """End both."""
+        self.prefill.end()
+        self.decode.end()
+
+
+def _start(
+    arm: Arm, role: str, kv_role: str, folder: Path, authority: Authority | None, notes: Path
+) -> Engine:
+    engine_id = f"bench.{arm.name}.{role}.r.0/00000000000000aa"
+    extra: dict[str, Any] = {}
+    if arm is not STOCK:
+        extra = {"side_channel_host": HOST, "side_channel_port": free_port()}
+        extra["show_internal_names"] = True
+    if authority is not None:
+        files = authority.files(folder / arm.name / role, engine_id)
+        extra["tls"] = {
+            "ca": str(files.ca),
+            "certificate": str(files.certificate),
+            "key": str(files.key),
+        }
+        extra["ticket_key_file"] = KEY_FILE
+    transfer = {
+        "kv_connector": arm.connector,
+        "kv_connector_module_path": arm.module,
+        "kv_role": kv_role,
+        "engine_id": engine_id,
+        "kv_buffer_device": "cpu",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": extra,
+    }
+    port, log = free_port(), folder / f"{arm.name}-{role}.log"
+    command = [
+        sys.executable, "-m", "pdcluster_connector.launcher.vllm_shim",
+        str(model_path("llama")), "--host", HOST, "--port", str(port),
+        "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny",
+        "--max-model-len", str(LONGEST), "--block-size", "32",
+        "--kv-transfer-config", json.dumps(transfer),
+    ]  # fmt: skip
+    environment = {
+        **os.environ,
+        **ENVIRONMENT,
+        "PYTHONPATH": f"{arm.sources}:{ROOT / 'e2e'}",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        noted.FILE: str(notes),
+    }
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    return Engine(process, port, log)
