@@ -246,6 +246,7 @@ class LocalRun:
         role: str = "router",
         tokens: int = 16,
         data_rank: int | None = None,
+        headers: Mapping[str, str] | None = None,
         **more: Any,
     ) -> Reply:
         """One greedy completion through the router, or straight from an engine or its rank."""
@@ -255,6 +256,7 @@ class LocalRun:
             data=json.dumps(body).encode(),
             headers={
                 "Content-Type": "application/json",
+                **(headers or {}),
                 **({} if data_rank is None else {"X-data-parallel-rank": str(data_rank)}),
                 **({"Authorization": f"Bearer {self._key_of_api}"} if self._key_of_api else {}),
             },

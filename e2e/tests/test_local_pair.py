@@ -23,6 +23,7 @@ from reply import Reply
 from scraped_pair import asked, prometheus
 from sicknesses import RECOVERY_SECONDS, SICKNESSES, Sickness, said_by_status
 
+import span_collector
 from metrics_page import documented
 from monitoring_files import expressions
 from pdcluster_connector.compat.reasons import Reason
@@ -40,14 +41,25 @@ pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
 ENVIRONMENT = [
     {"name": "VLLM_SERVER_DEV_MODE", "value": "1"},
     {"name": "UCX_TLS", "value": "tcp"},
+    *span_collector.ENVIRONMENT,
 ]
 ROLE = {"podTemplate": {"spec": {"containers": [{"name": "engine", "env": ENVIRONMENT}]}}}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
+def spans() -> Iterator[span_collector.Collector]:
+    with span_collector.collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def run(
+    tmp_path_factory: pytest.TempPathFactory, spans: span_collector.Collector
+) -> Iterator[LocalRun]:
     folder: Path = tmp_path_factory.mktemp("local")
-    with LocalRun(manifest(prefill=ROLE, decode=ROLE, transfer={"tls": "Enabled"}), folder) as run:
+    document = manifest(prefill=ROLE, decode=ROLE, transfer={"tls": "Enabled"})
+    document["spec"]["engine"]["extraArgs"] += ["--otlp-traces-endpoint", spans.url]
+    with LocalRun(document, folder) as run:
         run.wait_ready()
         yield run
 
@@ -428,6 +440,35 @@ def test_prompts_that_go_past_the_router_are_named_in_the_conditions(run: LocalR
     # A share is enough for the condition: the engine's counts are read again each few seconds.
     run.wait("all prompts in the account", accounted, 120)
     moved(run, text(60, 600))
+
+
+def test_the_spans_of_a_request_are_one_trace(
+    run: LocalRun, spans: span_collector.Collector
+) -> None:
+    """From the client's traceparent through router, prefill, KV and decode."""
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    begun = time.time_ns()
+    reply = run.complete(text(60, 43), headers={"traceparent": f"00-{trace}-{parent}-01"})
+    ended = time.time_ns()
+    assert reply.kv_path["outcome"] == "transferred"
+    wanted = {"llm_request": 2, "pdcluster.kv_wait": 1, "pdcluster.kv_receive": 1}
+    wanted["pdcluster.kv_lease"] = 1
+    counted = lambda: {name: len(found) for name, found in spans.of(trace).items()}  # noqa: E731
+    run.wait("all spans", lambda: counted() == wanted, 60)
+    found = spans.of(trace)
+    [wait], [receive], [lease] = (found[name] for name in wanted if name != "llm_request")
+    assert begun <= lease.begun <= wait.ended == receive.begun <= receive.ended <= ended
+    assert lease.begun <= receive.begun <= lease.ended
+    assert {span.parent for span in (wait, receive, lease)} <= {parent}
+    assert receive.attributes["pdcluster.bytes"] == reply.kv_path["bytes"]
+    assert receive.attributes["pdcluster.prefill"] == run.engine_id("prefill")
+    assert receive.attributes["pdcluster.outcome"] == "transferred"
+    assert lease.attributes == {"pdcluster.outcome": "released"}
+    own = "1" + trace[1:]
+    run.complete(text(60, 44), role="decode", headers={"traceparent": f"00-{own}-{parent}-01"})
+    run.wait("the span of a local prompt", lambda: "pdcluster.local_prompt" in spans.of(own), 60)
+    [local] = spans.of(own)["pdcluster.local_prompt"]
+    assert local.attributes["pdcluster.reason"] == "NoTicket"
 
 
 def test_both_engines_say_what_they_did_in_the_last_minute(run: LocalRun) -> None:

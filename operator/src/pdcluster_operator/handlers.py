@@ -172,7 +172,8 @@ def options_of_kopf_run(environment: Mapping[str, str]) -> OperatorOptions:
         # For a Service pdcluster-metrics, Kubernetes sets PDCLUSTER_METRICS_PORT=tcp://10.0.0.1:80.
         if text is None or text.startswith(("tcp://", "udp://", "sctp://")):
             continue
-        given = text.split("/") if field.name == "authority" else text
+        separator = {"authority": "/", "host_path_prefixes": ":"}.get(field.name)
+        given = text.split(separator) if separator else text
         try:
             chosen[field.name] = read(given, field.type)
         except msgspec.ValidationError as error:

@@ -316,6 +316,49 @@ async def test_ready_means_that_a_review_is_answered(real, namespace, keep, conf
         assert process.stop() == 0
 
 
+async def test_webhook_and_operator_may_admit_different_folders(
+    real, namespace, keep, configuration
+):
+    """What the webhook lets through, the operator still judges by its own list."""
+    await keep(time.time())
+    words = (f"--certificate-folder={keep.folder}", f"--port={configuration[1]}")
+    hook = Operator(real, "webhook", *words, "--allow-host-path=/models/", "--allow-host-path=/k")
+    authority = f"--authority-secret={namespace}/authority"
+    other = Operator(real, "run", authority, f"--namespace={namespace}", "--allow-host-path=/k")
+    hook.start()
+    try:
+        until(lambda: tried(real, namespace, at("/etc"))[0] == 422, 60, hook.said)
+        answers = {path: tried(real, namespace, at(path)) for path in FOLDERS}
+        assert {path: status for path, (status, _) in answers.items()} == FOLDERS
+        said = answers["/models-evil"][1]["message"]
+        assert "spec.model.source.hostPath.path" in said
+        assert "HostPathNotAdmitted" in said
+        assert "Use a folder in /models/ or /k." in said
+        create(real, namespace, cluster())
+        other.start()
+        accepted = until(lambda: condition(real, namespace, "Accepted"), 60, other.said)
+        assert (accepted["status"], accepted["reason"]) == ("False", "HostPathNotAdmitted")
+        assert "Use a folder in /k." in accepted["message"]
+        assert owned(real, namespace, "StatefulSet") == []
+    finally:
+        assert hook.stop() == 0
+        other.stop()
+
+
+FOLDERS = {
+    "/models": 201,
+    "/models/tiny": 201,
+    "/models-evil": 422,
+    "/k/": 201,
+    "/models/../etc": 422,
+}
+
+
+def at(path):
+    """A cluster whose model lies in a folder of the node."""
+    return cluster(model={"source": {"hostPath": {"path": path}}})
+
+
 async def test_the_certificate_is_renewed_while_reviews_go_on(real, namespace, keep, webhook):
     first = await keep(time.time())
     assert await keep(time.time()) == first, "nothing to do is nothing done"

@@ -314,6 +314,7 @@ def test_kopf_run_has_the_options_of_the_command(monkeypatch):
     environment = {
         "PDCLUSTER_AUTHORITY": "system/ca",
         "PDCLUSTER_HOST_PATH_MODELS": "true",
+        "PDCLUSTER_HOST_PATH_PREFIXES": "/srv:/data/models",
         "PDCLUSTER_HEALTH_PORT": "1",
         "PDCLUSTER_SWEEP_SECONDS": "30",
         "PDCLUSTER_ENGINE_CERTIFICATE": "/c",
@@ -326,6 +327,7 @@ def test_kopf_run_has_the_options_of_the_command(monkeypatch):
         namespaces=("a", "b"),
         authority=("system", "ca"),
         host_path_models=True,
+        host_path_prefixes=("/srv", "/data/models"),
         health_port=1,
         sweep_seconds=30.0,
         engine_certificate=Path("/c"),
@@ -432,6 +434,10 @@ def test_a_log_line_of_an_error_has_its_traceback():
         ["run", "--authority-secret=/a"],
         ["run", "--authority-secret=a/"],
         ["run", "--authority-secret=a/b/c"],
+        ["run", "--allow-host-path=models"],
+        ["run", "--allow-host-path="],
+        ["run", "--allow-host-path=/./"],
+        ["webhook", "--certificate-folder=/a", "--allow-host-path=/srv/../etc"],
     ],
 )
 def test_command_lines_that_cannot_work(arguments, capsys):
@@ -481,7 +487,7 @@ def test_each_option_of_run_reaches_the_operator(started):
         "--webhook-service=f/g", "--webhook-secret=h/i", "--launcher-poll-seconds=2.5",
         "--operator-class=blue", "--sweep-seconds=30", "--keep-connector-seconds=40",
         "--engine-certificate-folder=/j", "--allow-host-path-models", "--health-port=1",
-        "--metrics-port=2", "--host=127.0.0.1",
+        "--metrics-port=2", "--host=127.0.0.1", "--allow-host-path=/k", "--allow-host-path=/l/m",
     ]  # fmt: skip
     assert command.main(["run", *words]) == 0
     assert started == [
@@ -490,6 +496,7 @@ def test_each_option_of_run_reaches_the_operator(started):
             namespaces=("a", "b"),
             authority=("c", "d"),
             host_path_models=True,
+            host_path_prefixes=("/k", "/l/m"),
             webhook=WebhookPlace("e", ("f", "g"), ("h", "i")),
             host="127.0.0.1",
             health_port=1,
@@ -508,7 +515,7 @@ def test_each_option_of_webhook_reaches_the_webhook(started):
     assert command.main(["webhook", folder]) == 0
     words = [
         "--port=3", "--admit-mounted-certificates", "--allow-host-path-models", "--health-port=1",
-        "--metrics-port=2", "--host=127.0.0.1",
+        "--metrics-port=2", "--host=127.0.0.1", "--allow-host-path=/k",
     ]  # fmt: skip
     assert command.main(["webhook", folder, *words]) == 0
     assert started == [
@@ -516,6 +523,7 @@ def test_each_option_of_webhook_reaches_the_webhook(started):
         WebhookOptions(
             Path("/a"),
             host_path_models=True,
+            host_path_prefixes=("/k",),
             mounted_certificates=True,
             host="127.0.0.1",
             port=3,

@@ -22,6 +22,8 @@ WRONG = [
     ("PYTORCH_ALLOC_CONF", "a:1,expandable_segments: true", "ExpandableSegments", {}),
     ("UCX_TLS", "rc,tcp", "TransportWithoutCuda", {}),
     ("VLLM_NIXL_SIDE_CHANNEL_PORT", "1", "ConflictingSettings", {}),
+    ("VLLM_GPU_NIC_PCIE_MAPPING", "1b:00.0=1c:00.0", "ConflictingSettings", {}),
+    ("VLLM_NIC_SELECTION_VARS", "UCX_NET_DEVICES:1", "ConflictingSettings", {}),
 ]
 RIGHT = [
     ("HF_HOME", "/x", {}),
@@ -34,6 +36,8 @@ RIGHT = [
     ("UCX_TLS", "rc,cuda_copy", {}),
     ("UCX_TLS", "tcp", {"transfer": {"device": "CPU"}}),
     ("PYTHONPATH", "/more", KEY),
+    ("VLLM_NIC_SELECTION_VARS", "", {}),
+    ("UCX_NET_DEVICES", "mlx5_0:1", {}),
 ]
 
 
@@ -78,6 +82,41 @@ def test_what_is_the_users_own_is_accepted_in_each_place(
 ) -> None:
     for place, given in places(name, value).items():
         assert rules(**given, **spec) == {}, place
+
+
+NICS = {
+    "VLLM_GPU_NIC_PCIE_MAPPING": "0000:1b:00.0=0000:1c:00.0,0000:3b:00.0=0000:3c:00.0",
+    "VLLM_NIC_SELECTION_VARS": "UCX_NET_DEVICES:1, NCCL_IB_HCA",
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "decode", "found"),
+    [
+        ({}, {}, []),
+        ({"UCX_NET_DEVICES": "mlx5_0:1"}, {}, [("spec.engine.env[2].value", "UCX_NET_DEVICES")]),
+        ({"NCCL_IB_HCA": "mlx5_0"}, {}, [("spec.engine.env[2].value", "NCCL_IB_HCA")]),
+        ({"UCX_TLS": "all"}, {}, []),
+        ({}, {"UCX_NET_DEVICES": "a"}, [("spec.decode.engine.env[0].value", "UCX_NET_DEVICES")]),
+        ({}, {"VLLM_NIC_SELECTION_VARS": ""}, [("spec.engine.env[0].name", "")]),
+    ],
+)
+def test_each_rank_has_a_nic_of_its_own(
+    more: dict[str, str], decode: dict[str, str], found: list[tuple[str, str]]
+) -> None:
+    def env(given: dict[str, str]) -> dict[str, Any]:
+        return {"engine": {"env": [{"name": name, "value": of} for name, of in given.items()]}}
+
+    head = {"apiVersion": "pdcluster.dev/v1alpha1", "kind": "PDCluster", "metadata": {"name": "x"}}
+    model = {"source": {"persistentVolumeClaim": {"claimName": "weights"}}}
+    spec = {"model": model, **env(NICS | more), "decode": env(decode)}
+    said = check_manifest({**head, "spec": spec})[1]
+    ours = [one for one in (*said.errors, *said.warnings) if ".env[" in one.path]
+    assert [one.path for one in ours] == [path for path, _ in found]
+    for one, (_, name) in zip(ours, found, strict=True):
+        assert one.rule == "ConflictingSettings"
+        assert f"Remove {name}" in one.remedy or not name
+        assert (one in said.errors) == (not name), "alone it ends the engine"
 
 
 def test_the_routers_variables() -> None:

@@ -46,6 +46,7 @@ ELSEWHERE = {
         ),
         "needs the config.json of a model: test_api_model_config.py",
     ),
+    "images_and_weights.py: Write readOnly: true.": "of some folders: test_api_host_paths.py",
     **dict.fromkeys(
         (
             "model.py: Create it: run `{}`.",

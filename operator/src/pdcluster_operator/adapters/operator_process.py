@@ -50,6 +50,7 @@ class OperatorOptions(PageOptions):
     namespaces: tuple[str, ...] = ()
     authority: tuple[str, str] | None = None
     host_path_models: bool = False
+    host_path_prefixes: tuple[str, ...] = ()
     webhook: WebhookPlace | None = None
     sweep_seconds: float = 300.0
     launcher_poll_seconds: float = 1.0
@@ -144,7 +145,7 @@ class OperatorProcess:
             poll_seconds=options.launcher_poll_seconds,
             place=types.Place(
                 kubeconfig.own_namespace(),
-                options.host_path_models,
+                options.host_path_models or options.host_path_prefixes,
                 mounted_certificates=folder is not None,
                 operator_class=options.operator_class,
                 every_address=kubeconfig.every_address(),

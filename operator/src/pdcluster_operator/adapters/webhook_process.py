@@ -45,6 +45,7 @@ class WebhookOptions(PageOptions):
 
     folder: Path
     host_path_models: bool = False
+    host_path_prefixes: tuple[str, ...] = ()
     mounted_certificates: bool = False
     port: int = 9443
 
@@ -89,7 +90,7 @@ class WebhookProcess:
         answer = review(
             new,
             old,
-            host_paths=self.options.host_path_models,
+            host_paths=self.options.host_path_models or self.options.host_path_prefixes,
             mounted_certificates=self.options.mounted_certificates,
             found=found,
         )

@@ -122,6 +122,14 @@ def parser() -> argparse.ArgumentParser:
             help="admit folders of the nodes; whoever may create a PDCluster can then read them",
         )
         command.add_argument(
+            "--allow-host-path",
+            action="append",
+            type=_folder,
+            dest="host_path_prefixes",
+            metavar="DIR",
+            help="admit this folder of the nodes and what is in it, to be read; may be repeated",
+        )
+        command.add_argument(
             "--health-port", type=int, help="port for health checks (default 8081)"
         )
         command.add_argument("--metrics-port", type=int, help="port for metrics (default 8080)")
@@ -144,6 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         root.error("--webhook-configuration, --webhook-service and --webhook-secret go together")
 
     set_up_logs(level, form)
+    for name in ("namespaces", "host_path_prefixes"):
+        given |= {name: tuple(given[name])} if name in given else {}
     try:
         asyncio.run(_operator(given, place) if command == "run" else _webhook(given))
     except KeyboardInterrupt:
@@ -160,7 +170,6 @@ def _operator(given: dict[str, Any], place: list[Any]) -> Coroutine[Any, Any, No
     from pdcluster_operator.adapters.own_secrets import WebhookPlace
     from pdcluster_operator.handlers import run_operator
 
-    given["namespaces"] = tuple(given.get("namespaces", ()))
     webhook = WebhookPlace(*place) if place else None
     return run_operator(OperatorOptions(webhook=webhook, **given), asyncio.Event())
 
@@ -193,6 +202,17 @@ def set_up_logs(level: str, form: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else logging.Formatter(PLAIN))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def _folder(text: str) -> str:
+    from pdcluster_operator.api.rules.images_and_weights import is_below
+
+    if not is_below(text, ["/"]) or not text.strip("/."):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the absolute path of a folder, without '..'; "
+            "--allow-host-path-models admits all folders"
+        )
+    return text
 
 
 def _pair(text: str) -> tuple[str, str]:

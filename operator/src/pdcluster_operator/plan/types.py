@@ -65,8 +65,8 @@ class Place:
 
     Attributes:
         namespace: of the operator's pod; None where that is not known.
-        host_path_models: whether a PDCluster may mount folders of the nodes. Whoever installs
-            the operator decides.
+        host_path_models: whether a PDCluster may mount folders of the nodes, or the folders whose
+            contents it may read. Whoever installs the operator decides.
         one_node: whether all pods run on one machine, as in local mode.
         mounted_certificates: whether the operator has a certificate for engines whose
             certificates are mounted.
@@ -76,7 +76,7 @@ class Place:
     """
 
     namespace: str | None = None
-    host_path_models: bool = True
+    host_path_models: bool | tuple[str, ...] = True
     one_node: bool = False
     mounted_certificates: bool = True
     operator_class: str | None = None

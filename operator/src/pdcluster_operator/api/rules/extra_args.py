@@ -348,13 +348,18 @@ def _owned_variable(variable: Variable) -> FieldError:
 
 
 def transport_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield each UCX_TLS with which engines on NVIDIA's GPUs do not start."""
+    """Yield variables about the network with which engines on NVIDIA's GPUs do not start."""
     return (found for certain, found in _transports(cluster) if certain)
 
 
 def _transports(cluster: Cluster) -> Iterator[tuple[bool, FieldError]]:
+    given = variables(cluster)
+    roles = (
+        [(one.path, one.name, one.value) for one in given if role in one.roles] for role in Role
+    )
+    yield from dict.fromkeys(found for role in roles for found in network.nic_findings(role))
     gpus = {role: gpu_transports(cluster, role) for role in Role}
-    for one in variables(cluster) if "UCX" in cluster.spec.transfer.backends else ():
+    for one in given if "UCX" in cluster.spec.transfer.backends else ():
         needed = [gpus[role] for role in one.roles] or [frozenset[str]()]
         variable = (one.path, one.name, one.value)
         yield from network.transport_findings([variable], frozenset.intersection(*needed))

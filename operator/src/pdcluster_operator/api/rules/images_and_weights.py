@@ -1,15 +1,19 @@
-"""Rules of images and weights: versions, moving tags and branches, differences between roles."""
+"""Rules of images and weights: versions, moving tags and branches, differences between roles.
+
+Whoever may mount a folder of a node can read it, so an operator may forbid hostPath.
+"""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.supported import ANY_VERSION, SUPPORTED, supported, text_of
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.rules.extra_args import any_version, variables
+from pdcluster_operator.api.rules.whole_pods import REPLACEABLE, WEIGHTS
 from pdcluster_operator.api.spec import pod_templates, resolve, router_types, types
-from pdcluster_operator.api.spec.types import Role
+from pdcluster_operator.api.spec.types import Cluster, Role
 
 # Tags that name another image tomorrow.
 MOVING_TAGS = frozenset({"latest", "nightly", "main", "master", "edge", "dev", "stable"})
@@ -297,3 +301,88 @@ def _not_pinned(cluster: types.Cluster, revision: str | None) -> Iterator[FieldE
                 ("spec.model.source",),
             )
             return
+
+
+HOST_PATH_REMEDY = (
+    "Use a persistentVolumeClaim, or let the operator admit folders of the nodes "
+    "(--allow-host-path, the chart's operator.allowHostPathPrefixes)."
+)
+
+
+def host_path_errors(cluster: Cluster, admitted: Collection[str] = ()) -> Iterator[FieldError]:
+    """Yield every place where a spec mounts a folder of the node that is not admitted.
+
+    Args:
+        admitted: folders whose contents may be mounted, too. They may only be read: in a folder
+            that a pod may write, it can make a link to any other folder of the node.
+    """
+    source = cluster.spec.model.source.host_path
+    if source is not None and not is_below(source.path, admitted):
+        yield _host_path("spec.model.source.hostPath.path", source.path, admitted)
+    for path, template, ours in pod_templates.pod_templates(cluster):
+        engine = ours == pod_templates.ENGINE_CONTAINER
+        read = {WEIGHTS} if engine and source is not None else set()
+        for place, volume in pod_templates.mappings(template, "volumes"):
+            given, name = volume.get("hostPath"), str(volume.get("name"))
+            read.discard(name)  # it replaces the operator's
+            if given is None:
+                continue
+            if not is_below(pod_templates.as_mapping(given).get("path"), admitted):
+                yield _host_path(f"{path}.{place}.hostPath", given, admitted)
+            elif engine and name in REPLACEABLE:
+                message = "is a volume that the engine writes to, and it could make links there"
+                yield _writable(f"{path}.{place}.name", name, message, "Choose another name.")
+            else:
+                read.add(name)
+        for place, container in pod_templates.containers(template):
+            for number, mount in enumerate(pod_templates.as_list(container.get("volumeMounts"))):
+                given = pod_templates.as_mapping(mount)
+                folder, own = given.get("mountPath"), engine and container.get("name") == ours
+                own = own and folder == resolve.MODEL_FOLDER
+                name = str(given.get("name") or (WEIGHTS if own else ""))
+                # Laid over the operator's own mount, a mount of the same volume stays read-only.
+                if name in read and given.get("readOnly", own and name == WEIGHTS) is not True:
+                    message = "is not true, and a pod could make links to other folders of the node"
+                    where = f"{path}.{place}.volumeMounts[{number}].readOnly"
+                    value = shown(given.get("readOnly"))
+                    yield _writable(where, value, message, "Write readOnly: true.")
+
+
+def _writable(path: str, value: str, message: str, remedy: str) -> FieldError:
+    return FieldError(path, value, Rule.HOST_PATH_NOT_ADMITTED, message, remedy)
+
+
+def _host_path(path: str, value: object, admitted: Collection[str]) -> FieldError:
+    message = "mounts a folder of the node, which this operator does not admit"
+    device = str(pod_templates.as_mapping(value).get("path", "")).startswith("/dev/")
+    ask = "Ask for the device by a resource, as spec.transfer.rdma does."
+    below = f"Use a folder in {' or '.join(list(admitted)[:10])}. Or: " if admitted else ""
+    remedy = ask if device else f"{below}{HOST_PATH_REMEDY}"
+    return FieldError(path, shown(value), Rule.HOST_PATH_NOT_ADMITTED, message, remedy)
+
+
+def node_local_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield a warning about a model in a folder, which every node must have."""
+    if cluster.spec.model.source.host_path is not None:
+        yield FieldError(
+            "spec.model.source.hostPath.path",
+            cluster.spec.model.source.host_path.path,
+            Rule.NODE_LOCAL_MODEL,
+            "the folder must exist on every node that an engine may run on",
+            "Use a persistentVolumeClaim on a cluster of several nodes.",
+        )
+
+
+def is_below(path: object, folders: Iterable[str]) -> bool:
+    """Whether a path is one of the folders or leads into it, by whole names and without ``..``."""
+    names = _names(path)
+    above = (_names(folder) for folder in folders)
+    return names is not None and any(one is not None and names[: len(one)] == one for one in above)
+
+
+def _names(path: object) -> list[str] | None:
+    """Return the names in an absolute path; None for any other."""
+    if not isinstance(path, str) or not path.startswith("/"):
+        return None
+    names = [name for name in path.split("/") if name not in ("", ".")]
+    return None if ".." in names else names

@@ -291,3 +291,42 @@ def transport_findings(
                 ("spec.transfer.device", "spec.transfer.backends"),
             ),
         )
+
+
+NIC_VARIABLES = ("VLLM_GPU_NIC_PCIE_MAPPING", "VLLM_NIC_SELECTION_VARS")
+"""vLLM gives each rank the NIC of its GPU with both (v1/executor/vllm_net_devices.py)."""
+
+
+def nic_findings(variables: Iterable[Variable]) -> Iterator[tuple[bool, FieldError]]:
+    """Yield (whether engines certainly do not start, the finding) about the NICs of one role.
+
+    vLLM refuses one of ``NIC_VARIABLES`` alone. It writes a rank's NIC before what a variable that
+    the second one names has already, so that the rank uses those NICs, too.
+    """
+    given = {name: (path, value or "") for path, name, value in variables if value != ""}
+    alone = [name for name in NIC_VARIABLES if name in given]
+    if len(alone) == 1:
+        [other] = {*NIC_VARIABLES} - {*alone}
+        yield (
+            True,
+            FieldError(
+                f"{given[alone[0]][0]}.name",
+                alone[0],
+                Rule.CONFLICTING_SETTINGS,
+                f"vLLM ends at its start with {alone[0]} and without {other}",
+                f"Add {other}, or remove {alone[0]}.",
+            ),
+        )
+    for word in given[NIC_VARIABLES[1]][1].split(",") if len(alone) == len(NIC_VARIABLES) else ():
+        name = word.partition(":")[0].strip()
+        if name in given:
+            yield (
+                False,
+                FieldError(
+                    f"{given[name][0]}.value",
+                    shown(given[name][1]),
+                    Rule.CONFLICTING_SETTINGS,
+                    f"each rank uses these NICs beside that of {NIC_VARIABLES[0]}",
+                    f"Remove {name}: vLLM sets it for each rank.",
+                ),
+            )

@@ -2,8 +2,6 @@
 
 The API server stores the template unchecked. Later it would refuse the StatefulSet that is made
 from it, with an error that does not name the field of the PDCluster.
-
-Whoever may mount a folder of a node can read it, so an operator may forbid hostPath.
 """
 
 import itertools
@@ -327,43 +325,6 @@ def common_metadata_errors(cluster: Cluster) -> Iterator[FieldError]:
         remedy = "Keep long texts in a ConfigMap."
         where = "spec.commonMetadata.annotations"
         yield FieldError(where, "", Rule.TOO_LARGE, f"{message}object has them", remedy)
-
-
-HOST_PATH_REMEDY = (
-    "Use a persistentVolumeClaim, or let the operator admit folders of the nodes "
-    "(--allow-host-path-models, the chart's operator.allowHostPathModels)."
-)
-
-
-def host_path_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield every place where a spec mounts a folder of the node."""
-    source = cluster.spec.model.source.host_path
-    if source is not None:
-        yield _host_path("spec.model.source.hostPath.path", source.path)
-    for path, template, _ in pod_templates.pod_templates(cluster):
-        for place, volume in pod_templates.mappings(template, "volumes"):
-            if volume.get("hostPath") is not None:
-                yield _host_path(f"{path}.{place}.hostPath", volume["hostPath"])
-
-
-def _host_path(path: str, value: object) -> FieldError:
-    message = "mounts a folder of the node, which this operator does not admit"
-    device = str(pod_templates.as_mapping(value).get("path", "")).startswith("/dev/")
-    ask = "Ask for the device by a resource, as spec.transfer.rdma does."
-    remedy = ask if device else HOST_PATH_REMEDY
-    return FieldError(path, shown(value), Rule.HOST_PATH_NOT_ADMITTED, message, remedy)
-
-
-def node_local_warnings(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield a warning about a model in a folder, which every node must have."""
-    if cluster.spec.model.source.host_path is not None:
-        yield FieldError(
-            "spec.model.source.hostPath.path",
-            cluster.spec.model.source.host_path.path,
-            Rule.NODE_LOCAL_MODEL,
-            "the folder must exist on every node that an engine may run on",
-            "Use a persistentVolumeClaim on a cluster of several nodes.",
-        )
 
 
 HOST_FIELDS = {

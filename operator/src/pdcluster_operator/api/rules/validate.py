@@ -72,7 +72,7 @@ def check_scaler(manifest: object, names: Collection[str] = ()) -> Findings:
 def check_manifest(
     manifest: object,
     *,
-    host_paths: bool | None = True,
+    host_paths: bool | tuple[str, ...] | None = True,
     one_node: bool = False,
     mounted_certificates: bool | None = True,
     pod_groups: bool | None = True,
@@ -82,9 +82,9 @@ def check_manifest(
     """Parse a manifest and apply all rules; return all findings at once.
 
     Args:
-        host_paths: whether folders of the nodes may be mounted. Whoever installs the operator
-            decides. None is for ``pdcluster lint``, which does not see the operator: a warning
-            names the default.
+        host_paths: whether folders of the nodes may be mounted, or the folders that may be read.
+            Whoever installs the operator decides. None is for ``pdcluster lint``, which does not
+            see the operator: a warning names the default.
         one_node: whether all pods run on one machine, as in local mode.
         mounted_certificates: whether the operator has a certificate for engines whose certificates
             are mounted. None as above.
@@ -108,8 +108,12 @@ def check_manifest(
     if found is not None and not any(under(path, REF) for path in broken):
         model, doubts = model_of(cluster, found)
     pair = engines.pair_findings(cluster, model)
+    folders = host_paths if isinstance(host_paths, tuple) else None
     supported = (
-        (host_paths, pod_template.host_path_errors(cluster)),
+        (
+            host_paths if folders is None else False,
+            images_and_weights.host_path_errors(cluster, folders or ()),
+        ),
         (False if one_node else mounted_certificates, certificates.support_errors(cluster)),
         (True if one_node else pod_groups, resources.pod_group_errors(cluster)),
     )
@@ -117,7 +121,7 @@ def check_manifest(
     refused += resources.stored_errors(manifest)
     refused += dict.fromkeys(model_errors(cluster, model) if model else ())
     by_default = [error for one, errors in supported if one is None for error in errors]
-    warned = [] if one_node else list(pod_template.node_local_warnings(cluster))
+    warned = [] if one_node else list(images_and_weights.node_local_warnings(cluster))
     warned += [replace(error, message=BY_DEFAULT[error.rule]) for error in by_default]
     warned += doubts
     errors = filter(stands, (*_errors(cluster), *pair.errors, *refused))
@@ -201,7 +205,7 @@ def review(
     new: Mapping[str, Any] | None,
     old: Mapping[str, Any] | None,
     *,
-    host_paths: bool,
+    host_paths: bool | tuple[str, ...],
     mounted_certificates: bool = True,
     found: FoundConfig | None = None,
 ) -> Review:
