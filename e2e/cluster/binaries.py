@@ -111,6 +111,12 @@ KWOK = Program(
 LWS = Program("lws", "lws", "sigs.k8s.io/lws/cmd")
 # A queue for engines. Only a test of `make soak` needs it.
 KUEUE = Program("kueue", "kueue", "sigs.k8s.io/kueue/cmd/kueue")
+# Sets replicas by what Prometheus answers. Only a test of `make soak` needs it.
+_KEDA = "github.com/kedacore/keda/v2"
+KEDA = (
+    Program("keda", "keda", f"{_KEDA}/cmd/operator"),
+    Program("keda-adapter", "keda", f"{_KEDA}/cmd/adapter"),
+)
 # Judges a PDCluster's health as Argo CD and Flux do. Only a test of the page about them needs it.
 GITOPS = Program("gitops", "gitops")
 # More names for a person's shell, so that the commands of the chart's notes work.

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +27,31 @@ def controllers(
     Args:
         webhooks: the port of its webhooks, on which it listens when the block begins.
     """
+    command = (str(program), f"--config={configuration}")
+    with process(command, {"KUBECONFIG": str(kubeconfig)}, log, webhooks) as started:
+        yield started
+
+
+@contextlib.contextmanager
+def process(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, port: int
+) -> Iterator[psutil.Process]:
+    """Run a program until the block ends. It listens on the port when the block begins."""
     with (
         log.open("wb") as output,
         subprocess.Popen(
-            (str(program), f"--config={configuration}"),
-            env={**os.environ, "KUBECONFIG": str(kubeconfig)},
+            command,
+            env={**os.environ, **environment},
             stdout=output,
             stderr=output,
             preexec_fn=die_with_us,  # noqa: PLW1509
-        ) as process,
+        ) as started,
     ):
         try:
-            until(lambda: _listens(process.pid, webhooks), STARTS_SECONDS, log.read_text)
-            yield psutil.Process(process.pid)
+            until(lambda: _listens(started.pid, port), STARTS_SECONDS, log.read_text)
+            yield psutil.Process(started.pid)
         finally:
-            process.kill()
+            started.kill()
 
 
 def install(real: RealApi, body: dict[str, Any]) -> None:

@@ -142,6 +142,13 @@ class RealApi:
             f"--tls-cert-file={keys / 'apiserver.crt'}",
             f"--tls-private-key-file={keys / 'apiserver.key'}",
             f"--client-ca-file={keys / 'ca.crt'}",
+            # Who it is when it asks a metrics API for somebody, and how it says for whom.
+            f"--proxy-client-cert-file={keys / 'apiserver-client.crt'}",
+            f"--proxy-client-key-file={keys / 'apiserver-client.key'}",
+            f"--requestheader-client-ca-file={keys / 'ca.crt'}",
+            "--requestheader-allowed-names=kube-apiserver-kubelet-client",
+            "--requestheader-username-headers=X-Remote-User",
+            "--requestheader-group-headers=X-Remote-Group",
             f"--token-auth-file={keys / 'tokens.csv'}",
             "--authorization-mode=RBAC",
             "--disable-admission-plugins=ServiceAccount",
