@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-FILES = Path(__file__).resolve().parents[1] / "charts" / "pdcluster" / "files"
+ROOT = Path(__file__).resolve().parents[1]
+FILES = ROOT / "charts" / "pdcluster" / "files"
 ALERTS = FILES / "prometheus" / "alerts.yaml"
 DASHBOARDS = {path.stem: path for path in sorted((FILES / "dashboards").glob("*.json"))}
 _SELECTOR = re.compile(r"\b((?:pdcluster_(?!dev_)|vllm:|vllm_router_)\w+)(\{[^}]*\})?")
@@ -36,6 +37,21 @@ def expressions() -> dict[str, str]:
             for target in panel.get("targets", ()):
                 found[f"{name}/{panel['title']}/{target['refId']}"] = target["expr"]
     return found
+
+
+def scaling_queries() -> dict[str, str]:
+    """Return the queries of KEDA's triggers in docs/operations.md and in examples, by object."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    texts = [*blocks, *(one.read_text() for one in sorted((ROOT / "examples").glob("*.yaml")))]
+    return {
+        f"ScaledObject {one['metadata']['name']}": trigger["metadata"]["query"]
+        for text in texts
+        if "kind: ScaledObject" in text
+        for one in yaml.safe_load_all(text)
+        if one["kind"] == "ScaledObject"
+        for trigger in one["spec"]["triggers"]
+    }
 
 
 def selectors(expression: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from local_run import LocalRun
 
-from monitoring_files import ALERTS, expressions, selectors
+from monitoring_files import ALERTS, expressions, scaling_queries, selectors
 from pdcluster_operator.api.object_names import ENGINE_METRICS_PORT, ROUTER_METRICS_PORT
 from prometheus_server import Prometheus
 
@@ -25,6 +25,7 @@ WITHOUT_SAMPLES = {
     'outcome="recomputed"': "no transfer failed",
     "pdcluster_kv_step_faults_total": "the connector had no fault",
     'reason="ProbableTCPFallback"': "no bandwidth is asked for",
+    "pdcluster_advised_engines": "no advice is asked for",
     'condition="Available",status="False"': "it serves",
     'condition="Progressing",status="False",reason!~"Complete|Paused"': "no change is stuck",
 }
@@ -52,7 +53,8 @@ def prometheus(run: LocalRun) -> Prometheus:
 def asked() -> dict[str, str]:
     """Return what has to have samples, by where it stands.
 
-    Those are the queries of panels, and what alerts read: few alerts fire on a pair that is well.
+    Those are the queries of panels and of KEDA's triggers, and what alerts read: few alerts fire on
+    a pair that is well.
     """
     found = {}
     for where, expression in expressions().items():
@@ -61,6 +63,8 @@ def asked() -> dict[str, str]:
             text = text.replace(variable, value)
         read = [text] if "/" in where else selectors(text)
         found |= {f"{where} {number}": one for number, one in enumerate(read)}
+    for where, text in scaling_queries().items():
+        found[where] = text.replace('"llm"', f'"{NAMESPACE}"').replace('"llama"', f'"{CLUSTER}"')
     return {
         where: text
         for where, text in found.items()

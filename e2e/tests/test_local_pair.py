@@ -496,6 +496,7 @@ def test_every_query_of_dashboards_and_alerts_has_samples_of_a_running_pair(run:
             for role in ("router", "decode"):  # its KV is transferred, and is not
                 run.complete(text(60, time.monotonic_ns()), role=role, tokens=4)
 
+        assert any("ScaledObject" in where for where in asked()), "KEDA's queries are asked, too"
         took = scraper.wait_for_samples(asked(), prompts)
         print(f"samples of {len(asked())} queries after {took:.1f} s")
         for query in expressions().values():  # those that have none are at least read
