@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import settings
 from labelled_engine import GUARD, Engine, execute
+from wrong_plans import remade
 
 from pdcluster_connector.plan.block_pairs import BlockList, pair_blocks
 from pdcluster_connector.plan.peer_plan import plan_peer
@@ -212,11 +213,11 @@ def test_an_interval_at_any_token_in_units_of_one_token() -> None:
 
 
 def shifted(part):
-    return replace(part, decode_indices=np.roll(part.decode_indices, 1))
+    return remade(part, decode_indices=np.roll(part.decode_indices, 1))
 
 
 def shortened(part):
-    return replace(
+    return remade(
         part,
         prefill_indices=part.prefill_indices[:-1],
         decode_indices=part.decode_indices[:-1],
@@ -225,7 +226,7 @@ def shortened(part):
 
 
 def doubled(part):
-    return replace(
+    return remade(
         part,
         prefill_indices=np.tile(part.prefill_indices, 2),
         decode_indices=np.tile(part.decode_indices, 2),
@@ -236,13 +237,13 @@ def doubled(part):
 def strayed(part):
     decode = part.decode_indices.copy()
     decode[0] = 39  # block 39 of the first part: nobody's
-    return replace(part, decode_indices=decode)
+    return remade(part, decode_indices=decode)
 
 
 def peeped(part):
     prefill = part.prefill_indices.copy()
     prefill[0] = 39
-    return replace(part, prefill_indices=prefill)
+    return remade(part, prefill_indices=prefill)
 
 
 @pytest.mark.parametrize("spoil", [shifted, shortened, doubled, strayed, peeped])

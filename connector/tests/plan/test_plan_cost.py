@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from cache_orders import laid_out
+from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
 from pdcluster_connector.plan.block_pairs import BlockList, pair_blocks
@@ -56,6 +59,40 @@ def test_as_many_as_are_posted(
 ) -> None:
     made = plan(orders, tensors)
     assert descriptors(made, tokens)[0] == posted(made, tokens)
+
+
+@given(tokens=st.integers(1, 1000), limit=st.integers(1, 700), tensors=st.sampled_from([1, 2, 4]))
+def test_slices_are_what_the_whole_is(tokens: int, limit: int, tensors: int) -> None:
+    made = plan(("LBNHC", "LBHNC"), (4, tensors))
+    blocks = np.random.default_rng(tokens).permutation(BLOCKS).astype(np.int32)
+    pairs = pair_blocks(BlockList(blocks, TOKENS), BlockList(blocks[::-1], TOKENS), 0, tokens)
+    for part in descriptor_indices(made, pairs):
+        cuts = [part.between(at, at + limit) for at in range(0, part.count, limit)]
+        for whole, number in ((part.prefill_indices, 0), (part.decode_indices, 1)):
+            assert np.array_equal(whole, np.concatenate([cut[number] for cut in cuts]))
+        assert all(cut[0].size == limit for cut in cuts[:-1])
+
+
+def test_a_long_prompt_is_planned_without_a_list_of_its_descriptors() -> None:
+    """128k tokens and 80 layers: numpy would let no other thread run while it makes the list."""
+    blocks = np.random.default_rng(1).permutation(8192).astype(np.int32)
+    held = [
+        Shard((0, rank), laid_out("LBHNC", base, 80, 8192, heads, TOKENS, 32, first_head=first)[0])
+        for rank, base, heads, first in ((0, 1 << 40, 4, 0), (1, 1 << 42, 4, 4), (0, 1 << 44, 8, 0))
+    ]
+    made = plan_peer(held[2], held[:2])
+    pairs = pair_blocks(BlockList(blocks, TOKENS), BlockList(blocks, TOKENS), 0, 8192 * TOKENS)
+    tracemalloc.start()
+    try:
+        parts = descriptor_indices(made, pairs)
+        for part in parts:
+            part.between(part.count - 1024, part.count)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    count = sum(part.count for part in parts)
+    assert count == 2 * 80 * 8192
+    assert peak < count, "less than a byte for each descriptor"
 
 
 def test_heads_first_needs_one_descriptor_a_block_and_layer() -> None:

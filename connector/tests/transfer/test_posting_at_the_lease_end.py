@@ -21,7 +21,7 @@ def test_the_slot_and_the_connection_are_given_back() -> None:
     connection: Any = SimpleNamespace(broken=None, transfers=1, sources=[])  # counted when planned
     job = Job(request=SimpleNamespace(request_id="r"), machine=machine)  # type: ignore[arg-type]
     job.connection = connection
-    job.reads.append(Read(0, one, one, words.take()))
+    job.reads.append(Read(0, lambda: (one, one), words.take()))
     executor: Any = SimpleNamespace(
         connections=SimpleNamespace(fence_words=words, settle=lambda _: None),
         dispatch=lambda job, event: job.machine.on(event, 10.0) and None,

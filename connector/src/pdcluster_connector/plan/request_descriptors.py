@@ -7,8 +7,9 @@ of a group are paired by token position. What decode needs depends on the kind o
 * sliding window: of those, the window before ``stop``;
 * Mamba: the state after ``stop`` tokens, which is one slot.
 
-At last the pairs become indices, without a loop over descriptors. This is where block ids from a
-peer become addresses. Every id and offset is checked against the cache's bounds before that.
+This is where block ids from a peer become addresses. Every id and offset is checked against the
+cache's bounds before anything is posted. The indices themselves are made when a read is posted, in
+slices: those of a long prompt are millions, and numpy lets no other thread run meanwhile.
 """
 
 import math
@@ -24,20 +25,70 @@ from pdcluster_connector.plan.block_pairs import BlockList, EngineBlocks, GroupB
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """Descriptors of one stride class: in each run of both sides, the same elements.
+
+    Attributes:
+        prefill_runs, decode_runs: where runs begin, paired one with one.
+        prefill_elements, decode_elements: from the begin of a run, paired one with one.
+    """
+
+    prefill_runs: Int64
+    decode_runs: Int64
+    prefill_elements: Int64
+    decode_elements: Int64
+
+    @property
+    def count(self) -> int:
+        """How many descriptors these are."""
+        return self.prefill_runs.size * self.prefill_elements.size
+
+    def between(self, first: int, stop: int) -> tuple[Int32, Int32]:
+        """Return the prefill and the decode indices of the descriptors [first, stop)."""
+        run, element = np.divmod(np.arange(first, stop), max(1, self.prefill_elements.size))
+        prefill = self.prefill_runs[run] + self.prefill_elements[element]
+        decode = self.decode_runs[run] + self.decode_elements[element]
+        return prefill.astype(np.int32), decode.astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SourceIndices:
-    """One request's descriptors with one prefill shard.
+    """One request's descriptors with one prefill shard: indices into the source's rows.
 
     Attributes:
         source: index in ``PeerPlan.sources``.
-        prefill_indices, decode_indices: flattened indices into the source's rows; index i
-            of one side pairs with index i of the other.
         nbytes: bytes that they move.
     """
 
     source: int
-    prefill_indices: Int32
-    decode_indices: Int32
+    classes: Sequence[Runs]
     nbytes: int
+
+    @property
+    def count(self) -> int:
+        """How many descriptors these are."""
+        return sum(runs.count for runs in self.classes)
+
+    def between(self, first: int, stop: int) -> tuple[Int32, Int32]:
+        """Return the flattened prefill and decode indices [first, stop), paired one with one."""
+        before, found = 0, [(np.empty(0, np.int32), np.empty(0, np.int32))]
+        for runs in self.classes:
+            here = max(0, first - before), min(runs.count, stop - before)
+            if here[0] < here[1]:
+                found.append(runs.between(*here))
+            before += runs.count
+        prefill, decode = zip(*found, strict=True)
+        return np.concatenate(prefill), np.concatenate(decode)
+
+    @property
+    def prefill_indices(self) -> Int32:
+        """All indices into prefill's rows."""
+        return self.between(0, self.count)[0]
+
+    @property
+    def decode_indices(self) -> Int32:
+        """All indices into decode's rows."""
+        return self.between(0, self.count)[1]
 
 
 def plan_request(
@@ -176,22 +227,16 @@ def descriptor_indices(
         chosen = [item for item in source.classes if item.key.groups == groups]
         if not chosen:
             continue
-        ours, theirs, nbytes = zip(*(_class_indices(item, pairs) for item in chosen), strict=True)
-        found.append(
-            SourceIndices(
-                source=number,
-                prefill_indices=np.concatenate(ours),
-                decode_indices=np.concatenate(theirs),
-                nbytes=sum(nbytes),
-            )
+        classes = [_class_runs(item, pairs) for item in chosen]
+        nbytes = sum(
+            runs.prefill_elements.size * item.unit_bytes
+            for runs, item in zip(classes, chosen, strict=True)
         )
+        found.append(SourceIndices(source=number, classes=classes, nbytes=nbytes))
     return found
 
 
-def _class_indices(
-    item: peer_plan.StrideClass, pairs: block_pairs.Pairs
-) -> tuple[Int32, Int32, int]:
-    """Return prefill indices, decode indices and the bytes that they move."""
+def _class_runs(item: peer_plan.StrideClass, pairs: block_pairs.Pairs) -> Runs:
     key = item.key
     prefill = _first_unit("prefill", key.prefill, pairs.prefill, pairs.tokens, key.unit)
     decode = _first_unit("decode", key.decode, pairs.decode, pairs.tokens, key.unit)
@@ -200,16 +245,14 @@ def _class_indices(
     before = np.repeat(np.cumsum(counts) - counts, counts)
     inner = np.arange(before.size) - before
 
-    def indices(side: descriptors.Side, runs: Int64, first: Int64) -> Int32:
-        elements = np.repeat(first[order], counts) + inner * side.per_unit
-        found: Int32 = np.add.outer(runs, elements).ravel().astype(np.int32)
+    def elements(side: descriptors.Side, first: Int64) -> Int64:
+        found: Int64 = np.repeat(first[order], counts) + inner * side.per_unit
         return found
 
-    return (
-        indices(key.prefill, item.prefill_first, prefill),
-        indices(key.decode, item.decode_first, decode),
-        item.unit_bytes * int(before.size),
-    )
+    return Runs(
+        item.prefill_first, item.decode_first,
+        elements(key.prefill, prefill), elements(key.decode, decode),
+    )  # fmt: skip
 
 
 def _first_unit(

@@ -7,8 +7,9 @@ the transfer thread, with the reads that are planned for it. ``posting.py`` post
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from msgspec.structs import replace
@@ -31,14 +32,14 @@ HANDSHAKE_GRACE_SECONDS = 0.25  # time for the peer source to say why the handsh
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Read:
-    """One NIXL READ to post: descriptor indices of both sides, into source ``source``.
+    """One NIXL READ to post: descriptors of both sides, into source ``source``.
 
+    ``indices`` makes them: (prefill, decode), paired one with one.
     ``word``: the slot of :class:`FenceWords` that a lease word is read into; None for KV.
     """
 
     source: int
-    decode: interface.Indices
-    prefill: interface.Indices
+    indices: Callable[[], tuple[interface.Indices, interface.Indices]]
     word: int | None = None
 
 
@@ -116,13 +117,15 @@ def plan_reads(
         stop=request.stop,
         tokens=ticket.tokens,
     ):
-        count = len(part.decode_indices)
         job.sources.add(part.source)
         job.nbytes += part.nbytes
-        for first in range(0, count, limit):
-            cut = slice(first, first + limit)
-            job.reads.append(Read(part.source, part.decode_indices[cut], part.prefill_indices[cut]))
+        for first in range(0, part.count, limit):
+            job.reads.append(Read(part.source, partial(part.between, first, first + limit)))
     return None
+
+
+def _word_indices(prefill: int, decode: int) -> tuple[interface.Indices, interface.Indices]:
+    return np.array([prefill], np.int32), np.array([decode], np.int32)
 
 
 class Slots:
@@ -195,12 +198,12 @@ def plan_fence(job: Job, connection: reading_agent.Connection, words: FenceWords
     The reads count as transfers of the connection from now on: it must not close before them.
     Returns a failure when there is no room for all of them.
     """
-    prefill = np.array([job.request.ticket.fence_slot], np.int32)
+    theirs = job.request.ticket.fence_slot
     for source in sorted(job.sources):
         slot = words.take()
         if slot is None:
             message = "too many lease words are being read at the same time"
             return Failure(Reason.BACKEND_ERROR, message)
-        job.reads.append(Read(source, np.array([slot], np.int32), prefill, slot))
+        job.reads.append(Read(source, partial(_word_indices, theirs, slot), slot))
         connection.transfers += 1
     return None

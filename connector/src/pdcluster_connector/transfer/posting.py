@@ -183,7 +183,8 @@ class Transfers:
                 local, remote = source.local, source.remote
             else:
                 local, remote = source.local_words, source.remote_words
-            handle = source.agent.read(local, read.decode, remote, read.prefill)
+            theirs, ours = read.indices()
+            handle = source.agent.read(local, ours, remote, theirs)
         except NixlError as error:
             if not error.flying:
                 self._give_back(word)
