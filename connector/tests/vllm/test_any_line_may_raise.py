@@ -185,6 +185,7 @@ class Pair:
             "decode's requests": self.decode.scheduler.requests,
             "leases": [*self.leases._granted, *self.leases._armed],
             "owed": prefill._owed,
+            "traces": prefill._traces,
             "decode's entries": decode._requests,
             "aborted": decode._aborted,
             "leases that decode renews": decode._tickets.held,

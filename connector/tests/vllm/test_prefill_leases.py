@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import tracing
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.vllm
 
 BLOCK, TOKENS, SECONDS = 16, 40, 10.0
 BLOCKS = ([5, 6, 7],)
+HEADERS = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 
 
 class Prefill:
@@ -59,7 +61,7 @@ def request(computed: int = TOKENS, status: Any = RequestStatus.FINISHED_LENGTH_
     return SimpleNamespace(
         request_id="r", kv_transfer_params={"do_remote_decode": True}, status=status,
         num_computed_tokens=computed, num_prompt_tokens=TOKENS, mm_features=[], lora_request=None,
-        prompt_token_ids=list(range(TOKENS)), prompt_embeds=None,
+        prompt_token_ids=list(range(TOKENS)), prompt_embeds=None, trace_headers=HEADERS,
     )  # fmt: skip
 
 
@@ -183,3 +185,26 @@ def test_another_image_or_another_place_of_it_is_another_prompt() -> None:
 def test_an_image_counts_if_its_first_token_is_among_those_of_the_ticket() -> None:
     assert digest(image(9), tokens=9) == digest(tokens=9)
     assert digest(image(8), tokens=9) != digest(tokens=9)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_span_that_cannot_be_recorded_costs_no_request(
+    works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = []
+
+    def record(name: str, begun: int, ended: int, attributes: Any, context: Any) -> None:
+        recorded.append((name, attributes))
+        assert begun <= ended
+        assert context is not None
+        if not works:
+            raise OSError("no exporter")
+
+    monkeypatch.setattr(tracing, "instrument_manual", record)
+    prefill = Prefill()
+    prefill.role.scheduled(request())
+    prefill.role.finished(request(), BLOCKS)
+    prefill.now = SECONDS + 1
+    assert prefill.take()[0] == ["r"]
+    assert recorded == [("pdcluster.kv_lease", {"pdcluster.outcome": "expired"})]
+    assert prefill.take()[0] == []

@@ -25,7 +25,7 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome, asks_for_local
 from pdcluster_connector.protocol.ticket import Ticket, TicketKeys, passed_on, ticket_of
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
-from pdcluster_connector.vllm import config, metrics, step_messages
+from pdcluster_connector.vllm import config, metrics, request_spans, step_messages
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_token, smallest_block
 from pdcluster_connector.vllm.scheduler_side import decode_leases, local_prompts, prefill
 
@@ -49,6 +49,7 @@ class Incoming:
     ``held``: the ticket's lease is renewed, and released when the request no longer needs it.
     ``repeated``: what the answer repeats of the request.
     ``headers``: of the output of a request that has failed: its client reads the cause in them.
+    ``trace``: the headers that name its trace. ``since``: when its next span begins, in ns.
     """
 
     ticket: Ticket | None
@@ -66,6 +67,8 @@ class Incoming:
     outcome: str = "local"
     named: bool = False
     headers: dict[str, str] | None = None
+    trace: request_spans.Headers = None
+    since: int = field(default_factory=time.time_ns)
 
     def path(self, decode: str) -> dict[str, Any]:
         """Return what the answer says of the KV's way; ``decode`` is this engine's id."""
@@ -130,6 +133,7 @@ class DecodeRole:
         incoming = self._judge(request)
         incoming.named = self.options.show_internal_names or kv_path.has_key(params, self.key)
         incoming.repeated = passed_on(params)
+        incoming.trace = request.trace_headers
         self._requests[request.request_id] = incoming
         self.local.arrived(request)
         if incoming.held and incoming.ticket is not None:
@@ -227,6 +231,9 @@ class DecodeRole:
         )
         incoming.blocks = sum(block > 0 for group in held for block in group.blocks)
         incoming.stage = Stage.PARKED
+        incoming.since = request_spans.span(
+            request_spans.WAIT, incoming.trace, incoming.since, prefill=ticket.engine_id
+        )
         seconds, claimed = self._tickets.park(ticket, request.request_id)
         # Nothing follows the order: it is given, or the exception fails the request.
         self._orders.append(
@@ -271,6 +278,10 @@ class DecodeRole:
         ticketless = incoming.reason in (LocalReason.NO_TICKET, LocalReason.LOCAL_BY_ROUTER)
         if ticketless and tokens < self._block:
             incoming.reason = LocalReason.SHORT_PROMPT
+        request_spans.span(
+            request_spans.LOCAL, incoming.trace, incoming.since,
+            reason=str(incoming.reason), tokens=tokens,
+        )  # fmt: skip
         self.stats.prompt(Outcome.LOCAL, incoming.reason, tokens)
 
     def step(self, orders: step_messages.StepOrders) -> None:
@@ -325,6 +336,8 @@ class DecodeRole:
             incoming.message = incoming.receipt.message
         elif failed:  # the report that says why was lost, or comes later
             incoming.reason = Reason.BACKEND_ERROR
+        path = incoming.path(self.engine_id)
+        request_spans.span(request_spans.RECEIVE, incoming.trace, incoming.since, **path)
         self._settle(request_id, incoming)
         if failed and incoming.headers is not None:
             failure = kv_path.failure(self._shown(incoming), request_id)

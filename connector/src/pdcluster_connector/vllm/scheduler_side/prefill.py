@@ -9,7 +9,7 @@ blocks when all ranks have. ``sidechannel/lease_desk.py`` judges which leases ha
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from vllm.v1.request import Request, RequestStatus
 from pdcluster_connector.protocol import ticket
 from pdcluster_connector.protocol.prompt_outcomes import no_ticket
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
-from pdcluster_connector.vllm import config, metrics, step_messages
+from pdcluster_connector.vllm import config, metrics, request_spans, step_messages
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_token
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class PrefillRole:
     def __post_init__(self) -> None:
         self._leaves_last_token = leaves_last_token(self.groups)
         self._owed: dict[str, str] = {}  # finished requests whose blocks vLLM keeps, by itself
+        self._traces: dict[str, tuple[request_spans.Headers, int]] = {}  # of these; the end in ns
         self._shortened: set[str] = set()
 
     def arrived(self, request: Request) -> None:
@@ -147,6 +148,7 @@ class PrefillRole:
         if not self.leases.grant(request_id):
             return False, None, "LeaseEnded"
         self._owed[request_id] = request_id
+        self._traces[request_id] = request.trace_headers, time.time_ns()
         return True, params, ""
 
     def _ticket(
@@ -183,6 +185,7 @@ class PrefillRole:
         """Drop a request's lease; vLLM frees its blocks by itself."""
         self.leases.drop(request_id)
         self._owed.pop(request_id, None)
+        self._traces.pop(request_id, None)
         self._shortened.discard(request_id)
 
     def take(self, orders: step_messages.StepOrders) -> None:
@@ -191,13 +194,19 @@ class PrefillRole:
         self.stats.count("leases_expired", amount=len(changes.expired))
         self.stats.gauge("leases_held", self.leases.held)
         self.stats.count("handover_seconds", amount=changes.handovers)
-        self._order_sent(orders, [*changes.released, *changes.expired])
+        self._order_sent(orders, changes.released, "released")
+        self._order_sent(orders, changes.expired, "expired")
 
     def recover(self, orders: step_messages.StepOrders) -> None:
         """Add the requests whose leases have ended while :meth:`take` failed."""
-        self._order_sent(orders, [key for key in self._owed if self.leases.place(key) is None])
+        ended = [key for key in self._owed if self.leases.place(key) is None]
+        self._order_sent(orders, ended, "unknown")
 
-    def _order_sent(self, orders: step_messages.StepOrders, ended: list[str]) -> None:
+    def _order_sent(
+        self, orders: step_messages.StepOrders, ended: Iterable[str], outcome: str
+    ) -> None:
         for request_id in ended:
             if request_id in self._owed:
+                trace, since = self._traces.pop(request_id, (None, 0))
                 orders.sent.append(self._owed.pop(request_id))
+                request_spans.span(request_spans.LEASE, trace, since, outcome=outcome)
