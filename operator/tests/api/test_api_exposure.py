@@ -104,6 +104,82 @@ def test_walls_between_pod_and_node_are_taken_down_with_a_warning() -> None:
     assert warned() == set()
 
 
+@pytest.mark.parametrize("part", ["prefill", "decode", "router"])
+@pytest.mark.parametrize(
+    ("field", "beside"),
+    [
+        ("hostPID", {"shareProcessNamespace": True}),
+        ("hostPID", {"hostUsers": False}),
+        ("hostIPC", {"hostUsers": False}),
+    ],
+)
+def test_what_kubernetes_refuses_beside_a_namespace_of_the_node(
+    part: str, field: str, beside: dict[str, bool]
+) -> None:
+    (error,) = findings(**{part: {"podTemplate": {"spec": {field: True, **beside}}}}).errors
+    assert (error.path, error.rule) == (
+        f"spec.{part}.podTemplate.spec.{field}",
+        "ConflictingSettings",
+    )
+    other = {name: not value for name, value in beside.items()}
+    assert findings(**{part: {"podTemplate": {"spec": {field: True, **other}}}}).ok
+
+
+GONE = [
+    "automountServiceAccountToken", "enableServiceLinks", "securityContext",
+    "securityContext.seccompProfile", "serviceAccountName", "terminationGracePeriodSeconds",
+    "own.resources", "own.resources.limits", "own.securityContext",
+    "own.securityContext.capabilities",
+]  # fmt: skip
+GONE_OF_ROUTERS = ["shareProcessNamespace", "own.lifecycle", "own.lifecycle.preStop"]
+STAYS = ["nodeSelector", "hostPID", "volumes", "own.startupProbe", "own.terminationMessagePath"]
+
+
+def nulled(part: str, field: str) -> list[tuple[str, str]]:
+    """What is said of a null in the pod, or in the operator's own container and another one."""
+    value: Any = None
+    names = field.removeprefix("own.").split(".")
+    for name in reversed(names):
+        value = {name: value}
+    spec, path = value, f"spec.{part}.podTemplate.spec"
+    if field.startswith("own."):
+        own = "router" if part == "router" else "engine"
+        spec = {"containers": [{"name": "log", "image": "log:1", **value}, {"name": own, **value}]}
+        path = f"{path}.containers[1]"
+    found = findings(**{part: {"podTemplate": {"spec": spec}}}).warnings
+    said = [one for one in found if one.rule == "OwnFieldRemoved"]
+    assert [one.path for one in said] == [".".join([path, *names])] * len(said)
+    return [(one.path, one.value) for one in said]
+
+
+@pytest.mark.parametrize("part", ["prefill", "decode", "router"])
+def test_a_null_that_removes_what_the_operator_writes_is_told(part: str) -> None:
+    of_routers = GONE_OF_ROUTERS if part == "router" else []
+    told = [field for field in (*GONE, *GONE_OF_ROUTERS, *STAYS) if nulled(part, field)]
+    assert told == [*GONE, *of_routers]
+
+
+def test_a_null_for_all_pods_is_told_where_it_was_written() -> None:
+    found = findings(podTemplate={"spec": {"terminationGracePeriodSeconds": None}}).warnings
+    (said,) = [one for one in found if one.rule == "OwnFieldRemoved"]
+    assert said.path == "spec.podTemplate.spec.terminationGracePeriodSeconds"
+    own = {"podTemplate": {"spec": {"terminationGracePeriodSeconds": 3600}}}
+    parts = dict.fromkeys(("prefill", "decode", "router"), own)
+    found = findings(podTemplate={"spec": {"terminationGracePeriodSeconds": None}}, **parts)
+    assert not [one for one in found.warnings if one.rule == "OwnFieldRemoved"]
+
+
+@pytest.mark.parametrize("part", ["prefill", "router"])
+@pytest.mark.parametrize(
+    ("signal", "told"), [("SIGKILL", True), ("SIGINT", True), ("SIGTERM", False)]
+)
+def test_a_signal_on_which_nothing_drains_is_told(part: str, signal: str, told: bool) -> None:
+    box = {"name": "router" if part == "router" else "engine", "lifecycle": {"stopSignal": signal}}
+    pod = {"os": {"name": "linux"}, "containers": [box]}
+    found = findings(**{part: {"podTemplate": {"spec": pod}}}).warnings
+    assert ("GraceTooShort" in {one.rule for one in found}) is told
+
+
 @pytest.mark.parametrize("spec", [None, [], "x", {"containers": {"a": 1}}, {"containers": [1]}])
 def test_templates_of_any_shape_are_looked_at(spec: Any) -> None:
     found = findings(decode={"podTemplate": {"spec": spec}})

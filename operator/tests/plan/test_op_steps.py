@@ -278,16 +278,20 @@ def test_decode_engines_learn_their_peers_and_a_silent_one_keeps_its_place():
     assert body.peers[0].engine_id == f"{silent}/ffff"
 
 
-def test_a_router_that_waits_for_engines_ends_at_once():
-    """As process 1 it would ignore SIGTERM for its whole grace period: it has no handler yet."""
-    world = SimulatedCluster(manifest())
+@pytest.mark.parametrize("given", [{}, {"hostPID": False}, {"hostPID": True}])
+def test_a_router_that_waits_for_engines_ends_at_once(given):
+    """As process 1 it would ignore SIGTERM for its whole grace period: it has no handler yet.
+
+    With hostPID it is not process 1 either, and Kubernetes refuses both together.
+    """
+    world = SimulatedCluster(manifest(router={"podTemplate": {"spec": given}}))
     world.step()
     (pod,) = (
         child["spec"]["template"]["spec"]
         for (kind, _), child in world.children.items()
         if kind == "Deployment"
     )
-    assert pod["shareProcessNamespace"] is True
+    assert (pod.get("hostPID") is True) is not (pod.get("shareProcessNamespace") is True)
 
 
 def test_no_router_means_no_router():

@@ -44,6 +44,7 @@ class Rule(StrEnum):
     NOT_IN_POD = "NotInPod"
     PROBE_FAILS = "ProbeFails"
     READINESS_REPLACED = "ReadinessReplaced"
+    OWN_FIELD_REMOVED = "OwnFieldRemoved"
     NOTHING_TO_PAIR = "NothingToPair"
     HOST_PATH_NOT_ADMITTED = "HostPathNotAdmitted"
     HOST_NAMESPACE = "HostNamespace"

@@ -21,6 +21,8 @@ from pdcluster_operator.api.spec.pod_templates import merge
 # Too long to be shown. The rules get a text of that length in its place.
 LONG_TEXT = "TEXT_OF_250000_LETTERS"
 LENGTH = 250_000
+# A null itself removes a field of the base.
+NULL = "NULL"
 SETTINGS = {
     "host_paths": "an operator that admits folders of the nodes",
     "mounted_certificates": "an operator with a certificate that such engines trust",
@@ -55,7 +57,7 @@ class Example(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return what admission finds in one of the two."""
         given: dict[str, Any] = {setting: setting in self.admits for setting in SETTINGS}
         given["found"] = LLAMA_CONFIG
-        _, findings = check_manifest(_with_long_texts(manifest), **given)
+        _, findings = check_manifest(_filled(manifest, LONG_TEXT, "x" * LENGTH), **given)
         return findings
 
     @property
@@ -103,13 +105,15 @@ def of_reason(reason: str) -> Mapping[str, Example]:
 def _example(
     base: Any, wrong: Any, right: Any, admits: tuple[str, ...] = (), remedy: str = ""
 ) -> Example:
-    return Example(merge(base, wrong), merge(base, right), tuple(admits), remedy)
+    wrong, right = (_filled(merge(base, one), NULL, None) for one in (wrong, right))
+    return Example(wrong, right, tuple(admits), remedy)
 
 
-def _with_long_texts(part: Any) -> Any:
+def _filled(part: Any, word: str, value: str | None) -> Any:
+    """Return a manifest with a value wherever a word of the file stands for it."""
     match part:
         case dict():
-            return {key: _with_long_texts(value) for key, value in part.items()}
+            return {key: _filled(inner, word, value) for key, inner in part.items()}
         case list():
-            return [_with_long_texts(value) for value in part]
-    return "x" * LENGTH if part == LONG_TEXT else part
+            return [_filled(inner, word, value) for inner in part]
+    return value if part == word else part

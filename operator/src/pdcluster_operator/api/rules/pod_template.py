@@ -55,6 +55,23 @@ PLAIN = {
 }
 
 
+# The operator's own field -> what a null of it means.
+_REMOVED = {
+    "automountServiceAccountToken": "the pods get a token of the API server",
+    "enableServiceLinks": "Services of the namespace set variables, such as VLLM_PORT",
+    "securityContext.seccompProfile": "containers may make every call of the kernel",
+    "serviceAccountName": "the pods run as the ServiceAccount default",
+    "shareProcessNamespace": "a router that waits for engines ignores SIGTERM",
+    "terminationGracePeriodSeconds": "Kubernetes kills the pods after 30 seconds",
+}
+_REMOVED_FROM_CONTAINER = {
+    "lifecycle.preStop": "a router stops while Services still send it requests",
+    "resources.limits": "it has no limit, and an engine gets no GPU",
+    "securityContext.capabilities": "it has more of root's rights",
+}
+_OF_ROUTERS = frozenset({"shareProcessNamespace", "lifecycle.preStop"})
+
+
 def pod_template_errors(cluster: Cluster) -> Iterator[FieldError]:
     """Yield fields that Kubernetes would refuse, at most MOST_ERRORS of a template."""
     for path, template, ours in pod_templates.pod_templates(cluster):
@@ -88,7 +105,7 @@ def env_source_errors(path: str, source: Mapping[str, Any] | None) -> Iterator[F
 
 
 def pod_template_warnings(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield a grace period in which an engine cannot drain, or a router its requests."""
+    """Yield what keeps an engine or a router from finishing its requests, and harmful nulls."""
     for path, template, ours in pod_templates.pod_templates(cluster):
         needed = grace_period(cluster) if ours == "engine" else router_grace_period(cluster)
         seconds = _grace(template)
@@ -101,6 +118,22 @@ def pod_template_warnings(cluster: Cluster) -> Iterator[FieldError]:
                 _shorter(cluster, needed - seconds),
                 ("spec.requestTimeoutSeconds",),
             )
+        yield from _removed(f"{path}.spec", pod_templates.pod_spec(template), _REMOVED)
+
+
+def _removed(path: str, given: Mapping[str, Any], means: Mapping[str, str]) -> Iterator[FieldError]:
+    for field, meaning in means.items():
+        at, inner = path, given
+        if field not in _OF_ROUTERS or path.startswith("spec.router."):
+            for name in field.split("."):
+                at = f"{at}.{name}"
+                if inner.get(name, "") is None:
+                    why = (
+                        f"removes the operator's own: {meaning}",
+                        "Leave it out, or write a value.",
+                    )
+                    yield FieldError(at, "null", Rule.OWN_FIELD_REMOVED, *why)
+                inner = pod_templates.as_mapping(inner.get(name))
 
 
 def _shorter(cluster: Cluster, missing: int) -> str:
@@ -111,7 +144,7 @@ def _shorter(cluster: Cluster, missing: int) -> str:
 
 
 def overlay_warnings(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield commands and arguments of templates that replace those of our containers."""
+    """Yield what replaces a command, arguments or signal of our containers, or removes a field."""
     for path, template, ours in pod_templates.pod_templates(cluster):
         sidecar = sidecar_of(cluster, path)
         for place, entry in pod_templates.containers(template):
@@ -127,6 +160,12 @@ def overlay_warnings(cluster: Cluster) -> Iterator[FieldError]:
                         f"replaces the operator's own {field}, and no rule checks it",
                         "Remove it." if init else pod_templates.extra_args_instead(path, field),
                     )
+            yield from () if init else _removed(f"{path}.{place}", entry, _REMOVED_FROM_CONTAINER)
+            signal = pod_templates.as_mapping(entry.get("lifecycle")).get("stopSignal")
+            if signal not in (None, "SIGTERM"):
+                where = f"{path}.{place}.lifecycle.stopSignal"
+                why = f"ends the {name} at once: it drains on SIGTERM only", "Remove it."
+                yield FieldError(where, shown(signal), Rule.GRACE_TOO_SHORT, *why)
 
 
 def sidecar_of(cluster: Cluster, path: str) -> str:

@@ -176,6 +176,11 @@ _TOGETHER: Mapping[str, tuple[_Row, ...]] = {
          lambda one: one["dnsPolicy"] == "None"
          and not as_mapping(one["dnsConfig"]).get("nameservers"),
          Rule.REQUIRED, "needs dnsConfig.nameservers", "Write one, or another policy."),
+        ("hostPID", lambda one: one["hostPID"] and one["shareProcessNamespace"], _CONFLICT,
+         "is not allowed beside shareProcessNamespace", "Remove one of them."),
+        *((field, lambda one, field=field: one[field] and one["hostUsers"] is False, _CONFLICT,
+           "is not allowed beside hostUsers: false", "Remove one of them.")
+          for field in ("hostPID", "hostIPC")),
     ),
     "V1SeccompProfile": _PROFILE,
     "V1Toleration": (
@@ -356,6 +361,8 @@ def _beside(base: Mapping[str, Any], overlay: Mapping[str, Any], key: str) -> di
         refused = set(HANDLERS)  # our scheme and path are not those of another server
     if key == "securityContext" and _escalates(overlay):
         refused = {"allowPrivilegeEscalation"}
+    if key == "spec" and overlay.get("hostPID") is True:
+        refused = {"shareProcessNamespace"}
     return {name: value for name, value in base.items() if name not in refused}
 
 
