@@ -168,8 +168,9 @@ class LocalPrompts:
         self._gives_way = bool(self._asked and self._waiting)
         self._asked.clear()
         self.pace = self.pace.step(
+            # Hundreds may wait for their KV, and each step looks at all: the cheaper question first.
             others_generate=any(
-                one.status.name == "RUNNING" and one.num_output_tokens > 0
+                one.num_output_tokens > 0 and one.status.name == "RUNNING"
                 for one in self._requests.values()
             ),
             lookups=sum(waiting.lookups for waiting in self._waiting.values()),
