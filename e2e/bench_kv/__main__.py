@@ -36,7 +36,6 @@ def main() -> int:
     parser.add_argument(
         "--checkout-without-tls", action="store_true", help="the older one knows no certificates"
     )
-    parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
@@ -87,7 +86,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
     if options.part == "moves":
         from bench_kv import moves
 
-        return moves.measure(moves.SMALL if options.small else moves.Size(**rounds), say)
+        return moves.measure(moves.Size(**rounds), say)
     from bench_kv import as_served, served
 
     arms = [*as_served.ARMS]

@@ -22,6 +22,8 @@ VELOCITY_TOKENS = 512
 PROMPTS_AT_ONCE = 4
 PROMPTS = 12
 IDLE_SECONDS = 10.0
+SPIN_SECONDS = 2.0
+"""After a request, vLLM's processes look for the next one without a pause for a second."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ def measure(arms: Sequence[Arm], size: Size, say: Any) -> dict[str, Any]:
         say("prefill velocity")
         found["velocity"] = velocity(pairs, size)
         say("idle")
+        time.sleep(SPIN_SECONDS)
         found["idle"] = {
             name: round(pair.decode.idle_share(IDLE_SECONDS), 4) for name, pair in pairs.items()
         }

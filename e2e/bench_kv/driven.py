@@ -55,7 +55,7 @@ class Watch:
 class Driven:
     """Both sides of one engine's connector."""
 
-    def __init__(self, engine: Any, watch: Watch) -> None:
+    def __init__(self, engine: Any, watch: Watch | None = None) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
         from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -161,6 +161,7 @@ class Driven:
 
     def handshake(self) -> dict[str, float]:
         """Return the seconds that the lists of descriptors took, and how many of them here."""
+        assert self._watch is not None
         return {"seconds": self._watch.seconds, "on_engine_thread": self._watch.on_engine_thread}
 
     def _finish(self, request: Any) -> None:

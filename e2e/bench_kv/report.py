@@ -57,7 +57,8 @@ def _moves(found: Found) -> list[Row]:
             _compared(f"{count} at once: all there, ms ({rate['ours']} and {rate['stock']} MB/s)",
                       of["all"])
         )  # fmt: skip
-        rows.append(_compared(f"{count} at once: p99, ms", of["p99"]))
+        if int(count) >= 100:  # of fewer, it is the last one
+            rows.append(_compared(f"{count} at once: p99, ms", of["p99"]))
     many = found["fragmented"]
     rows += [
         _compared(f"{many['descriptors']} descriptors: engine's thread, ms", many["step"]),
