@@ -168,7 +168,7 @@ class LocalPrompts:
         self._gives_way = bool(self._asked and self._waiting)
         self._asked.clear()
         self.pace = self.pace.step(
-            # Hundreds may wait for their KV, and each step looks at all: the cheaper question first.
+            # Hundreds may wait for their KV, and a step looks at all: the cheaper question first.
             others_generate=any(
                 one.num_output_tokens > 0 and one.status.name == "RUNNING"
                 for one in self._requests.values()
