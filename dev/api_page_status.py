@@ -44,7 +44,7 @@ UNREACHABLE = (
 SLOW = (
     "1,000 tokens take up to 5,040 descriptors on this rank: 15 ms to post at 3 µs each. Layers "
     "lie apart on prefill (LBHNC). Set on both engines: --block-size 64 (then 1,280), or "
-    "VLLM_KV_CACHE_LAYOUT=BHLNC if their attention backends have it (then 63)"
+    "transfer.kvLayout BHLNC if their attention backends have it (then 63)"
 )
 EXAMPLE: Mapping[str, Any] = {
     "observedGeneration": 3,

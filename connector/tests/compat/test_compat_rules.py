@@ -130,6 +130,11 @@ PAIRS = {
         replace(KNOWN, layers=ODD, tensor=4),
         replace(KNOWN, layers=ODD, tensor=3),
     ),
+    "LayoutUnsupported/asked": (
+        replace(KNOWN, layout="LBHNC", asked_layout="LBHNC"),
+        replace(KNOWN, layout="LBHNC", asked_layout="BHLNC"),
+        replace(KNOWN, layout="BHLNC", asked_layout="BHLNC"),
+    ),
     "LayoutUnsupported/empty": (KNOWN, replace(KNOWN, layers=()), KNOWN),
     "BlockInteriorOpaque/size": (KNOWN, blocks(KNOWN, 128), blocks(KNOWN, 32)),
     "PrefixCachingHeterogeneousBlocks": (
@@ -342,6 +347,34 @@ UNGROUPED = replace(KNOWN, groups=None)
 
 
 @pytest.mark.parametrize(
+    ("layout", "asked", "backend", "said"),
+    [
+        (None, "BHLNC", "CPU_ATTN", "CPU_ATTN, which has LBHNC, not BHLNC"),
+        (None, "BHLNC", "B12X", "B12X, which has LBHNC and BLHNC, not BHLNC"),
+        (None, "LBHNC", "TURBOQUANT", "TURBOQUANT, which has none of the layouts, not LBHNC"),
+        ("LBHNC", "BHLNC", None, "KV in LBHNC, not in BHLNC"),
+        ("LBHNC", "BHLNC", "FLASH_ATTN", "KV in LBHNC, not in BHLNC"),  # by the environment
+        (None, "BHLNC", None, ""),  # vLLM chooses the backend
+        (None, "BHLNC", "NEWEST", ""),
+        ("BHLNC", "BHLNC", "CPU_ATTN", ""),  # what was registered counts
+        ("BHLNC", None, "CPU_ATTN", ""),
+    ],
+)
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_layout_is_judged_by_what_is_known_of_it(
+    layout: str | None, asked: str | None, backend: str | None, said: str, side: str
+) -> None:
+    wrong = replace(KNOWN, layout=layout, asked_layout=asked, backend=backend)
+    first = refused(check(*((wrong, KNOWN) if side == "prefill" else (KNOWN, wrong))))
+    if not said:
+        assert first is None
+        return
+    assert first is not None
+    assert (first.rule, first.field) == ("LayoutUnsupported/asked", "asked_layout")
+    assert first.message.startswith(f"{side} has {said}; ")
+
+
+@pytest.mark.parametrize(
     "field",
     [name for name in EngineShape.__struct_fields__ if getattr(EngineShape(), name) is None],
 )
@@ -352,7 +385,7 @@ def test_an_unknown_field_is_never_a_refusal(field: str, base: EngineShape, side
     pair = (unknown if side != "decode" else base, unknown if side != "prefill" else base)
     findings = check(*pair)
     assert refused(findings) is None
-    spare = {"prefix_caching", "groups", "layout", "hybrid", "draft"}
+    spare = {"prefix_caching", "groups", "layout", "hybrid", "draft", "asked_layout", "backend"}
     if base is SLICEABLE:
         spare |= {"packing"}
     if base is not UNGROUPED:

@@ -134,7 +134,7 @@ def test_many_descriptors_are_said_with_what_needs_fewer(
     assert cost_notice(made, "LBHNC") == (
         f"1,000 tokens take up to {taken:,} descriptors on this rank: {taken * 3 / 1000:.0f} ms to "
         "post at 3 µs each. Layers lie apart on prefill (LBHNC). Set on both engines: "
-        f"--block-size 64 (then {larger:,}), or VLLM_KV_CACHE_LAYOUT=BHLNC if their attention "
+        f"--block-size 64 (then {larger:,}), or transfer.kvLayout BHLNC if their attention "
         f"backends have it (then {counts[2]:,})"
     )
     assert cost_notice(with_64, "LBHNC") == cost_notice(outermost, "BHLNC") == ""

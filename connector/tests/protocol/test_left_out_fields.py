@@ -75,7 +75,7 @@ def read(kind: Any, value: object) -> Any:
                 **dict.fromkeys(
                     ("model", "kv_dtype", "block_size", "kernel_blocks_per_block", "memory",
                      "prefix_caching", "token_sliceable", "packing", "layers", "groups", "layout",
-                     "hybrid", "draft"),
+                     "hybrid", "draft", "asked_layout", "backend"),
                 ),
                 **dict.fromkeys(("tensor", "pipeline", "data", "context", "nodes"), 1),
             },

@@ -43,6 +43,7 @@ def test_every_option_is_taken() -> None:
             "num_threads": 0,
             "local_tokens_per_step": 64,
             "show_internal_names": True,
+            "kv_layout": "BHLNC",
             "ticket_key_file": "/run/key",
             "ticket_audience": "ns/c/k",
             "backend_options": {"UCX": {"device_list": "mlx5_0:1", "split_batch_size": 2048}},
@@ -51,8 +52,14 @@ def test_every_option_is_taken() -> None:
     nixl = (("UCX", "device_list", "mlx5_0:1"), ("UCX", "split_batch_size", "2048"))
     assert options == ConnectorOptions(
         "10.0.0.7", 7000, 5.0, 2.5, 600.0, True, ("UCX",), 0, nixl, True, "/run/key", "ns/c/k",
-        local_tokens_per_step=64,
+        kv_layout="BHLNC", local_tokens_per_step=64,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "bhlnc", "", "Auto", ["BHLNC"], None])
+def test_a_layout_that_cannot_be_asked_for(layout: object) -> None:
+    with pytest.raises(ConfigError, match=r"kv_layout: .* is none of LBHNC, BLHNC, BHLNC"):
+        parse_options({"kv_layout": layout, **KEY})
 
 
 def test_the_data_parallel_rank_moves_the_port() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +14,11 @@ pytest.importorskip("vllm")
 from vllm.config import CacheConfig, KVTransferConfig
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
 from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from pdcluster_connector.compat.supported import LAYOUTS, LAYOUTS_OF
 
 pytestmark = pytest.mark.vllm
 
@@ -31,6 +36,7 @@ def resolved(
     config = SimpleNamespace(
         cache_config=CacheConfig(),
         model_config=SimpleNamespace(use_mla=mla, **engine),
+        attention_config=SimpleNamespace(hisparse_config=None),
         kv_transfer_config=None if transfer is None else KVTransferConfig(**transfer),
     )
     names = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
@@ -76,3 +82,44 @@ def test_beside_the_stock_connector() -> None:
     }
     # MultiConnector refuses connectors that ask for different ones.
     assert resolved(FlashAttentionBackend, transfer=both) is KVCacheLayout.LBHNC
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_the_option_asks_for_is_what_vllm_takes(layout: str) -> None:
+    asks = {**OURS, "kv_connector_extra_config": {"kv_layout": layout}}
+    assert resolved(FlashAttentionBackend, transfer=asks) is KVCacheLayout[layout]
+    assert resolved(FlashAttentionBackend, transfer=asks, mla=True) is KVCacheLayout[layout]
+    assert resolved(CPUAttentionBackend, transfer=asks) is KVCacheLayout.LBHNC, "refused by peers"
+
+
+def test_beside_offloading_another_layout_ends_the_engine() -> None:
+    """Why admission refuses engine.kvOffload with one."""
+    asks = {**OURS, "kv_connector_extra_config": {"kv_layout": "BHLNC"}}
+    offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [asks, offloading]},
+    }
+    with pytest.raises(ValueError, match="KV cache layout mismatch"):
+        resolved(FlashAttentionBackend, transfer=both)
+
+
+def backends() -> Iterator[tuple[str, Any]]:
+    """Attention backends of this vLLM that can be imported without their device."""
+    for member in AttentionBackendEnum:
+        with contextlib.suppress(ImportError, ValueError, AttributeError, RuntimeError):
+            yield member.name, member.get_class()
+
+
+def test_the_table_of_backends_is_vllms_own() -> None:
+    told = {}
+    for name, backend in backends():
+        has = backend.supported_kv_cache_layouts()
+        told[name] = (
+            LAYOUTS if has is None else tuple(n for n in LAYOUTS if KVCacheLayout[n] in has)
+        )
+    assert told.keys() >= {"CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "CPU_MLA"}
+    assert told == {name: LAYOUTS_OF.get(name, LAYOUTS) for name in told}
+    named = {member.name for member in AttentionBackendEnum}
+    assert named >= LAYOUTS_OF.keys()

@@ -59,6 +59,7 @@ NUMBERS = {
 WORDS = {
     "autoscaling.mode": (("Advise", "Apply"), "Advise"),
     "transfer.device": (("CUDA", "CPU"), "CUDA"),
+    "transfer.kvLayout": (("Auto", "LBHNC", "BLHNC", "BHLNC"), "Auto"),
     "transfer.loadFailurePolicy": (("Fail", "Recompute"), "Fail"),
     "transfer.tls": (("Enabled", "Mounted", "Disabled"), "Enabled"),
     "transfer.internalNames": (("Hidden", "Shown"), "Hidden"),

@@ -252,6 +252,7 @@ PAIRING = {
     },
     "the model": {"model": {"source": {"hostPath": {"path": "/models/other"}}}},
     "the memory": {"transfer": {"device": "CUDA"}},
+    "the layout of KV": {"transfer": {"device": "CPU", "kvLayout": "BHLNC"}},
     "NIXL's backend": {"transfer": {"device": "CPU", "backends": ["LIBFABRIC"]}},
 }
 
@@ -269,6 +270,7 @@ def test_what_does_not_decide_about_it_leaves_the_pairing_key():
         {"prefill": {"replicas": 3}},
         {"decode": {"parallelism": {"tensor": 2}}},
         {"transfer": {"device": "CPU", "loadFailurePolicy": "Recompute"}},
+        {"transfer": {"device": "CPU", "kvLayout": "Auto"}},
         {"transfer": {"device": "CPU", "localTokensPerStep": 256}},
         {"transfer": {"device": "CPU", "backends": ["UCX"]}},
     ):

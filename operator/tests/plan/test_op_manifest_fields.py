@@ -362,7 +362,8 @@ def test_each_role_has_its_own_image_and_the_shared_one_else(role):
 def test_the_launcher_and_the_connector_learn_what_the_spec_says(role):
     transfer = {
         "device": "CPU", "leaseSeconds": 77, "nixlThreads": 9, "backends": ["UCX"],
-        "internalNames": "Shown", "loadFailurePolicy": "Recompute", "tls": "Disabled",
+        "kvLayout": "BHLNC", "internalNames": "Shown",
+        "loadFailurePolicy": "Recompute", "tls": "Disabled",
     }  # fmt: skip
     workload = only("StatefulSet", role, transfer=transfer)
     launcher = parse_launcher(workload["spec"]["template"]["spec"]["containers"][0]["args"])
@@ -384,6 +385,7 @@ def test_the_launcher_and_the_connector_learn_what_the_spec_says(role):
             "show_internal_names": True,
             "ticket_key_file": "/pdcluster-keys/ticket",
             "ticket_audience": f"default/llama/{key}",
+            "kv_layout": "BHLNC",
             "num_threads": 9,
             "allow_insecure": True,
         },

@@ -174,6 +174,8 @@ def test_the_command_line_says_what_the_spec_says(cluster):
         assert options.show_internal_names == shown
         assert (options.side_channel_host, options.side_channel_port) == ("10.0.0.9", 5600)
         threads = parsed.spec.transfer.nixl_threads
+        layout = parsed.spec.transfer.kv_layout.value
+        assert options.kv_layout == ("" if layout == "Auto" else layout)
         assert options.num_threads == (4 if threads is None else threads)
         assert known.kv_transfer_config["kv_load_failure_policy"] in ("fail", "recompute")
 

@@ -132,6 +132,7 @@ def manifests(draw: st.DrawFn) -> dict:
                 optional(
                     loadFailurePolicy=st.sampled_from(["Fail", "Recompute"]),
                     leaseSeconds=st.integers(5, 3600),
+                    kvLayout=st.sampled_from(["Auto", "LBHNC"]),
                     internalNames=st.sampled_from(["Hidden", "Shown"]),
                     tls=st.sampled_from(["Enabled", "Disabled"]),
                     nixlThreads=st.integers(0, 64),

@@ -149,6 +149,8 @@ class EngineShape(Struct, frozen=True):
         hybrid: whether the model has Mamba layers, where ``layers`` is not known.
         draft: digest of the draft model of speculative decoding, if it has KV; None also from an
             engine of version 0.1.0, which does not state it.
+        asked_layout: the layout that the engine was told to ask vLLM for; None for none.
+        backend: vLLM's name of the attention backend, in a spec; engines do not state it.
     """
 
     model: Identifier | None = None
@@ -169,6 +171,8 @@ class EngineShape(Struct, frozen=True):
     layout: Identifier | None = None
     hybrid: bool | None = None
     draft: Identifier | None = None
+    asked_layout: Identifier | None = None
+    backend: Identifier | None = None
 
     @property
     def has_mamba(self) -> bool | None:

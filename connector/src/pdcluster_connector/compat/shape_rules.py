@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict, counted
 from pdcluster_connector.compat.shape import EngineShape, LayerKind
-from pdcluster_connector.compat.supported import CARRIED_DTYPES, PLAIN
+from pdcluster_connector.compat.supported import CARRIED_DTYPES, LAYOUTS, LAYOUTS_OF, PLAIN
 
 # Looks at one shape: what is wrong with it, as a noun phrase, or None.
 Look = Callable[[EngineShape], str | None]
@@ -97,6 +97,17 @@ def _heads(shape: EngineShape) -> str | None:
                 size = f"tensor parallel size {shape.tensor}"
                 return f"{heads} heads over {size} ({name})"
     return None
+
+
+def _order(shape: EngineShape) -> str | None:
+    asked, has = shape.asked_layout, LAYOUTS_OF.get(shape.backend or "", LAYOUTS)
+    if asked is None or asked == shape.layout:
+        return None
+    if shape.layout is not None:
+        return f"KV in {shape.layout}, not in {asked}"
+    if asked in has:
+        return None
+    return f"{shape.backend}, which has {' and '.join(has) or 'none of the layouts'}, not {asked}"
 
 
 def _empty(shape: EngineShape) -> str | None:
@@ -189,6 +200,24 @@ SHAPE_RULES: tuple[Rule, ...] = (
         remedy="Choose a tensor parallel size that divides the KV heads or is a multiple of them.",
         source="vLLM 0.32 model_executor/layers: QKV parallel linear asserts the same",
         test=alone("tensor", _heads, "neither divides the other", "layers"),
+    ),
+    Rule(
+        id="LayoutUnsupported/asked",
+        description=(
+            "transfer.kvLayout asks vLLM for an order of KV in memory. An attention backend that "
+            "does not have it gets another one, and VLLM_KV_CACHE_LAYOUT in the environment goes "
+            "before it. Admission knows both if the manifest names them. Otherwise the engines "
+            "compare what vLLM chose when they connect. A transfer would move the right bytes, "
+            "but in many more descriptors than was asked for."
+        ),
+        remedy=(
+            "Set transfer.kvLayout to a layout that the attention backends of both roles have, or "
+            "to Auto, and remove VLLM_KV_CACHE_LAYOUT from engine.env."
+        ),
+        source="vLLM 0.32 v1/attention/backends (supported_kv_cache_layouts, utils.py)",
+        test=alone(
+            "asked_layout", _order, "vLLM must have the layout that transfer.kvLayout asks for"
+        ),
     ),
     Rule(
         id="LayoutUnsupported/empty",

@@ -67,6 +67,24 @@ TOKEN_SLICEABLE: Final = frozenset({"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "
 PACKED: Final = frozenset({"CPU_ATTN"})
 
 
+# Orders of KV in memory that can be asked for: layers (L), blocks, heads, tokens (N), values (C).
+LAYOUTS: Final = ("LBHNC", "BLHNC", "BHLNC")
+# Those of LAYOUTS that a backend has, from vLLM 0.32 supported_kv_cache_layouts. A backend that is
+# not named here has all of them, but FLASHINFER has no BHLNC on Blackwell.
+LAYOUTS_OF: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("FLEX_ATTENTION", "HPC_ATTN", "TURBOQUANT"), ()),
+    **dict.fromkeys(("CPU_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN"), ("LBHNC",)),
+    **dict.fromkeys(("ROCM_ATTN", "ROCM_SEGMENTED_ATTN"), ("LBHNC",)),
+    **dict.fromkeys(("B12X", "ROCM_AITER_MLA_SPARSE"), ("LBHNC", "BLHNC")),
+}
+_OLD_NAMES: Final = {"HND": "LBHNC", "NHD": "LBNHC"}
+
+
+def layout_name(name: str | None) -> str | None:
+    """Return the name of a layout that vLLM has two names for."""
+    return _OLD_NAMES.get(name or "", name)
+
+
 def token_sliceable(backend: str | None) -> bool | None:
     """Return whether a backend's blocks can be cut by token; None for an unknown name."""
     if backend in TOKEN_SLICEABLE:

@@ -187,9 +187,7 @@ def cost_notice(plan: PeerPlan, layout: str | None) -> str:
         ways.append(f"--block-size {size} (then {count:,})")
     count = len({(number, one.key.groups) for number, one in blocks}) * -(-NOTICE_TOKENS // unit)
     if sides == {(unit, unit)} and 2 * count < taken:
-        ways.append(
-            f"VLLM_KV_CACHE_LAYOUT=BHLNC if their attention backends have it (then {count:,})"
-        )
+        ways.append(f"transfer.kvLayout BHLNC if their attention backends have it (then {count:,})")
     if not ways:
         return ""
     return (

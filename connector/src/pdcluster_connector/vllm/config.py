@@ -42,6 +42,7 @@ class ConnectorOptions:
         ticket_key_file: file with the keys that sign tickets; empty for none.
         ticket_audience: which engines may use this engine's tickets; equal on both sides.
         tls: files for mutual TLS on the side channel; None for plain HTTP.
+        kv_layout: the order of KV in memory to ask vLLM for; empty for the stock connector's.
         local_tokens_per_step: prompt tokens that a decode engine computes itself in a mean engine
             step while other requests generate; 0 for no limit.
         router_may_skip_prefill: a request without ``kv_transfer_params`` is a decision of the
@@ -61,6 +62,7 @@ class ConnectorOptions:
     ticket_key_file: str = ""
     ticket_audience: str = ""
     tls: TlsFiles | None = None
+    kv_layout: str = ""
     local_tokens_per_step: int = prompt_outcomes.TOKENS_PER_STEP
     router_may_skip_prefill: bool = False
 
@@ -243,6 +245,9 @@ _READERS: Final[dict[str, Callable[[Any], Any]]] = {
         str, "is not a text of at most 512 characters", lambda text: len(text) <= 512
     ),
     "tls": tls_files,
+    "kv_layout": _checked(
+        str, f"is none of {', '.join(supported.LAYOUTS)}", lambda name: name in supported.LAYOUTS
+    ),
     "local_tokens_per_step": _whole(prompt_outcomes.MOST_TOKENS_PER_STEP),
     "router_may_skip_prefill": _flag,
 }

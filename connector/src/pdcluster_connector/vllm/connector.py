@@ -253,12 +253,17 @@ class PDClusterConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the order of KV in memory that vLLM should choose, as the stock connector does.
+        """Return the order of KV in memory that vLLM should choose: ``kv_layout``, or LBHNC.
 
-        A head's tokens lie side by side. Engines of different tensor-parallel sizes then exchange a
-        block in one piece, not token by token. MLA has one head, so its order does not matter.
+        LBHNC is what the stock connector asks for. A head's tokens lie side by side. Engines of
+        different tensor-parallel sizes then exchange a block in one piece, not token by token.
+        MLA has one head, so the order of heads and tokens does not matter.
         vLLM ignores this order if ``VLLM_KV_CACHE_LAYOUT`` is set or the backend does not have it.
+        Peers then refuse the engine if ``kv_layout`` asked for it.
         """
+        transfer = vllm_config.kv_transfer_config
+        if asked := transfer and transfer.kv_connector_extra_config.get("kv_layout"):
+            return str(asked)
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 

@@ -50,11 +50,13 @@ def register(
     rank: tuple[int, int],
     model: str,
     draft: str | None = None,
+    asked: str | None = None,
 ) -> Registration:
     """Describe ``kv_caches`` (layer name -> tensor) of the worker at ``rank``.
 
     Layers without a spec of their own share another layer's cache and are left out.
-    ``model`` and ``draft`` are digests (:mod:`..worker_side.fingerprint`).
+    ``model`` and ``draft`` are digests (:mod:`..worker_side.fingerprint`); ``asked`` is the layout
+    that vLLM was asked for.
     """
     parallel = vllm_config.parallel_config
     cache_config = vllm_config.cache_config
@@ -141,6 +143,7 @@ def register(
         ),
         layout=kv_cache_config.kv_cache_layout,
         draft=draft,
+        asked_layout=asked,
     )
     shard = Shard(rank=rank, regions=tuple(regions))
     return Registration(shape=shape, shard=shard, memory=_memory(storages, regions))

@@ -131,6 +131,7 @@ class WorkerRole:
             self._rank,
             fingerprint.digest_of_engine(self._vllm_config.model_config),
             fingerprint.digest_of_draft(self._vllm_config.speculative_config),
+            self._options.kv_layout or None,
         )
         registration = replace(registration, shape=_of_all_stages(registration.shape))
         self._registration = registration

@@ -227,6 +227,9 @@ def _paths(cluster: Cluster, finding: Finding, shapes: Mapping[Role, EngineShape
         at_fault = [role for role in Role if finding.rule in alone[role]] or Role
         largest = max(at_fault, key=lambda role: getattr(shapes[role], field))
         return [f"spec.{largest}.parallelism.{field}", *(f"spec.{r}.parallelism" for r in Role)]
+    if field == "asked_layout":
+        places = ("spec.engine", *(f"spec.{role}.engine" for role in Role))
+        return ["spec.transfer.kvLayout", *(f"{place}.attentionBackend" for place in places)]
     if field not in SOURCES:
         return ["spec", "spec.model", "spec.engine"]
     attribute, flags = SOURCES[field]

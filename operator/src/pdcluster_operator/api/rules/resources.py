@@ -23,7 +23,7 @@ from pdcluster_operator.api.spec.resolve import (
     workers_per_pod,
 )
 from pdcluster_operator.api.spec.shared_template import SHARED
-from pdcluster_operator.api.spec.types import Cluster, Device, Role
+from pdcluster_operator.api.spec.types import Cluster, Device, KvLayout, Role
 
 KINDS = ("requests", "limits")
 
@@ -247,6 +247,12 @@ def _cannot_offload(cluster: Cluster, engine: Engine, path: str) -> Iterator[Fie
         remedy = "Set spec.prefill.engine.kvOffload instead: prefill engines reuse the KV."
     elif cluster.spec.transfer.device is Device.CPU:
         message = "with spec.transfer.device CPU, KV is in host memory anyway, and vLLM refuses it"
+    elif (layout := cluster.spec.transfer.kv_layout) in (KvLayout.BLHNC, KvLayout.BHLNC):
+        message = (
+            f"spec.transfer.kvLayout is {layout}, and vLLM's offloading connector asks for LBHNC; "
+            "vLLM does not start if two connectors ask for different layouts"
+        )
+        remedy = "Remove it, or set spec.transfer.kvLayout to LBHNC."
     elif parallel.nodes > parallel.data:
         message = (
             f"the engine spans {parallel.nodes} pods, and vLLM would need the memory of all of "

@@ -11,11 +11,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from pdcluster_connector.compat.shape import EngineShape, Memory
-from pdcluster_connector.compat.supported import PLAIN, dtype_name, token_sliceable
+from pdcluster_connector.compat.supported import PLAIN, dtype_name, layout_name, token_sliceable
 from pdcluster_operator.api.spec import engine_types
 from pdcluster_operator.api.spec.engine_types import Switch
 from pdcluster_operator.api.spec.flags import Flag, merge_flags, parse_flags
-from pdcluster_operator.api.spec.types import Backend, Cluster, Device, Role
+from pdcluster_operator.api.spec.types import Backend, Cluster, Device, KvLayout, Role
 
 MODEL_FOLDER = "/models/model"
 CACHE_FOLDER = "/models/cache"
@@ -182,6 +182,7 @@ READ_FLAGS = frozenset({
     "--enable-prefix-caching", "--enforce-eager", "--kv-cache-dtype", "--max-model-len",
     "--mm-processor-cache-gb", "--language-model-only", *PROMPT_FLAGS,
 })  # fmt: skip
+LAYOUT_VARIABLE = "VLLM_KV_CACHE_LAYOUT"
 # Flags that only a model with Mamba layers has a use for.
 HYBRID_FLAGS = ("--mamba-", "--enable-mamba-")
 
@@ -190,6 +191,8 @@ def engine_shape(cluster: Cluster, engine: Engine) -> EngineShape:
     """Return the shape of one role's engines; unknown fields are None."""
     parallel = engine.parallelism
     on_cpu = cluster.spec.transfer.device is Device.CPU
+    flag, asked = engine.last("--attention-backend"), cluster.spec.transfer.kv_layout
+    variables = {one.name: one.value for one in engine.env}
     blocks, caching = engine.last("--block-size"), engine.last("--enable-prefix-caching")
     cached = engine.prefix_caching is Switch.ENABLED if caching is None else not caching.negated
     return EngineShape(
@@ -206,6 +209,9 @@ def engine_shape(cluster: Cluster, engine: Engine) -> EngineShape:
         token_sliceable=token_sliceable(engine.attention_backend),
         hybrid=any(flag.name.startswith(HYBRID_FLAGS) for flag in engine.flags) or None,
         draft=_draft(engine),
+        layout=layout_name(variables.get(LAYOUT_VARIABLE)),
+        asked_layout=None if asked is KvLayout.AUTO else asked.value,
+        backend=flag.value if flag else engine.attention_backend,
     )
 
 

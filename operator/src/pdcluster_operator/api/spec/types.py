@@ -55,6 +55,15 @@ class Backend(StrEnum):
     LIBFABRIC = "LIBFABRIC"
 
 
+class KvLayout(StrEnum):
+    """The order of KV in memory: layers, blocks, heads, tokens (N), values (C)."""
+
+    AUTO = "Auto"
+    LBHNC = "LBHNC"
+    BLHNC = "BLHNC"
+    BHLNC = "BHLNC"
+
+
 class LoadFailurePolicy(StrEnum):
     """What happens to a request whose KV did not arrive."""
 
@@ -119,6 +128,14 @@ class Transfer:
         "in this version, or they read and write files.",
         fields.Items(4, 1),
     ] = (Backend.UCX,)
+    kv_layout: Annotated[
+        KvLayout,
+        fields.Example("BHLNC"),
+        "is the order of KV in memory that vLLM is asked for. LBHNC keeps layers apart. A prompt "
+        "moves in far fewer descriptors with BLHNC if both roles have one tensor parallel size, "
+        "and with BHLNC if not. Auto stays with that of vLLM's NIXL connector (LBHNC; MLA: any) "
+        "until a GPU has shown that attention is no slower. Backends without it are refused.",
+    ] = KvLayout.AUTO
     load_failure_policy: Annotated[
         LoadFailurePolicy,
         fields.Example("Recompute"),

@@ -307,6 +307,8 @@ def kv_transfer_config(cluster: types.Cluster, engine: resolve.Engine, pairing_k
     """Return the JSON of ``--kv-transfer-config``; the launcher adds ``engine_id``."""
     transfer, role = cluster.spec.transfer, engine.role
     policy = "fail" if transfer.load_failure_policy is types.LoadFailurePolicy.FAIL else "recompute"
+    auto = transfer.kv_layout is types.KvLayout.AUTO
+    layout = {} if auto else {"kv_layout": transfer.kv_layout.value}
     threads = {} if transfer.nixl_threads is None else {"num_threads": transfer.nixl_threads}
     tokens = transfer.local_tokens_per_step if role is types.Role.DECODE else None
     pace = {} if tokens is None else {"local_tokens_per_step": tokens}
@@ -326,6 +328,7 @@ def kv_transfer_config(cluster: types.Cluster, engine: resolve.Engine, pairing_k
             "show_internal_names": transfer.internal_names is types.Visibility.SHOWN,
             "ticket_key_file": f"{secrets.TICKET_KEY_FOLDER}/{secrets.TICKET_KEY_FILE}",
             "ticket_audience": secrets.ticket_audience(cluster, pairing_key),
+            **layout,
             **threads,
             **pace,
             **skips,

@@ -20,7 +20,7 @@ from pdcluster_operator.api import object_names
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, as_mapping
 from pdcluster_operator.api.spec.resolve import MODEL_FLAGS, engine_shape, resolve_engine
-from pdcluster_operator.api.spec.types import Backend, Cluster, Role, TlsMode
+from pdcluster_operator.api.spec.types import Backend, Cluster, KvLayout, Role, TlsMode
 from pdcluster_operator.plan.builders.secrets import renamed_volume
 from pdcluster_operator.plan.objects.ownership import child_object
 from pdcluster_operator.plan.types import Manifest, Observed
@@ -212,6 +212,8 @@ def pairing_key(cluster: Cluster) -> str:
         document["tls"] = True if tls is TlsMode.ENABLED else tls.value
     if Backend.LIBFABRIC in cluster.spec.transfer.backends:  # UCX does not understand it
         document["backend"] = Backend.LIBFABRIC.value
+    if (layout := cluster.spec.transfer.kv_layout) is not KvLayout.AUTO:
+        document["layout"] = layout.value  # another one would be read in many more descriptors
     for role in Role:
         engine = resolve_engine(cluster, role)
         shape = engine_shape(cluster, engine)
