@@ -213,6 +213,7 @@ class Commands:
         self._last_steps: dict[str, int] = {}
         self._nap = 0.0
         self._explains = False
+        self._driven: Any = None
         self.paused = False
 
     def pause(self, paused: bool) -> None:
@@ -331,6 +332,15 @@ class Commands:
 
     def free_blocks(self) -> int:
         return self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def drive(self, method: str, *args: Any) -> Any:
+        """Call the connector as `make bench` does; see ``bench_kv/driven.py``."""
+        if self._driven is None:
+            sys.path.append(str(Path(__file__).parents[3] / "e2e"))
+            from bench_kv.driven import Driven
+
+            self._driven = Driven(self.engine)
+        return getattr(self._driven, method)(*args)
 
     def hold(self, state: str) -> None:
         held_receives.hold(state)
