@@ -55,6 +55,10 @@ NUMBERS = {
     **{f"{engine}.startupTimeoutSeconds": (60, 604_800, NONE) for engine in ENGINES},
     "engine.startupTimeoutSeconds": (60, 604_800, 7200),
 }
+POLICIES = (
+    "RoundRobin", "Random", "CacheAware", "PowerOfTwo", "ConsistentHash", "KVAware",
+    "StickyLeastLoaded",
+)  # fmt: skip
 # Path -> the values, the default.
 WORDS = {
     "autoscaling.mode": (("Advise", "Apply"), "Advise"),
@@ -66,9 +70,10 @@ WORDS = {
     "scheduling.gang": (("Enabled", "Disabled"), "Disabled"),
     "rollout.type": (("Surge", "Replace", "Recreate"), "Surge"),
     "router.type": (("VLLMRouter", "LLMD", "None"), "VLLMRouter"),
-    "router.policy": (
-        ("RoundRobin", "Random", "CacheAware", "PowerOfTwo", "ConsistentHash"), "RoundRobin",
-    ),
+    "router.policy": (POLICIES, "RoundRobin"),
+    "router.prefillPolicy": (POLICIES, NONE),
+    "router.decodePolicy": (POLICIES, NONE),
+    "router.logLevel": (("Debug", "Info", "Warning", "Error", "Critical"), NONE),
     **{f"{engine}.prefixCaching": (("Enabled", "Disabled"), NONE) for engine in ENGINES},
     **{f"{engine}.connector": (("Bundled", "Image"), NONE) for engine in ENGINES},
     "engine.prefixCaching": (("Enabled", "Disabled"), "Enabled"),

@@ -13,7 +13,10 @@ PEERS = [{"podSelector": {"matchLabels": {"app": "gateway"}}}]
 OF_VLLMS_ROUTER: dict[str, Any] = {
     "replicas": 2,
     "policy": "CacheAware",
-    "extraArgs": ["--log-level", "debug"],
+    "prefillPolicy": "CacheAware",
+    "decodePolicy": "Random",
+    "logLevel": "Debug",
+    "extraArgs": ["--cache-threshold", "0.5"],
     "image": "registry.example/router:v1",
     "resources": {"requests": {"cpu": "2"}},
     "podTemplate": {"spec": {"priorityClassName": "high"}},
@@ -72,3 +75,26 @@ def test_a_tag_of_the_sidecar_that_moves_is_named() -> None:
     image = "registry.example/sidecar:main"
     [warning] = warnings(type="LLMD", allowFrom=PEERS, sidecarImage=image)
     assert (warning.path, warning.rule) == ("spec.router.sidecarImage", "ImageNotPinned")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("prefillPolicy", "Random", ["--prefill-policy", "random"]),
+        ("decodePolicy", "CacheAware", ["--decode-policy=random"]),
+        ("decodePolicy", "CacheAware", ["--decode-pol", "random"]),
+        ("logLevel", "Debug", ["--log-level", "info"]),
+        ("logLevel", "Debug", ["--log-l", "info"]),
+    ],
+)
+def test_a_flag_that_a_field_sets_too_is_refused(field: str, value: str, words: list[str]) -> None:
+    args = ["--cache-threshold", "0.5", *words]
+    assert refused(extraArgs=args) == refused(**{field: value}) == []
+    [error] = findings(**{field: value}, extraArgs=args).errors
+    assert (error.path, error.rule) == ("spec.router.extraArgs[2]", "ConflictingSettings")
+    assert error.message == f"sets again what spec.router.{field} sets to {value}"
+
+
+def test_the_policy_of_both_roles_is_a_field_alone() -> None:
+    [error] = findings(extraArgs=["--policy", "random"]).errors
+    assert (error.rule, error.remedy) == ("OwnedFlag", "Use spec.router.policy.")

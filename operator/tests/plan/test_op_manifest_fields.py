@@ -528,6 +528,7 @@ def test_on_efa_libfabric_has_no_way_to_fall_back_to_tcp():
 POLICIES = {
     "RoundRobin": "round_robin", "Random": "random", "CacheAware": "cache_aware",
     "PowerOfTwo": "power_of_two", "ConsistentHash": "consistent_hash",
+    "KVAware": "kv_aware", "StickyLeastLoaded": "sticky_least_loaded",
 }  # fmt: skip
 
 
@@ -552,6 +553,8 @@ def test_the_routers_command_line(policy):
         "--host": ["0.0.0.0"],
         "--port": ["8000"],
         "--policy": [POLICIES[policy]],
+        # In turn, both roles would step together.
+        **({"--decode-policy": ["random"]} if policy == "RoundRobin" else {}),
         "--worker-startup-timeout-secs": ["86400"],
         "--worker-startup-check-interval": ["1"],
         "--health-check-interval-secs": ["1"],
@@ -562,6 +565,40 @@ def test_the_routers_command_line(policy):
         "--prometheus-port": ["29000"],
     }
     assert (len(urls["prefill"]), len(urls["decode"])) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("router", "said"),
+    [
+        ({}, {"policy": "round_robin", "decode": "random"}),
+        ({"policy": "RoundRobin"}, {"policy": "round_robin", "decode": "random"}),
+        ({"decodePolicy": "RoundRobin"}, {"policy": "round_robin", "decode": "round_robin"}),
+        ({"prefillPolicy": "Random"},
+         {"policy": "round_robin", "prefill": "random", "decode": "random"}),
+        ({"policy": "CacheAware"}, {"policy": "cache_aware"}),
+        ({"policy": "CacheAware", "prefillPolicy": "RoundRobin"},
+         {"policy": "cache_aware", "prefill": "round_robin"}),
+        ({"policy": "ConsistentHash", "decodePolicy": "PowerOfTwo"},
+         {"policy": "consistent_hash", "decode": "power_of_two"}),
+    ],
+)  # fmt: skip
+def test_each_role_has_a_policy(router, said):
+    words = flags(container("router", router=router)["args"][1:])
+    names = {"--policy": "policy", "--prefill-policy": "prefill", "--decode-policy": "decode"}
+    assert {names[flag]: value for flag, (value,) in words.items() if flag in names} == said
+
+
+@pytest.mark.parametrize("level", ["Debug", "Info", "Warning", "Error", "Critical"])
+def test_the_level_of_the_routers_log(level):
+    words = flags(container("router", router={"logLevel": level})["args"][1:])
+    assert words["--log-level"] == [level.lower()]
+    assert "--log-level" not in container("router")["args"]
+
+
+def test_the_users_own_flags_come_last_so_that_they_win():
+    args = container("router", router={"extraArgs": ["--decode-policy", "power_of_two"]})["args"]
+    assert args[-2:] == ["--decode-policy", "power_of_two"]
+    assert args[args.index("--decode-policy") + 1] == "random"
 
 
 def test_with_a_key_the_gate_starts_the_router():

@@ -184,7 +184,10 @@ def manifests(draw: st.DrawFn) -> dict:
             optional(
                 replicas=st.integers(0, 3),
                 policy=st.sampled_from(["RoundRobin", "CacheAware"]),
-                extraArgs=st.just(["--decode-policy", "power_of_two"]),
+                prefillPolicy=st.sampled_from(["RoundRobin", "PowerOfTwo"]),
+                decodePolicy=st.sampled_from(["Random", "CacheAware"]),
+                logLevel=st.sampled_from(["Debug", "Error"]),
+                extraArgs=st.just(["--cache-threshold", "0.5"]),
                 resources=st.just({"limits": {"memory": "4Gi"}}),
                 allowFrom=st.just([{"namespaceSelector": {}}, {"ipBlock": {"cidr": "10.0.0.0/8"}}]),
                 apiKeySecretRef=st.just({"name": "api"}),

@@ -21,6 +21,7 @@ from pdcluster_operator.api.spec.fields import camel
 from pdcluster_operator.api.spec.flags import (
     OWNED_FLAGS,
     OWNED_ROUTER_FLAGS,
+    TYPED_ROUTER_FLAGS,
     VLLM_FLAGS,
     VLLM_RELEASE,
     Flag,
@@ -30,6 +31,7 @@ from pdcluster_operator.api.spec.flags import (
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER
 from pdcluster_operator.api.spec.resolve import READ_FLAGS, engine_places, flag_path, resolve_engine
 from pdcluster_operator.api.spec.resources import gpu_transports
+from pdcluster_operator.api.spec.router_types import Router
 from pdcluster_operator.api.spec.types import Cluster, Device, Role
 
 OWNED_PREFIX = "PDCLUSTER_"
@@ -47,6 +49,7 @@ def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
     """Yield flags that are not allowed in extraArgs."""
     routers = cluster.spec.router.extra_args
     yield from _words("spec.router.extraArgs", routers, OWNED_ROUTER_FLAGS)
+    yield from _said_twice(cluster.spec.router)
     for path, engine in engine_places(cluster):
         yield from _words(f"{path}.extraArgs", engine.extra_args, OWNED_FLAGS)
         for flag in parse_flags(engine.extra_args):
@@ -68,6 +71,24 @@ def _words(path: str, words: tuple[str, ...], ours: Mapping[str, str]) -> Iterat
     for flag in flags:
         if owned := owned_flag(flag, ours):
             yield _owned(f"{path}[{flag.place}]", flag, owned, ours[owned])
+
+
+def _said_twice(router: Router) -> Iterator[FieldError]:
+    """Yield flags of the router that a field sets, too. argparse accepts abbreviations."""
+    for flag in parse_flags(router.extra_args):
+        meant = [name for name in TYPED_ROUTER_FLAGS if name.startswith(flag.head)]
+        field = TYPED_ROUTER_FLAGS[meant[0]] if len(meant) == 1 else ""
+        typed = getattr(router, field, None)
+        if typed is not None and not owned_flag(flag, OWNED_ROUTER_FLAGS):
+            where = f"spec.router.{camel(field)}"
+            yield FieldError(
+                f"spec.router.extraArgs[{flag.place}]",
+                shown(" ".join(flag.words)),
+                Rule.CONFLICTING_SETTINGS,
+                f"sets again what {where} sets to {typed}",
+                f"Remove {flag.head} from extraArgs.",
+                (where,),
+            )
 
 
 def _owned(path: str, flag: Flag, owned: str, remedy: str) -> FieldError:

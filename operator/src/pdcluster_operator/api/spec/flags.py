@@ -178,6 +178,14 @@ OWNED_ROUTER_FLAGS = {
     ), "Remove it: the operator sets it."),
 }  # fmt: skip
 
+# Flag of vllm-router -> the field of Router that sets it.
+TYPED_ROUTER_FLAGS = {
+    "--policy": "policy",
+    "--prefill-policy": "prefill_policy",
+    "--decode-policy": "decode_policy",
+    "--log-level": "log_level",
+}
+
 
 def owned_flag(flag: Flag, ours: Mapping[str, str] = OWNED_FLAGS) -> str | None:
     """Return the operator's flag that a flag is or abbreviates; None if it is the user's."""

@@ -19,6 +19,18 @@ class RouterPolicy(StrEnum):
     CACHE_AWARE = "CacheAware"
     POWER_OF_TWO = "PowerOfTwo"
     CONSISTENT_HASH = "ConsistentHash"
+    KV_AWARE = "KVAware"
+    STICKY_LEAST_LOADED = "StickyLeastLoaded"
+
+
+class RouterLogLevel(StrEnum):
+    """From which severity on the router logs."""
+
+    DEBUG = "Debug"
+    INFO = "Info"
+    WARNING = "Warning"
+    ERROR = "Error"
+    CRITICAL = "Critical"
 
 
 class RouterType(StrEnum):
@@ -165,11 +177,30 @@ class Router:
         fields.Whole(0, 64),
     ] = 1
     policy: Annotated[
-        RouterPolicy, fields.Example("CacheAware"), "is how the router picks engines."
+        RouterPolicy,
+        fields.Example("CacheAware"),
+        "is how the router picks engines of both roles. With RoundRobin it takes prefill engines "
+        "in turn and decode engines at random: in turn, both would step together and leave links "
+        "unused (docs/routers.md).",
     ] = RouterPolicy.ROUND_ROBIN
+    prefill_policy: Annotated[
+        RouterPolicy | None,
+        fields.Example("CacheAware"),
+        "is how the router picks prefill engines, if not by policy.",
+    ] = None
+    decode_policy: Annotated[
+        RouterPolicy | None,
+        fields.Example("KVAware"),
+        "is how the router picks decode engines, if not by policy.",
+    ] = None
+    log_level: Annotated[
+        RouterLogLevel | None,
+        fields.Example("Debug"),
+        "is the least severe of what the router logs. Without it the router decides: Info.",
+    ] = None
     extra_args: Annotated[
         tuple[Annotated[str, fields.Text(16384, shortest=0)], ...],
-        fields.Example(["--decode-policy", "power_of_two", "--log-level", "debug"]),
+        fields.Example(["--cache-threshold", "0.5"]),
         "are further arguments of vllm-router, after the operator's own.",
         fields.Items(128),
     ] = ()

@@ -13,7 +13,8 @@ from typing import Any
 
 from pdcluster_operator.api import object_names
 from pdcluster_operator.api.spec import pod_templates, resolve, resources
-from pdcluster_operator.api.spec.router_types import RouterType
+from pdcluster_operator.api.spec.flags import TYPED_ROUTER_FLAGS
+from pdcluster_operator.api.spec.router_types import Router, RouterPolicy, RouterType
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan import connectors
 from pdcluster_operator.plan.builders.secrets import api_key_env
@@ -136,6 +137,18 @@ def router_labels(cluster: Cluster, pairing_key: str) -> dict[str, str]:
     }
 
 
+def _typed(router: Router) -> list[str]:
+    """Return the flags that fields of the spec set.
+
+    In turn, both roles step together: of the four links between two and two engines, two carry
+    everything. So decode engines are picked at random, unless the user says otherwise.
+    """
+    given = {flag: getattr(router, field) for flag, field in TYPED_ROUTER_FLAGS.items()}
+    if router.policy is RouterPolicy.ROUND_ROBIN:
+        given["--decode-policy"] = router.decode_policy or RouterPolicy.RANDOM
+    return [word for flag, value in given.items() if value for word in (flag, value.name.lower())]
+
+
 def _container(cluster: Cluster, host: str) -> dict[str, Any]:
     gated = cluster.spec.router.api_key_secret_ref is not None
     args = [
@@ -143,7 +156,7 @@ def _container(cluster: Cluster, host: str) -> dict[str, Any]:
         *PLACEHOLDERS.values(),
         "--host", host,
         "--port", str(object_names.ROUTER_PORT),
-        "--policy", cluster.spec.router.policy.name.lower(),
+        *_typed(cluster.spec.router),
         "--worker-startup-timeout-secs", str(WORKER_STARTUP_SECONDS),
         "--worker-startup-check-interval", "1",
         "--health-check-interval-secs", str(HEALTH_CHECK_SECONDS),
