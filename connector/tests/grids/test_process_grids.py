@@ -156,9 +156,22 @@ def second_layer(unit: int, dtype: str, tensors: tuple[int, int] = (1, 1)) -> Ca
     return fp8((first, second), tensors=tensors)
 
 
+def outermost() -> Iterator[Way]:
+    """The layouts of transfer.kvLayout with blocks outermost, and one beside LBHNC."""
+    for orders, tensors in (
+        (("BLHNC", "BLHNC"), (2, 2)),
+        (("BHLNC", "BHLNC"), (2, 1)),
+        (("BHLNC", "BHLNC"), (1, 2)),
+        (("LBHNC", "BHLNC"), (2, 1)),
+    ):
+        grid = Grid(16, 1, orders[0]), Grid(16, 1, orders[1])
+        case = paired([group()], [grid], tensors, tokens=50, start=16)
+        yield Way(f"{orders}, TP {tensors}", case, 48 * PAIR)
+
+
 WAYS = [
     way
-    for ways in (latents, windows, hybrids, sizes, stages, coverage, quantized)
+    for ways in (latents, windows, hybrids, sizes, stages, coverage, quantized, outermost)
     for way in ways()
 ]
 

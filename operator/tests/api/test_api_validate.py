@@ -284,6 +284,34 @@ def test_what_the_connector_does_not_carry_is_refused_by_name(spec, rule):
     assert rule in {e.rule for e in findings(**spec).errors}
 
 
+def layout_errors(layout, **spec):
+    found = findings(transfer={"kvLayout": layout}, **spec).errors
+    return [(error.path, error.rule, error.message) for error in found]
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"attentionBackend": "CPU_ATTN"}, "CPU_ATTN, which has LBHNC, not BHLNC"),
+        ({"extraArgs": ["--attention-backend", "B12X"]}, "B12X, which has LBHNC and BLHNC, not"),
+        ({"env": [{"name": "VLLM_KV_CACHE_LAYOUT", "value": "HND"}]}, "KV in LBHNC, not in BHLNC"),
+    ],
+)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_layout_that_a_named_backend_does_not_have_is_refused(engine, said, role):
+    [(path, rule, message)] = [
+        one for one in layout_errors("BHLNC", **{role: {"engine": engine}}) if "kvLayout" in one[0]
+    ]
+    assert (path, rule) == ("spec.transfer.kvLayout", "LayoutUnsupported")
+    assert f"{role} has {said}" in message
+
+
+@pytest.mark.parametrize("layout", ["Auto", "LBHNC", "BLHNC", "BHLNC"])
+@pytest.mark.parametrize("backend", [None, "FLASH_ATTN", "FLASHINFER", "FLASHMLA"])
+def test_any_layout_is_accepted_where_the_backend_may_have_it(layout, backend):
+    assert layout_errors(layout, engine={"attentionBackend": backend} if backend else {}) == []
+
+
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16"])
 def test_a_kv_cache_type_that_is_carried_waits_for_the_handshake(dtype):
     """Its scales are in the checkpoint, of which a spec says nothing."""

@@ -120,6 +120,9 @@ def test_what_moves_for_a_prompt_is_told_before_a_pod_starts() -> None:
     said = accepted(judged(holding(LLAMA), engine={"blockSize": 32})).message
     assert "131,072 bytes for one token, 131,072,000 for 1,000." in said
     assert "about 1,024 descriptors in blocks of 32 tokens" in said, "32 layers x 32 blocks"
+    assert ", 512 in blocks of 64, 32 with spec.transfer.kvLayout BLHNC." in said
+    outermost = judged(holding(LLAMA), transfer={"kvLayout": "BLHNC"})
+    assert "about 63 descriptors in blocks of 16 tokens." in accepted(outermost).message
     eight_bits = judged(holding(LLAMA), engine={"kvCacheDtype": "fp8_e4m3"}).model
     assert "65,536 bytes for one token" in eight_bits
 

@@ -4,25 +4,25 @@ Whoever judges a manifest reads the ConfigMap of ``spec.model.configMapRef``, an
 found. Nothing that is wrong with it refuses a manifest: engines do not read it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.shape import LayerKind
+from pdcluster_connector.compat.shape import LayerKind, LayerShape
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.spec import model_config as configs
 from pdcluster_operator.api.spec.fields import ConfigMapKeyRef
 from pdcluster_operator.api.spec.model_config import FoundConfig, Model
 from pdcluster_operator.api.spec.resolve import Engine, engine_shape, resolve_engine
-from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.api.spec.types import Cluster, KvLayout, Role
 
 REPLACED = ("--model", "--hf-overrides", "--hf-config-path")
 """Flags that give vLLM another config than the one of the model's folder."""
 LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 REF = "spec.model.configMapRef"
-BLOCK, PROMPT = 16, 1000
-"""Tokens of a block where the manifest names none, and of the prompt that is counted."""
+BLOCK, LARGE, PROMPT = 16, 64, 1000
+"""Tokens of a block if the manifest names none, of a larger one, and of the prompt counted."""
 
 
 def model_of(cluster: Cluster, found: FoundConfig) -> tuple[Model | None, tuple[FieldError, ...]]:
@@ -82,15 +82,27 @@ def moves(cluster: Cluster, model: Model) -> str:
         why = "" if is_replaced(engine) else f": {model.untold}"
         return f"The model's config.json does not say how its layers keep their KV{why}."
     block = engine.block_size or BLOCK
-    pieces = sum(
-        1 if layer.kind is LayerKind.MAMBA else -(-min(PROMPT, layer.window or PROMPT) // block)
-        for layer in model.layers
-    )
+    pieces, whole = _pieces(model.layers, block), -(-PROMPT // block)
+    alike = len({(layer.kind, layer.window) for layer in model.layers}) == 1  # one group of blocks
+    joins = alike and model.layers[0].kind is not LayerKind.MAMBA and not model.layers[0].window
+    others = f", {_pieces(model.layers, LARGE):,} in blocks of {LARGE}" if block < LARGE else ""
+    if joins and cluster.spec.transfer.kv_layout in (KvLayout.BLHNC, KvLayout.BHLNC):
+        pieces, others = whole, ""
+    elif joins:
+        others += f", {whole:,} with spec.transfer.kvLayout BLHNC"
     return (
         f"The model has {counted(len(model.layers), 'layer')} with KV or states: "
         f"{model.kv_bytes(1):,} bytes for one token, {model.kv_bytes(PROMPT):,} for {PROMPT:,}. "
         f"Where both roles split it alike, these are about {pieces:,} descriptors in blocks of "
-        f"{block} tokens."
+        f"{block} tokens{others}."
+    )
+
+
+def _pieces(layers: Iterable[LayerShape], block: int) -> int:
+    """Return the descriptors of a prompt, where each layer lies apart."""
+    return sum(
+        1 if layer.kind is LayerKind.MAMBA else -(-min(PROMPT, layer.window or PROMPT) // block)
+        for layer in layers
     )
 
 
