@@ -29,6 +29,7 @@ WATCHED = {
     "/configmaps": APPLY,
     "/serviceaccounts": APPLY,
     "policy/poddisruptionbudgets": APPLY,
+    "batch/jobs": APPLY,
     "networking.k8s.io/networkpolicies": APPLY,
     "scheduling.k8s.io/podgroups": APPLY,
     "/secrets": {"get", "create", "patch"},

@@ -29,6 +29,7 @@ CHILDREN = {
     "ConfigMap": "/api/v1/namespaces/{}/configmaps",
     "ServiceAccount": "/api/v1/namespaces/{}/serviceaccounts",
     "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
+    "Job": "/apis/batch/v1/namespaces/{}/jobs",
     "PodDisruptionBudget": "/apis/policy/v1/namespaces/{}/poddisruptionbudgets",
     "Pod": "/api/v1/namespaces/{}/pods",
 }

@@ -30,6 +30,7 @@ WATCHED_RULES = [
         "verbs": APPLY,
     },
     {"apiGroups": ["policy"], "resources": ["poddisruptionbudgets"], "verbs": APPLY},
+    {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": APPLY},
     {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": APPLY},
     {"apiGroups": ["scheduling.k8s.io"], "resources": ["podgroups"], "verbs": APPLY},
     {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "create", "patch"]},

@@ -121,7 +121,15 @@ def manifests(draw: st.DrawFn) -> dict:
             **draw(
                 optional(
                     name=st.just("served/name"),
-                    cache=st.just({"persistentVolumeClaim": {"claimName": "cache"}}),
+                    cache=st.sampled_from(
+                        [
+                            {"persistentVolumeClaim": {"claimName": "cache"}},
+                            {
+                                "persistentVolumeClaim": {"claimName": "cache", "path": "hub"},
+                                "downloadedBy": "Job",
+                            },
+                        ]
+                    ),
                     configMapRef=st.just({"name": "config", "key": "config.json"}),
                 )
             ),

@@ -3,6 +3,7 @@
 When an engine starts, drains and ends: ``supervisor.py``. What prevents its start:
 ``before_start.py``. What is answered over HTTP: ``interface.py``. What is changed in vLLM's own
 processes: ``inside_vllm.py``. What a router's pod runs: ``router_gate.py``.
+What a download Job runs: ``hub_download.py``.
 """
 
 import contextlib

@@ -58,6 +58,8 @@ class StatusReason(StrEnum):
     # Engines
     ENGINES_READY = "EnginesReady"
     SCALED_TO_ZERO = "ScaledToZero"
+    DOWNLOADING_WEIGHTS = "DownloadingWeights"
+    DOWNLOAD_FAILED = "DownloadFailed"
     PODS_MISSING = "PodsMissing"
     UNSCHEDULABLE = "Unschedulable"
     SCHEDULING_GATED = "SchedulingGated"

@@ -36,7 +36,8 @@ OPERATOR = ("list pdcluster.dev/pdclusters", "patch pdcluster.dev/pdclusters/sta
             "patch apps/statefulsets", "patch apps/deployments", "patch core/services",
             "patch core/configmaps", "patch core/serviceaccounts", "create core/secrets",
             "list core/pods", "patch networking.k8s.io/networkpolicies",
-            "patch policy/poddisruptionbudgets", "create coordination.k8s.io/leases")  # fmt: skip
+            "patch policy/poddisruptionbudgets", "patch batch/jobs",
+            "create coordination.k8s.io/leases")  # fmt: skip
 """Rights, each a verb and group/resource, maybe with a subresource."""
 
 

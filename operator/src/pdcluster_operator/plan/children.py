@@ -81,6 +81,7 @@ MANAGED_KINDS = frozenset(
         "ServiceAccount",
         "NetworkPolicy",
         "PodDisruptionBudget",
+        "Job",
         POD_GROUP_KIND,
         REVISION_KIND,
     }

@@ -27,7 +27,7 @@ CONNECTOR_FOLDER = "/pdcluster"
 CONNECTOR_PATH = f"{CONNECTOR_FOLDER}/{CONNECTOR_FILE}"
 CONNECTOR_COMPONENT = "connector"
 CONNECTOR_VOLUME = "connector"
-MOUNTING_KINDS = frozenset({"StatefulSet", "Deployment", "ControllerRevision", "Pod"})
+MOUNTING_KINDS = frozenset({"StatefulSet", "Deployment", "Job", "ControllerRevision", "Pod"})
 """The kinds that hold a pod's spec. A stored revision counts: engines may be made of it again."""
 
 

@@ -16,8 +16,15 @@ from pdcluster_operator.api import conditions
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.rules.engines import within_links
 from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.spec.resolve import downloads_by_job
 from pdcluster_operator.api.spec.types import Cluster, Role
-from pdcluster_operator.plan import name_conflicts, peers_and_canaries, prefill_scaler, renewals
+from pdcluster_operator.plan import (
+    downloads,
+    name_conflicts,
+    peers_and_canaries,
+    prefill_scaler,
+    renewals,
+)
 from pdcluster_operator.plan.builders.secrets import has_certificates
 from pdcluster_operator.plan.children import children_now, existing_engines, steps_to
 from pdcluster_operator.plan.connectors import connector_of
@@ -137,8 +144,11 @@ def _outcome(
     steps += steps_to(observed, desired, children)
     wanted = (child.manifest for child in desired.children)
     strange = name_conflicts.strange_connectors(observed, wanted)
+    waits = None
+    if findings.ok and downloads_by_job(cluster) and not observed.place.one_node:
+        steps, waits = downloads.with_download(steps, observed, cluster)
     steps = [one for one in steps if _goes_on(one, observed, findings, strange)]
-    judged = build.judge(observed, cluster, findings, desired, steps, lost)
+    judged = build.judge(observed, cluster, findings, desired, steps, lost, waits)
     peers: dict[str, PeersDocument] = {}
     for group in judged.groups:
         peers |= peers_and_canaries.assign_peers(cluster, *group, observed.links)

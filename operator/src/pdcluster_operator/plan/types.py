@@ -295,7 +295,7 @@ class Plan:
     fault: Exception | None = None
 
 
-MAKE_PODS = ("StatefulSet", "Deployment")
+MAKE_PODS = ("StatefulSet", "Deployment", "Job")
 FENCES = ("NetworkPolicy", "ServiceAccount")
 
 

@@ -95,6 +95,7 @@ WATCHED = (
     Kind("", "v1", "serviceaccounts", "ServiceAccount"),
     Kind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"),
     Kind("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"),
+    Kind("batch", "v1", "jobs", "Job"),
     Kind("scheduling.k8s.io", "v1beta1", "podgroups", POD_GROUP_KIND, optional=True),
     POD,
 )

@@ -29,7 +29,13 @@ from pdcluster_operator.api.spec.flags import (
     parse_flags,
 )
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER
-from pdcluster_operator.api.spec.resolve import READ_FLAGS, engine_places, flag_path, resolve_engine
+from pdcluster_operator.api.spec.resolve import (
+    READ_FLAGS,
+    downloads_by_job,
+    engine_places,
+    flag_path,
+    resolve_engine,
+)
 from pdcluster_operator.api.spec.resources import gpu_transports
 from pdcluster_operator.api.spec.router_types import Router
 from pdcluster_operator.api.spec.types import Cluster, Device, Role
@@ -342,6 +348,8 @@ def _owned_variables(cluster: Cluster) -> dict[str, frozenset[str]]:
     """Return the variables that the operator sets in each of its containers."""
     hub, storage = cluster.spec.model.source.hugging_face, cluster.spec.model.source.object_storage
     weights = {"HF_HOME"} if hub is not None else set()
+    if downloads_by_job(cluster):
+        weights = {"HF_HUB_CACHE", "HF_HUB_OFFLINE"}
     if hub is not None and hub.token_secret_ref is not None:
         weights.add("HF_TOKEN")
     weights |= set(engine_types.ENDPOINTS if storage is not None else ())

@@ -32,6 +32,13 @@ class Switch(StrEnum):
     DISABLED = "Disabled"
 
 
+class Downloader(StrEnum):
+    """Who downloads weights into a cache."""
+
+    ENGINES = "Engines"
+    JOB = "Job"
+
+
 class ConnectorSource(StrEnum):
     """Where the connector's code comes from."""
 
@@ -65,16 +72,10 @@ class ClaimSource:
     """A folder on a PersistentVolumeClaim."""
 
     claim_name: Annotated[
-        str,
-        Example("weights"),
-        "is the name of a PersistentVolumeClaim in the cluster's namespace.",
-        NAME,
+        str, Example("weights"), "is the claim's name, in the cluster's namespace.", NAME
     ]
     path: Annotated[
-        str | None,
-        Example("llama-3.3-70b"),
-        "is the folder in the volume. The default is the volume's root.",
-        RELATIVE,
+        str | None, Example("llama-3.3-70b"), "is the folder. The default is its root.", RELATIVE
     ] = None
 
 
@@ -83,10 +84,7 @@ class HostPathSource:
     """A folder on every node."""
 
     path: Annotated[
-        str,
-        Example("/var/lib/pdcluster/models/tiny-llama"),
-        "is the absolute path of the folder on the node.",
-        ABSOLUTE,
+        str, Example("/var/lib/pdcluster/models/tiny-llama"), "is its absolute path.", ABSOLUTE
     ]
 
 
@@ -101,10 +99,7 @@ class OciSource:
         IMAGE,
     ]
     path: Annotated[
-        str | None,
-        Example("models/llama"),
-        "is the model's folder in the image. The default is the image's root.",
-        RELATIVE,
+        str | None, Example("models/llama"), "is the folder. The default is its root.", RELATIVE
     ] = None
     pull_secret_ref: Annotated[
         SecretRef | None, "is the Secret of type kubernetes.io/dockerconfigjson for the registry."
@@ -174,6 +169,11 @@ class ModelCache:
         ClaimSource | None,
         "is a claim that keeps downloaded weights over restarts. All engines share it.",
     ] = None
+    downloaded_by: Annotated[
+        Downloader,
+        Example("Job"),
+        "says who downloads: each engine when it starts, or one Job before there are engines.",
+    ] = Downloader.ENGINES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from pdcluster_operator.api.spec.fields import LABEL_KEY
 from pdcluster_operator.api.spec.types import Cluster, Role
 
 ENGINE_CONTAINER = "engine"
+DOWNLOAD_CONTAINER = "download"
 ROUTER_CONTAINER = "router"
 SIDECAR_CONTAINER = "routing-proxy"
 """Of llm-d, an init container that goes on beside each decode engine."""

@@ -83,6 +83,16 @@ def weights_mount(source: engine_types.ModelSource) -> tuple[str, str] | None:
     return (MODEL_FOLDER, "model") if source.hugging_face is None else (CACHE_FOLDER, "cache")
 
 
+def downloads_by_job(cluster: Cluster) -> bool:
+    """Whether a Job downloads the weights, and engines do not ask the Hub."""
+    model = cluster.spec.model
+    return (
+        model.source.hugging_face is not None
+        and model.cache.persistent_volume_claim is not None
+        and model.cache.downloaded_by is engine_types.Downloader.JOB
+    )
+
+
 def key_file_secret(storage: engine_types.ObjectStorageSource) -> str:
     """Return the Secret whose key is read as a file; empty where variables hold the keys."""
     ref = storage.credentials_secret_ref

@@ -4,6 +4,9 @@ from typing import Any
 
 from pdcluster_operator.api.spec import engine_types, resolve, types
 
+CACHE = "cache"
+"""The volume of downloaded weights."""
+
 
 def model_volumes(cluster: types.Cluster) -> list[dict[str, Any]]:
     """Return the volumes of weights: the source's, or the cache for a download."""
@@ -24,8 +27,8 @@ def model_volumes(cluster: types.Cluster) -> list[dict[str, Any]]:
         )
     cache = cluster.spec.model.cache.persistent_volume_claim
     if cache is not None:
-        return [{"name": "cache", "persistentVolumeClaim": {"claimName": cache.claim_name}}]
-    return [{"name": "cache", "emptyDir": {}}]
+        return [{"name": CACHE, "persistentVolumeClaim": {"claimName": cache.claim_name}}]
+    return [{"name": CACHE, "emptyDir": {}}]
 
 
 def model_mounts(cluster: types.Cluster) -> list[dict[str, Any]]:
@@ -40,6 +43,8 @@ def model_mounts(cluster: types.Cluster) -> list[dict[str, Any]]:
     cache = cluster.spec.model.cache.persistent_volume_claim
     if cache is not None and cache.path:
         mount["subPath"] = cache.path.strip("/")
+    if resolve.downloads_by_job(cluster):
+        mount["readOnly"] = True
     return [mount]
 
 
@@ -47,10 +52,13 @@ def model_env(cluster: types.Cluster) -> list[dict[str, Any]]:
     """Return the environment of a download: whereto or wherefrom, and the credentials."""
     source = cluster.spec.model.source
     env: list[dict[str, Any]] = []
-    if source.hugging_face is not None:
+    if resolve.downloads_by_job(cluster):
+        # What an engine writes itself, such as a repository's code, is in the folder of HF_HOME.
+        env.append({"name": "HF_HUB_CACHE", "value": f"{resolve.CACHE_FOLDER}/hub"})
+        env.append({"name": "HF_HUB_OFFLINE", "value": "1"})
+    elif source.hugging_face is not None:
         env.append({"name": "HF_HOME", "value": resolve.CACHE_FOLDER})
-        if (token := source.hugging_face.token_secret_ref) is not None:
-            env.append(_from_secret("HF_TOKEN", token.name, token.key))
+        env += token_env(cluster)
     if (storage := source.object_storage) is not None:
         if storage.endpoint is not None:
             env.append({"name": "AWS_ENDPOINT_URL", "value": storage.endpoint})
@@ -63,6 +71,14 @@ def model_env(cluster: types.Cluster) -> list[dict[str, Any]]:
             name = storage.credentials_secret_ref.name
             env += [_from_secret(key, name, key) for key in engine_types.AMAZON_KEYS]
     return env
+
+
+def token_env(cluster: types.Cluster) -> list[dict[str, Any]]:
+    """Return the variable with the token of a gated repository; empty without one."""
+    source = cluster.spec.model.source.hugging_face
+    if source is None or (token := source.token_secret_ref) is None:
+        return []
+    return [_from_secret("HF_TOKEN", token.name, token.key)]
 
 
 def pull_secrets(cluster: types.Cluster) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from pdcluster_operator.plan.observed.pods import accelerators, is_pod_ready
 
 GONE = "the pods that were told to end are gone"
 VERIFIED = "the new engines have loaded their weights, and KV was seen to move"
+DOWNLOADED = "the Job has downloaded the weights"
 ROUTED = "the new router pods are ready"
 
 
@@ -122,6 +123,8 @@ class World:
             self._engines = {name: one for name, one in self._engines.items() if name in there}
             self._links = {name: one for name, one in self._links.items() if name in there}
             return GONE
+        if self._download():
+            return DOWNLOADED
         if self._make_pods() or self._speak():
             return VERIFIED
         return ROUTED if self._route() else ""
@@ -146,6 +149,13 @@ class World:
 
     def _sets(self) -> dict[EngineName, types.Manifest]:
         return ownership.engine_sets(self._children.values())
+
+    def _download(self) -> bool:
+        done = {"conditions": [{"type": "Complete", "status": "True"}]}
+        jobs = [one for one in self._children if one[0] == "Job"]
+        waiting = [one for one in jobs if self._children[one].get("status") != done]
+        self._children |= {one: {**self._children[one], "status": done} for one in waiting}
+        return bool(waiting)
 
     def _make_pods(self) -> bool:
         """Let every wanted pod run; return whether one had to be made or started."""

@@ -19,6 +19,7 @@ CONTENTS = ("data", "binaryData")
 MARK = "sha256:"
 STATUS_FIELDS: Mapping[str, tuple[str, ...]] = {
     "Deployment": ("observedGeneration", "replicas", "updatedReplicas", "availableReplicas"),
+    "Job": ("conditions",),
     "Pod": ("podIP", "containerStatuses"),
 }
 POD_CONDITIONS = ("Ready", "PodScheduled")

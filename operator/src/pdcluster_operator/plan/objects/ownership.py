@@ -17,8 +17,11 @@ from pdcluster_operator.plan.types import Manifest
 Reference = Mapping[str, Any]
 """An owner reference."""
 
-WORKLOADS = frozenset({"StatefulSet", "ReplicaSet", "Deployment"})
-"""Kinds in the owner chain between a pod and its PDCluster."""
+WORKLOADS: Mapping[str, str] = {
+    **dict.fromkeys(("StatefulSet", "ReplicaSet", "Deployment"), "apps"),
+    "Job": "batch",
+}
+"""API groups of the kinds in the owner chain between a pod and its PDCluster."""
 _NAME = re.compile("[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 
 
@@ -69,7 +72,7 @@ def end_of_chain(pod: Manifest, owner_of: Callable[[Reference], Reference | None
     for _ in WORKLOADS:  # anybody may write references that form a circle
         group = str(reference.get("apiVersion", "apps")).partition("/")[0]
         named = _NAME.fullmatch(str(reference.get("name")))
-        if not (named and group == "apps" and reference.get("kind") in WORKLOADS):
+        if not (named and WORKLOADS.get(str(reference.get("kind"))) == group):
             break
         above = owner_of(reference)
         if above is None:

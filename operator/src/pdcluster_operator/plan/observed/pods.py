@@ -14,7 +14,12 @@ from typing import Any
 from pdcluster_operator.api import object_names
 from pdcluster_operator.api.conditions import StatusReason, Verdict, no, seconds
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER, as_mapping
+from pdcluster_operator.api.spec.pod_templates import (
+    DOWNLOAD_CONTAINER,
+    ENGINE_CONTAINER,
+    ROUTER_CONTAINER,
+    as_mapping,
+)
 from pdcluster_operator.api.spec.resources import counts_accelerators, parse_quantity
 from pdcluster_operator.plan.objects.ownership import engines_of
 from pdcluster_operator.plan.types import Manifest
@@ -27,7 +32,7 @@ WAITING_REASONS = {
     **dict.fromkeys(IMAGE_TROUBLE, StatusReason.IMAGE_UNAVAILABLE),
     **dict.fromkeys(CONFIG_TROUBLE, StatusReason.POD_CONFIG_ERROR),
 }
-OUR_CONTAINERS = (ENGINE_CONTAINER, ROUTER_CONTAINER)
+OUR_CONTAINERS = (ENGINE_CONTAINER, ROUTER_CONTAINER, DOWNLOAD_CONTAINER)
 LONGEST_WORDS = 512
 OUT_OF_MEMORY, KILLED = "OOMKilled", 137
 SAYS_KILLED = re.compile(r"SIGKILL|out of memory")

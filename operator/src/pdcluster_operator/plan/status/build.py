@@ -9,7 +9,7 @@ judged from the templates of the pods that run, not from the spec. Engines can b
 field of the spec, and ``rollout.paused`` keeps engines of another revision.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -68,15 +68,19 @@ def judge(
     desired: Desired,
     steps: Iterable[Step],
     lost: AbstractSet[str],
+    waits: Verdict | None = None,
 ) -> Judgement:
     """Return what the status says of a cluster (independent of the time, so it is cached).
 
     Args:
         steps: those of the plan. They may be about to change the routers.
         lost: names of the pods that are lost with their nodes.
+        waits: why new engines wait for their weights; None if they do not.
     """
     before = observed.cluster.get("status") or {}
     engines = observe_engines(observed, cluster, desired.names, desired.held)
+    if waits is not None:
+        engines = {role: tuple(_waiting(observed, waits, found)) for role, found in engines.items()}
     prefill, decode = (engines[role] for role in Role)
     groups = [
         links.linkable(group, desired.blocked)
@@ -98,6 +102,7 @@ def judge(
         router_behind=routers.router_behind(observed, steps),
         scaled_to_zero=empty[0] if findings.ok and empty else "",
         accepted=findings.ok,
+        waits=waits,
     )
     established = sum(pair.state is LinkState.ESTABLISHED for pair in pairs)
     failed = (pair for pair in pairs if pair.state is LinkState.FAILED or pair.canary_failed)
@@ -205,6 +210,16 @@ def _verdicts(
     }
     verdicts[ConditionType.READY] = conditions.summary(verdicts, change, findings)
     return verdicts
+
+
+def _waiting(
+    observed: Observed, waits: Verdict, engines: Iterable[EngineView]
+) -> Iterator[EngineView]:
+    """Yield the engines; those that do not exist yet say why they wait."""
+    sets = engine_sets(observed.children)
+    for one in engines:
+        exists = one.name in sets
+        yield one if exists else replace(one, reason=waits.reason, message=waits.message)
 
 
 def _count(engines: Sequence[EngineView]) -> str:

@@ -45,6 +45,7 @@ from pdcluster_operator.plan.status.progress import ChangeView
 
 MAX_SHOWN_ERRORS = 5
 NEED_HELP = (
+    StatusReason.DOWNLOAD_FAILED,
     StatusReason.ENGINE_FAILED,
     StatusReason.IMAGE_UNAVAILABLE,
     StatusReason.POD_CONFIG_ERROR,
@@ -56,6 +57,7 @@ HINDERED = (*NEED_HELP, StatusReason.SCHEDULING_GATED)
 # Which engine's reason is shown if several are not ready.
 SEVERITY = (
     *HINDERED,
+    StatusReason.DOWNLOADING_WEIGHTS,
     StatusReason.PODS_MISSING,
     StatusReason.CONTAINER_CREATING,
     StatusReason.STARTING,
@@ -269,6 +271,8 @@ def _replaced(change: ChangeView) -> Verdict | None:
     if not change.desired.stale:
         behind = change.router_behind
         return no(StatusReason.ROUTER_REPLACING, behind) if behind else None
+    if change.waits is not None:
+        return no(change.waits.reason, change.waits.message)
     reason = StatusReason.PAUSED if change.rollout.paused else StatusReason.REPLACING
     words = "engines that the spec does not ask for still exist"
     return no(reason, joined(words, change.desired.changed))

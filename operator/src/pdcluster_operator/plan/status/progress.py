@@ -43,6 +43,7 @@ class ChangeView:
         router_behind: what the routers' Deployment still has to do; empty if nothing.
         scaled_to_zero: the role of which no engine is wanted; empty if there is none.
         accepted: whether the spec is.
+        waits: why new engines wait for their weights; None if they do not.
     """
 
     desired: Desired
@@ -52,6 +53,7 @@ class ChangeView:
     router_behind: str
     scaled_to_zero: str
     accepted: bool
+    waits: Verdict | None = None
 
 
 def progressing(ready: Verdict, change: ChangeView, since: float, now: float) -> Verdict:
@@ -65,10 +67,14 @@ def progressing(ready: Verdict, change: ChangeView, since: float, now: float) ->
     if ready.status is Status.TRUE or ready.reason == StatusReason.SCALED_TO_ZERO:
         return conditions.no(StatusReason.COMPLETE, "nothing is left to do")
     desired, deadline = change.desired, change.rollout.progress_deadline_seconds
-    paused = change.rollout.paused and desired.stale
-    if paused or desired.stuck:
-        held = StatusReason.PAUSED if paused else StatusReason.INSUFFICIENT_CAPACITY
-        return conditions.no(held, "rollout.paused is set" if paused else desired.stuck)
+    failed = change.waits is not None and change.waits.reason == StatusReason.DOWNLOAD_FAILED
+    stops = change.waits if failed else None
+    if desired.stuck:
+        stops = conditions.no(StatusReason.INSUFFICIENT_CAPACITY, desired.stuck)
+    if change.rollout.paused and desired.stale:
+        stops = conditions.no(StatusReason.PAUSED, "rollout.paused is set")
+    if stops is not None:
+        return stops
     # An engine that is newer than the beginning has the whole time.
     late = now - max(since, change.started or 0.0) > deadline
     surging = desired.stale and change.rollout.type is types.RolloutType.SURGE

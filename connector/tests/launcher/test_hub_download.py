@@ -1,0 +1,252 @@
+"""The program of a download Job, against a server that speaks the Hub's API of files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdcluster_connector.launcher import hub_download
+
+pytestmark = pytest.mark.process
+
+REPO = "some-lab/tiny"
+COMMIT = hashlib.sha1(b"tiny").hexdigest()
+MEGABYTE = 1 << 20
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model-00001-of-00002.safetensors": os.urandom(2 * MEGABYTE),
+    "model-00002-of-00002.safetensors": os.urandom(MEGABYTE),
+    "pytorch_model.bin": b"old",
+    "original/consolidated.00.pth": b"older",
+}
+READ = {name for name in FILES if name.endswith((".json", ".safetensors"))}
+LARGE = "model-00001-of-00002.safetensors"
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves one repository; may stop in the middle of a file, and refuse whoever has no token.
+
+    Attributes:
+        cut: how many bytes of the large file are sent before the server hangs; None for all.
+        half: set when the server hangs so.
+        asked: (method, path, first byte) of each request.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.cut: int | None = None
+        self.token = ""
+        self.half, self.go_on = threading.Event(), threading.Event()
+        self.asked: list[tuple[str, str, int]] = []
+
+
+class Answers(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        first = int((re.findall(r"bytes=(\d+)", self.headers.get("Range") or "") or [0])[0])
+        path = self.path.partition("?")[0]
+        self.server.asked.append((self.command, path, first))
+        if self.server.token not in self.headers.get("Authorization", ""):
+            return self.answer(401, b"{}", {"X-Error-Code": "GatedRepo"})
+        if path == f"/api/models/{REPO}/tree/{COMMIT}":
+            rows = [
+                {"type": "file", "path": name, "size": len(data), "oid": etag(data)}
+                for name, data in FILES.items()
+            ]
+            return self.answer(200, json.dumps(rows).encode())
+        if path in (
+            f"/api/models/{REPO}",
+            *(f"/api/models/{REPO}/revision/{one}" for one in ("main", COMMIT)),
+        ):
+            rows = [{"rfilename": name, "size": len(data)} for name, data in FILES.items()]
+            about = {"id": REPO, "modelId": REPO, "sha": COMMIT, "siblings": rows}
+            return self.answer(200, json.dumps(about).encode())
+        found = re.fullmatch(rf"/{REPO}/resolve/[^/]+/(.+)", path)
+        if found and found[1] in FILES:
+            return self.file(found[1], first)
+        kind = "RevisionNotFound" if f"/{REPO}/" in path else "RepoNotFound"
+        return self.answer(404, b"{}", {"X-Error-Code": kind})
+
+    def file(self, name: str, first: int) -> None:
+        data = FILES[name]
+        head = {"X-Repo-Commit": COMMIT, "ETag": f'"{etag(data)}"', "Accept-Ranges": "bytes"}
+        if first:
+            head["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
+        cut = self.server.cut if name == LARGE and self.command == "GET" else None
+        self.answer(206 if first else 200, data[first:], head, cut)
+
+    def answer(
+        self, status: int, body: bytes, head: dict[str, str] | None = None, cut: int | None = None
+    ) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", **(head or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        self.wfile.write(body[:cut])
+        if cut is not None:
+            self.wfile.flush()
+            self.server.half.set()
+            self.server.go_on.wait(60)
+            self.close_connection = True
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def etag(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    server = Hub()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.go_on.set()
+    server.shutdown()
+    server.server_close()
+
+
+class Run:
+    """The program as a Job starts it."""
+
+    def __init__(self, hub: Hub, home: Path, *arguments: str, **variables: str) -> None:
+        environment = {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": os.pathsep.join(one for one in sys.path if one.endswith("/src")),
+            "HF_HOME": str(home),
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+            **variables,
+        }
+        command = [sys.executable, "-m", "pdcluster_connector.launcher.hub_download", *arguments]
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def end(self) -> tuple[int, str]:
+        """Exit code, and the last line."""
+        out, error = self.process.communicate(timeout=120)
+        assert "Traceback" not in error, error
+        return self.process.returncode, (error.strip() or out.strip()).splitlines()[-1]
+
+
+def snapshot(home: Path) -> Path:
+    return home / f"hub/models--{REPO.replace('/', '--')}/snapshots/{COMMIT}"
+
+
+def test_a_download_that_is_killed_goes_on_with_the_files_that_lack(hub, tmp_path):
+    hub.cut = MEGABYTE
+    killed = Run(hub, tmp_path, REPO)
+    assert hub.half.wait(60), killed.process.poll()
+    wait_for_files(tmp_path, len(READ) - 1)
+    killed.process.terminate()
+    assert killed.end()[0] == 143
+    assert not list((tmp_path / "hub" / hub_download.MARKS).glob("*")), "the mark comes last"
+    hub.cut = None
+    hub.go_on.set()
+    for part in tmp_path.rglob("*.incomplete"):
+        os.utime(part, (0, 0))
+    asked = len(hub.asked)
+    assert Run(hub, tmp_path, REPO).end() == (
+        0, f"downloaded {REPO} as commit {COMMIT}",
+    )  # fmt: skip
+    again = {
+        path.rpartition("/")[2]
+        for way, path, _ in hub.asked[asked:]
+        if way == "GET" and "/resolve/" in path
+    }
+    assert again == {LARGE}, "what was complete is not asked for again"
+    assert not list(tmp_path.rglob("*.incomplete")), "what the killed one left is gone"
+    there = {
+        str(p.relative_to(snapshot(tmp_path))) for p in snapshot(tmp_path).rglob("*") if p.is_file()
+    }
+    assert there == READ
+    assert all((snapshot(tmp_path) / name).read_bytes() == FILES[name] for name in READ)
+
+
+def wait_for_files(home: Path, count: int) -> None:
+    """Wait until so many files are complete."""
+    deadline = time.monotonic() + 60
+    while len(list(snapshot(home).glob("*"))) < count:
+        assert time.monotonic() < deadline, list(home.rglob("*"))
+
+
+def test_what_is_there_is_not_asked_for_again(hub, tmp_path):
+    assert Run(hub, tmp_path, REPO).end()[0] == 0
+    asked = len(hub.asked)
+    code, said = Run(hub, tmp_path, REPO, HF_ENDPOINT="http://127.0.0.1:9").end()
+    assert (code, said) == (0, f"{REPO} is in the cache already, as commit {COMMIT}")
+    (snapshot(tmp_path) / "config.json").resolve().unlink()
+    assert Run(hub, tmp_path, REPO).end()[0] == 0, "a file that is gone comes again"
+    assert (snapshot(tmp_path) / "config.json").read_bytes() == FILES["config.json"]
+    weights = [path for way, path, _ in hub.asked[asked:] if way == "GET" and LARGE in path]
+    assert weights == []
+
+
+@pytest.mark.parametrize(
+    ("repo", "more", "token", "code", "said"),
+    [
+        (REPO, [], "right", 2, "does not give out some-lab/tiny (HTTP 401)"),
+        ("some-lab/other", [], "", 2, "does not give out some-lab/other (HTTP 404)"),
+        (REPO, ["--revision", "v9"], "", 2, "the Hub has no revision v9 of some-lab/tiny"),
+        ("a/b/c", [], "", 2, "a/b/c is no name of a model"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_sentence(hub, tmp_path, repo, more, token, code, said):
+    hub.token = token
+    found = Run(hub, tmp_path, repo, *more, HF_TOKEN="wrong-secret").end()
+    assert found[0] == code
+    assert said in found[1]
+    assert "wrong-secret" not in found[1]
+
+
+def test_a_hub_that_does_not_answer_may_answer_later(hub, tmp_path):
+    code, said = Run(hub, tmp_path, REPO, HF_ENDPOINT="http://127.0.0.1:9").end()
+    assert (code, said.partition(":")[0]) == (1, "the download from the Hub stopped")
+
+
+def test_a_disk_without_room_is_named_before_anything_comes(hub, tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": MEGABYTE})()
+    monkeypatch.setattr(hub_download.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(hub_download._DownloadError, match=r"0\.0 GB are still .* 0\.0 GB free"):
+        hub_download._check_space(tmp_path, tmp_path / "m/snapshots/c", {"a": 2 * MEGABYTE})
+    hub_download._check_space(tmp_path, tmp_path / "m/snapshots/c", {"a": MEGABYTE})
+
+
+@pytest.mark.parametrize(
+    ("names", "read"),
+    [
+        (
+            ["a.safetensors", "pytorch_model.bin", "tokenizer.model"],
+            ["a.safetensors", "tokenizer.model"],
+        ),
+        (["pytorch_model.bin", "config.json"], ["pytorch_model.bin", "config.json"]),
+        (["a.gguf", "b.gguf"], ["a.gguf", "b.gguf"]),
+        (["original/a.pth", "onnx/model.onnx", "params.json"], ["params.json"]),
+    ],
+)
+def test_only_what_vllm_reads_is_downloaded(names, read):
+    assert list(hub_download.wanted_files(dict.fromkeys(names, 1))) == read

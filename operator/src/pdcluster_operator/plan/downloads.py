@@ -1,0 +1,226 @@
+"""The Job that downloads the weights into a claim, before there are engines that read them.
+
+With ``model.cache.downloadedBy: Job``, new engines and new revisions wait until the Job has ended
+well. The engines of before serve on. So no GPU is held during the download, and the weights come
+over the network once. The Job is named by what it downloads and where to: another revision is
+another Job. One that has ended well is never made again. One that has not, and whose template is to
+be another, is deleted and made again. Files that are complete stay.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pdcluster_operator.api import object_names
+from pdcluster_operator.api.conditions import StatusReason, Verdict, no
+from pdcluster_operator.api.spec import engine_types, pod_templates, resolve
+from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.plan import connectors
+from pdcluster_operator.plan.builders import weights
+from pdcluster_operator.plan.builders.router import NOBODY
+from pdcluster_operator.plan.objects import drift
+from pdcluster_operator.plan.objects.ownership import (
+    child_object,
+    common_metadata,
+    controller_uid,
+    engine_sets,
+    identity,
+    is_being_deleted,
+)
+from pdcluster_operator.plan.observed.pods import joined, pod_trouble, status_of
+from pdcluster_operator.plan.rollout.revisions import short_hash
+from pdcluster_operator.plan.types import Apply, Delete, Observed, Step, TryOut, deletion
+
+COMPONENT = "weights"
+MODULE = "pdcluster_connector.launcher.hub_download"
+SHARED_WITH_PREFILL = ("imagePullSecrets", "nodeSelector", "tolerations", "securityContext")
+"""Fields of the prefill engines' ``podTemplate.spec`` that the Job's pods have, too."""
+HUB_VARIABLES = ("HF_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_")
+"""Beginnings of the variables of ``engine.env`` that the Job has, in upper or lower case."""
+ATTEMPTS = 6
+HOPELESS = 2
+"""Exit code of the Job if another attempt cannot help, for example without access to the model."""
+HINDERS = (
+    StatusReason.IMAGE_UNAVAILABLE, StatusReason.POD_CONFIG_ERROR, StatusReason.UNSCHEDULABLE,
+)  # fmt: skip
+"""What waiting for the Job does not cure."""
+RESOURCES = {"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"memory": "8Gi"}}
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """What is to be done for a download.
+
+    Attributes:
+        job: name of the Job.
+        waits: why engines wait; None if the weights are there.
+        step: None if nothing is to be done.
+    """
+
+    job: str
+    waits: Verdict | None
+    step: Step | None = None
+
+
+def download(observed: Observed, cluster: Cluster) -> Download:
+    """Return what is to be done for the download of a cluster's weights.
+
+    It is for a cluster with :func:`..api.spec.resolve.downloads_by_job`.
+    """
+    wanted = drift.stamped(build_job(cluster, observed.connector.digest))
+    name = wanted["metadata"]["name"]
+    live = next((one for one in observed.children if identity(one) == ("Job", name)), None)
+    repo = wanted["spec"]["template"]["spec"]["containers"][0]["args"][0]
+    waits = no(StatusReason.DOWNLOADING_WEIGHTS, f"Job {name} downloads {repo}")
+    if live is None or is_being_deleted(live):
+        step = Apply(wanted, "the weights are not downloaded yet")
+        return Download(name, waits, step if live is None else None)
+    ended = {
+        one.get("type"): str(one.get("message") or "")
+        for one in status_of(live).get("conditions") or ()
+        if one.get("status") == "True"
+    }
+    if "Complete" in ended:
+        return Download(name, None)
+    if drift.applied_hash(live) != drift.applied_hash(wanted):
+        return Download(name, waits, deletion(live, "it is made again from another template"))
+    uid = live["metadata"]["uid"]
+    attempts = [pod for pod in observed.pods if controller_uid(pod) == uid]
+    last = max(
+        attempts, key=lambda pod: str(pod["metadata"].get("creationTimestamp")), default=None
+    )
+    trouble = (pod_trouble(last) if last is not None else None) or waits
+    if trouble.message.endswith("exit code 0"):  # the Job's controller will say so in a moment
+        trouble = waits
+    if "Failed" in ended:
+        words = trouble.message if trouble is not waits else ended["Failed"]
+        waits = no(StatusReason.DOWNLOAD_FAILED, joined(f"Job {name} failed", words))
+    elif trouble.reason == StatusReason.ENGINE_FAILED:  # Kubernetes makes another pod
+        waits = no(waits.reason, f"{waits.message}, and tries again: {trouble.message}")
+    elif trouble is not waits:
+        reason = trouble.reason if trouble.reason in HINDERS else waits.reason
+        waits = no(reason, joined(waits.message, trouble.message))
+    return Download(name, waits)
+
+
+def build_job(cluster: Cluster, digest: str) -> dict[str, Any]:
+    """Return the Job of a cluster.
+
+    Args:
+        digest: of the connector, which has the program that downloads.
+    """
+    engine, model = resolve.resolve_engine(cluster, Role.PREFILL), cluster.spec.model
+    source, claim = model.source.hugging_face, model.cache.persistent_volume_claim
+    if source is None or claim is None:
+        raise ValueError("the weights of this cluster are not downloaded by a Job")
+    what = [source.repo, source.revision, claim.claim_name, claim.path]
+    labels = object_names.cluster_labels(cluster.name, COMPONENT)
+    bundled = engine.connector is engine_types.ConnectorSource.BUNDLED
+    revision = ["--revision", source.revision] if source.revision else []
+    container = {
+        "name": pod_templates.DOWNLOAD_CONTAINER,
+        "image": engine.image,
+        "command": ["python3", "-m", MODULE],
+        "args": [source.repo, *revision],
+        "env": [*_env(cluster, engine), *_python_path(bundled=bundled)],
+        "resources": RESOURCES,
+        "volumeMounts": [
+            *([connectors.connector_mount()] if bundled else []),
+            {**weights.model_mounts(cluster)[0], "readOnly": False},
+            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a mount of the pod's own
+        ],
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "serviceAccountName": object_names.service_account_name(cluster.name),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": NOBODY,
+            "runAsGroup": NOBODY,
+            # The claim's files may belong to another user. The kubelet gives them this group.
+            "fsGroup": NOBODY,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": [
+            *(
+                [connectors.connector_volume(object_names.connector_name(digest))]
+                if bundled
+                else []
+            ),
+            *weights.model_volumes(cluster),
+            {"name": "tmp", "emptyDir": {}},
+        ],
+    }
+    own = pod_templates.as_mapping((cluster.spec.prefill.pod_template or {}).get("spec"))
+    pod = pod_templates.merge(pod, {key: own[key] for key in SHARED_WITH_PREFILL if own.get(key)})
+    user = pod["securityContext"]
+    user["runAsNonRoot"] = user.get("runAsUser") != 0
+    spec = {
+        "backoffLimit": ATTEMPTS,
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {
+                        "containerName": pod_templates.DOWNLOAD_CONTAINER,
+                        "operator": "In",
+                        "values": [HOPELESS],
+                    },
+                },
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+            ]
+        },
+        "template": {"metadata": common_metadata(cluster, labels), "spec": pod},
+    }
+    name = f"{cluster.name}-{COMPONENT}-{short_hash(what)}"
+    return child_object(cluster, "batch/v1", "Job", name, labels, spec=spec)
+
+
+def _env(cluster: Cluster, engine: resolve.Engine) -> list[dict[str, Any]]:
+    """Return how to reach the Hub, and where the cache is."""
+    env: list[dict[str, Any]] = [
+        {"name": "HF_HOME", "value": resolve.CACHE_FOLDER},
+        {"name": "PYTHONUNBUFFERED", "value": "1"},
+        *weights.token_env(cluster),
+    ]
+    ours = {one["name"] for one in env} | {"HF_HUB_CACHE", "HF_HUB_OFFLINE"}
+    for var in engine.env:
+        if var.name.upper().startswith(HUB_VARIABLES) and var.name not in ours:
+            source = {"valueFrom": dict(var.value_from)} if var.value_from else {"value": var.value}
+            env.append({"name": var.name, **source})
+    return env
+
+
+def _python_path(*, bundled: bool) -> list[Mapping[str, str]]:
+    return [{"name": "PYTHONPATH", "value": connectors.CONNECTOR_PATH}] if bundled else []
+
+
+def with_download(
+    steps: Iterable[Step], observed: Observed, cluster: Cluster
+) -> tuple[list[Step], Verdict | None]:
+    """Return a plan's steps with what the download needs, and why engines wait; None if not.
+
+    New revisions wait, and the first engines of one.
+    """
+    found = download(observed, cluster)
+    gone = ("Job", found.job)  # no other part of the plan wants the Job
+    kept = [one for one in steps if not (isinstance(one, Delete) and (one.kind, one.name) == gone)]
+    if found.waits is not None:
+        first = any(isinstance(one, TryOut) and one.first for one in kept)
+        held = first or not engine_sets(observed.children)
+        kept = [one for one in kept if not (isinstance(one, TryOut) or (held and _creates(one)))]
+    return [*kept, *([found.step] if found.step else [])], found.waits
+
+
+def _creates(step: Step) -> bool:
+    return isinstance(step, Apply) and not step.uid and step.manifest["kind"] == "StatefulSet"
