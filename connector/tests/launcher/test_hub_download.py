@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ class Hub(ThreadingHTTPServer):
     Attributes:
         cut: how many bytes of the large file are sent before the server hangs; None for all.
         half: set when the server hangs so.
+        go_on: set to let it hang up.
+        rest: set to let it send the rest.
         asked: (method, path, first byte) of each request.
     """
 
@@ -50,7 +52,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answers)
         self.cut: int | None = None
         self.token = ""
-        self.half, self.go_on = threading.Event(), threading.Event()
+        self.half, self.go_on, self.rest = (threading.Event() for _ in range(3))
         self.asked: list[tuple[str, str, int]] = []
 
 
@@ -108,7 +110,10 @@ class Answers(BaseHTTPRequestHandler):
         if cut is not None:
             self.wfile.flush()
             self.server.half.set()
-            self.server.go_on.wait(60)
+            while not (self.server.go_on.wait(0.02) or self.server.rest.is_set()):
+                pass
+            if self.server.rest.is_set():
+                self.wfile.write(body[cut:])
             self.close_connection = True
 
     def log_message(self, *_: Any) -> None:
@@ -161,7 +166,10 @@ def test_a_download_that_is_killed_goes_on_with_the_files_that_lack(hub, tmp_pat
     hub.cut = MEGABYTE
     killed = Run(hub, tmp_path, REPO)
     assert hub.half.wait(60), killed.process.poll()
-    wait_for_files(tmp_path, len(READ) - 1)
+    complete = snapshot(tmp_path)
+    wait_for(
+        lambda: len(list(complete.glob("*"))) == len(READ) - 1, lambda: list(tmp_path.rglob("*"))
+    )
     killed.process.terminate()
     assert killed.end()[0] == 143
     assert not list((tmp_path / "hub" / hub_download.MARKS).glob("*")), "the mark comes last"
@@ -187,11 +195,47 @@ def test_a_download_that_is_killed_goes_on_with_the_files_that_lack(hub, tmp_pat
     assert all((snapshot(tmp_path) / name).read_bytes() == FILES[name] for name in READ)
 
 
-def wait_for_files(home: Path, count: int) -> None:
-    """Wait until so many files are complete."""
+def wait_for(check: Callable[[], bool], explain: Callable[[], Any]) -> None:
     deadline = time.monotonic() + 60
-    while len(list(snapshot(home).glob("*"))) < count:
-        assert time.monotonic() < deadline, list(home.rglob("*"))
+    while not check():
+        assert time.monotonic() < deadline, explain()
+
+
+def test_two_jobs_that_share_a_claim_download_a_file_once(hub, tmp_path):
+    """Each PDCluster has a Job of its own. The second waits for the file that the first has."""
+    hub.cut = MEGABYTE
+    first = Run(hub, tmp_path, REPO)
+    assert hub.half.wait(60), first.process.poll()
+    second = Run(hub, tmp_path, REPO, "--revision", COMMIT)
+    wait_for(lambda: len(asked_for(hub, LARGE, "HEAD")) == 2, lambda: hub.asked)
+    hub.rest.set()
+    assert {first.end()[0], second.end()[0]} == {0}
+    assert len(asked_for(hub, LARGE, "GET")) == 1
+    assert all((snapshot(tmp_path) / name).read_bytes() == FILES[name] for name in READ)
+    marks = {path.name for path in (tmp_path / "hub" / hub_download.MARKS).iterdir()}
+    assert marks == {f"some-lab--tiny--{revision}" for revision in ("main", COMMIT)}
+
+
+def test_marks_that_are_written_at_once_are_whole(tmp_path):
+    """Containers share a claim and not the numbers of processes."""
+    mark = tmp_path / "mark"
+    contents = [{"commit": str(number) * 40} for number in range(8)]
+    writers = [threading.Thread(target=write_often, args=(mark, content)) for content in contents]
+    for one in writers:
+        one.start()
+    for one in writers:
+        one.join()
+    assert json.loads(mark.read_text()) in contents
+    assert list(tmp_path.iterdir()) == [mark]
+
+
+def write_often(mark: Path, content: dict[str, str]) -> None:
+    for _ in range(20):
+        hub_download._write_mark(mark, content)
+
+
+def asked_for(hub: Hub, name: str, way: str) -> list[str]:
+    return [path for one, path, _ in hub.asked if one == way and path.endswith(f"/{name}")]
 
 
 def test_what_is_there_is_not_asked_for_again(hub, tmp_path):

@@ -165,7 +165,8 @@ def test_a_job_that_failed_is_told_and_made_again_when_the_spec_changes():
     )
     ends(found, "Failed")
     found.settle()
-    assert told(found) == told(found, "Progressing") == ("False", "DownloadFailed")
+    assert found.condition("PrefillReady")["reason"] == "DownloadFailed"
+    assert found.condition("Progressing")["reason"] == "DownloadFailed"
     assert "no route" in found.condition("Ready")["message"]
     old = job(found)["metadata"]["uid"]
     found.edit(**spec(engine={"image": "docker.io/vllm/vllm-openai:v0.32.1"}))
@@ -221,6 +222,8 @@ def test_local_mode_makes_no_job():
             "engine.extraArgs",
         ),
         ({"env": [{"name": "HF_HUB_OFFLINE", "value": "0"}]}, "engine.env[0].name"),
+        ({"env": [{"name": "VLLM_USE_MODELSCOPE", "value": "True"}]}, "engine.env[0].value"),
+        ({"env": [{"name": "VLLM_USE_MODELSCOPE", "value": "0"}]}, ""),
         ({"extraArgs": ["--tokenizer", "/models/tokenizer"]}, ""),
         ({"extraArgs": ["--tokenizer", "org/llama"]}, ""),
     ],

@@ -19,6 +19,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -159,13 +160,12 @@ def _read_mark(mark: Path) -> dict[str, Any]:
 
 
 def _write_mark(mark: Path, content: Mapping[str, Any]) -> None:
-    """Write the mark so that a crash leaves it whole or absent."""
-    beside = mark.with_name(f"{mark.name}.new")
-    with beside.open("w") as opened:
+    """Write the mark so that a crash leaves it whole or absent; another Job may write it, too."""
+    with tempfile.NamedTemporaryFile("w", dir=mark.parent, delete=False) as opened:
         json.dump(content, opened)
         opened.flush()
         os.fsync(opened.fileno())
-    beside.replace(mark)
+    Path(opened.name).replace(mark)
 
 
 def _gb(size: float) -> str:

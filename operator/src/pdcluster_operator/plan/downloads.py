@@ -7,7 +7,7 @@ another Job. One that has ended well is never made again. One that has not, and 
 be another, is deleted and made again. Files that are complete stay.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,13 +116,15 @@ def build_job(cluster: Cluster, digest: str) -> dict[str, Any]:
     what = [source.repo, source.revision, claim.claim_name, claim.path]
     labels = object_names.cluster_labels(cluster.name, COMPONENT)
     bundled = engine.connector is engine_types.ConnectorSource.BUNDLED
+    shared = object_names.connector_name(digest)
+    python_path = {"name": "PYTHONPATH", "value": connectors.CONNECTOR_PATH}
     revision = ["--revision", source.revision] if source.revision else []
     container = {
         "name": pod_templates.DOWNLOAD_CONTAINER,
         "image": engine.image,
         "command": ["python3", "-m", MODULE],
         "args": [source.repo, *revision],
-        "env": [*_env(cluster, engine), *_python_path(bundled=bundled)],
+        "env": [*_env(cluster, engine), *([python_path] if bundled else [])],
         "resources": RESOURCES,
         "volumeMounts": [
             *([connectors.connector_mount()] if bundled else []),
@@ -152,16 +154,13 @@ def build_job(cluster: Cluster, digest: str) -> dict[str, Any]:
         },
         "containers": [container],
         "volumes": [
-            *(
-                [connectors.connector_volume(object_names.connector_name(digest))]
-                if bundled
-                else []
-            ),
+            *([connectors.connector_volume(shared)] if bundled else []),
             *weights.model_volumes(cluster),
             {"name": "tmp", "emptyDir": {}},
         ],
     }
-    own = pod_templates.as_mapping((cluster.spec.prefill.pod_template or {}).get("spec"))
+    template = pod_templates.as_mapping(cluster.spec.prefill.pod_template)
+    own = pod_templates.as_mapping(template.get("spec"))
     pod = pod_templates.merge(pod, {key: own[key] for key in SHARED_WITH_PREFILL if own.get(key)})
     user = pod["securityContext"]
     user["runAsNonRoot"] = user.get("runAsUser") != 0
@@ -199,10 +198,6 @@ def _env(cluster: Cluster, engine: resolve.Engine) -> list[dict[str, Any]]:
             source = {"valueFrom": dict(var.value_from)} if var.value_from else {"value": var.value}
             env.append({"name": var.name, **source})
     return env
-
-
-def _python_path(*, bundled: bool) -> list[Mapping[str, str]]:
-    return [{"name": "PYTHONPATH", "value": connectors.CONNECTOR_PATH}] if bundled else []
 
 
 def with_download(

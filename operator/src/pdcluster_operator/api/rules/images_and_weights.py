@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.supported import ANY_VERSION, SUPPORTED, supported, text_of
 from pdcluster_operator.api.findings import FieldError, Rule, shown
+from pdcluster_operator.api.rules import model as models
 from pdcluster_operator.api.rules.extra_args import any_version, variables
 from pdcluster_operator.api.rules.whole_pods import REPLACEABLE, WEIGHTS
 from pdcluster_operator.api.spec import engine_types, pod_templates, resolve, router_types, types
@@ -213,7 +214,8 @@ STREAMED = frozenset({"auto", "runai_streamer", "runai_streamer_sharded", "model
 
 def weight_errors(cluster: types.Cluster) -> Iterator[FieldError]:
     """Yield settings that do not fit where the weights come from."""
-    yield from _job_errors(cluster)
+    if cluster.spec.model.cache.downloaded_by is engine_types.Downloader.JOB:
+        yield from models.download_errors(cluster)
     storage = cluster.spec.model.source.object_storage
     if storage is None:
         return
@@ -237,46 +239,6 @@ def weight_errors(cluster: types.Cluster) -> Iterator[FieldError]:
                 f"reads no object storage, where {path}.uri says that the weights are",
                 "Remove it: vLLM then takes runai_streamer.",
                 (f"{path}.uri",),
-            )
-
-
-OTHER_FILES = ("--revision", "--tokenizer", "--hf-config-path", "--download-dir")
-"""Flags that make an engine read what no Job has downloaded."""
-
-
-def _job_errors(cluster: types.Cluster) -> Iterator[FieldError]:
-    """Yield what a Job cannot download, and what engines without the Hub cannot find."""
-    model, path = cluster.spec.model, "spec.model.cache.downloadedBy"
-    if model.cache.downloaded_by is not engine_types.Downloader.JOB:
-        return
-    if model.cache.persistent_volume_claim is None:
-        yield FieldError(
-            "spec.model.cache.persistentVolumeClaim",
-            "",
-            Rule.REQUIRED,
-            f"is missing, and {path} is Job: the Job downloads into a claim that all engines mount",
-            "Name a claim, or leave downloadedBy out.",
-            (path,),
-        )
-    for role in Role if resolve.downloads_by_job(cluster) else ():
-        engine = resolve.resolve_engine(cluster, role)
-        named = {flag.name: flag.value for name in OTHER_FILES if (flag := engine.last(name))}
-        draft = resolve.speculation(engine).get("model")
-        if isinstance(draft, str) and "/" in draft:
-            named[next(flag.name for flag in engine.flags if flag.head in resolve.DRAFT_FLAGS)] = (
-                draft
-            )
-        for name, value in named.items():
-            own = engine.model_revision if name == "--revision" else engine.model
-            if value == own or (value.startswith("/") and name != "--download-dir"):
-                continue
-            yield FieldError(
-                resolve.flag_path(cluster, role, name),
-                shown(f"{name} {value}"),
-                Rule.CONFLICTING_SETTINGS,
-                f"is not what the Job of {path} downloads, and these engines do not ask the Hub",
-                "Remove it, or let the engines download: leave downloadedBy out.",
-                (path,),
             )
 
 

@@ -1,6 +1,7 @@
-"""Rules that need the model's ``config.json``: how engines split it, and the longest request.
+"""Rules about a model: what a Job may download, and what its ``config.json`` says.
 
-Whoever judges a manifest reads the ConfigMap of ``spec.model.configMapRef``, and says what was
+``config.json`` says how engines can split the model, and the longest request. Whoever judges a
+manifest reads the ConfigMap of ``spec.model.configMapRef``, and says what was
 found. Nothing that is wrong with it refuses a manifest: engines do not read it.
 """
 
@@ -11,14 +12,24 @@ from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import LayerKind, LayerShape
 from pdcluster_operator.api.findings import FieldError, Rule, shown
+from pdcluster_operator.api.rules.extra_args import variables
 from pdcluster_operator.api.spec import model_config as configs
 from pdcluster_operator.api.spec.fields import ConfigMapKeyRef
 from pdcluster_operator.api.spec.model_config import FoundConfig, Model
-from pdcluster_operator.api.spec.resolve import Engine, engine_shape, resolve_engine
+from pdcluster_operator.api.spec.resolve import (
+    DRAFT_FLAGS,
+    Engine,
+    downloads_by_job,
+    engine_shape,
+    flag_path,
+    resolve_engine,
+    speculation,
+)
 from pdcluster_operator.api.spec.types import Cluster, KvLayout, Role
 
 REPLACED = ("--model", "--hf-overrides", "--hf-config-path")
 """Flags that give vLLM another config than the one of the model's folder."""
+MODELSCOPE = "VLLM_USE_MODELSCOPE"
 LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 REF = "spec.model.configMapRef"
 BLOCK, LARGE, PROMPT = 16, 64, 1000
@@ -153,3 +164,36 @@ def _too_long(cluster: Cluster, role: Role, engine: Engine, model: Model) -> Ite
         "more",
         f"Set at most {model.longest}, or {LONGER}=1 in env if the model is known to take more.",
     )
+
+
+OTHER_FILES = ("--revision", "--tokenizer", "--hf-config-path", "--download-dir")
+"""Flags that make an engine read what no Job has downloaded."""
+JOB = "spec.model.cache.downloadedBy"
+
+
+def download_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield what a Job cannot download, and what engines without the Hub cannot find."""
+    remedy = "Name a claim, or leave downloadedBy out."
+    if cluster.spec.model.cache.persistent_volume_claim is None:
+        where = "spec.model.cache.persistentVolumeClaim"
+        why = f"is missing, and {JOB} is Job: the Job downloads into a claim that engines mount"
+        yield FieldError(where, "", Rule.REQUIRED, why, remedy, (JOB,))
+    if not downloads_by_job(cluster):
+        return
+    why = f"is not what the Job of {JOB} downloads, and these engines do not ask the Hub"
+    remedy = "Remove it, or let the engines download: leave downloadedBy out."
+    for one in variables(cluster):
+        if one.name == MODELSCOPE and (one.value or "1").strip().lower() in ("1", "true"):
+            where, value = f"{one.path}.value", shown(one.value)
+            yield FieldError(where, value, Rule.CONFLICTING_SETTINGS, why, remedy, (JOB,))
+    for role in Role:
+        engine = resolve_engine(cluster, role)
+        named = {flag.name: flag.value for name in OTHER_FILES if (flag := engine.last(name))}
+        draft = speculation(engine).get("model")
+        if isinstance(draft, str) and "/" in draft:
+            named[next(flag.name for flag in engine.flags if flag.head in DRAFT_FLAGS)] = draft
+        for name, word in named.items():
+            own = engine.model_revision if name == "--revision" else engine.model
+            if word != own and (not word.startswith("/") or name == "--download-dir"):
+                where, value = flag_path(cluster, role, name), shown(f"{name} {word}")
+                yield FieldError(where, value, Rule.CONFLICTING_SETTINGS, why, remedy, (JOB,))

@@ -72,10 +72,10 @@ class ClaimSource:
     """A folder on a PersistentVolumeClaim."""
 
     claim_name: Annotated[
-        str, Example("weights"), "is the claim's name, in the cluster's namespace.", NAME
+        str, Example("weights"), "is the name of the claim, in the cluster's namespace.", NAME
     ]
     path: Annotated[
-        str | None, Example("llama-3.3-70b"), "is the folder. The default is its root.", RELATIVE
+        str | None, Example("llama-70b"), "is the folder in the volume, or else its root.", RELATIVE
     ] = None
 
 
@@ -84,7 +84,7 @@ class HostPathSource:
     """A folder on every node."""
 
     path: Annotated[
-        str, Example("/var/lib/pdcluster/models/tiny-llama"), "is its absolute path.", ABSOLUTE
+        str, Example("/var/lib/models/llama"), "is the absolute path of the folder.", ABSOLUTE
     ]
 
 
@@ -99,7 +99,7 @@ class OciSource:
         IMAGE,
     ]
     path: Annotated[
-        str | None, Example("models/llama"), "is the folder. The default is its root.", RELATIVE
+        str | None, Example("llama"), "is the folder in the image, or else its root.", RELATIVE
     ] = None
     pull_secret_ref: Annotated[
         SecretRef | None, "is the Secret of type kubernetes.io/dockerconfigjson for the registry."
@@ -167,12 +167,11 @@ class ModelCache:
 
     persistent_volume_claim: Annotated[
         ClaimSource | None,
+        Example({"claimName": "hub-cache", "path": "llama-70b"}),
         "is a claim that keeps downloaded weights over restarts. All engines share it.",
     ] = None
     downloaded_by: Annotated[
-        Downloader,
-        Example("Job"),
-        "says who downloads: each engine when it starts, or one Job before there are engines.",
+        Downloader, Example("Job"), "says who downloads: each engine, or one Job before them."
     ] = Downloader.ENGINES
 
 
