@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -220,11 +221,8 @@ def test_marks_that_are_written_at_once_are_whole(tmp_path):
     """Containers share a claim and not the numbers of processes."""
     mark = tmp_path / "mark"
     contents = [{"commit": str(number) * 40} for number in range(8)]
-    writers = [threading.Thread(target=write_often, args=(mark, content)) for content in contents]
-    for one in writers:
-        one.start()
-    for one in writers:
-        one.join()
+    with ThreadPoolExecutor(len(contents)) as pool:
+        list(pool.map(write_often, [mark] * len(contents), contents))
     assert json.loads(mark.read_text()) in contents
     assert list(tmp_path.iterdir()) == [mark]
 

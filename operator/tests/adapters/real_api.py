@@ -30,7 +30,7 @@ TOKEN = "the-token-of-the-tests"
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 CONTROLLERS = (
     "garbagecollector,podgc,statefulset,deployment,replicaset,disruption,namespace,"
-    "horizontal-pod-autoscaler-controller"
+    "horizontal-pod-autoscaler-controller,job-controller"
 )
 GANGS = "--feature-gates=GenericWorkload=true"
 """Kubernetes serves PodGroups with this gate and with the API's version turned on."""
