@@ -238,3 +238,13 @@ def test_a_job_needs_a_claim():
     given["model"]["cache"] = {"downloadedBy": "Job"}
     [error] = check_manifest(manifest(**given))[1].errors
     assert (error.path, str(error.rule)) == ("spec.model.cache.persistentVolumeClaim", "Required")
+
+
+def test_a_job_for_a_source_that_is_not_downloaded_is_warned_of():
+    given = {"model": {"source": {"objectStorage": {"uri": "s3://a/b"}}}}
+    given["model"]["cache"] = {"downloadedBy": "Job"}
+    checked = check_manifest(manifest(**given))[1]
+    assert not checked.errors
+    assert [str(one.rule) for one in checked.warnings if one.path == "spec.model.cache"] == [
+        "CacheUnused"
+    ]

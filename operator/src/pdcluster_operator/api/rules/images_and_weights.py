@@ -214,9 +214,10 @@ STREAMED = frozenset({"auto", "runai_streamer", "runai_streamer_sharded", "model
 
 def weight_errors(cluster: types.Cluster) -> Iterator[FieldError]:
     """Yield settings that do not fit where the weights come from."""
-    if cluster.spec.model.cache.downloaded_by is engine_types.Downloader.JOB:
+    model = cluster.spec.model
+    if model.source.hugging_face and model.cache.downloaded_by is engine_types.Downloader.JOB:
         yield from models.download_errors(cluster)
-    storage = cluster.spec.model.source.object_storage
+    storage = model.source.object_storage
     if storage is None:
         return
     path = "spec.model.source.objectStorage"
@@ -260,7 +261,7 @@ def weight_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
         yield from _not_pinned(cluster, model.source.hugging_face.revision)
         for role in Role:
             yield from _unused_caches(cluster, role)
-    elif model.cache.persistent_volume_claim is not None:
+    elif model.cache != engine_types.ModelCache():
         yield FieldError(
             "spec.model.cache",
             "",

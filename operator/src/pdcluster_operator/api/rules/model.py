@@ -19,7 +19,6 @@ from pdcluster_operator.api.spec.model_config import FoundConfig, Model
 from pdcluster_operator.api.spec.resolve import (
     DRAFT_FLAGS,
     Engine,
-    downloads_by_job,
     engine_shape,
     flag_path,
     resolve_engine,
@@ -172,13 +171,15 @@ JOB = "spec.model.cache.downloadedBy"
 
 
 def download_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield what a Job cannot download, and what engines without the Hub cannot find."""
+    """Yield what a Job cannot download, and what engines without the Hub cannot find.
+
+    It is for a cluster whose weights a Job is to download from the Hub.
+    """
     remedy = "Name a claim, or leave downloadedBy out."
     if cluster.spec.model.cache.persistent_volume_claim is None:
         where = "spec.model.cache.persistentVolumeClaim"
         why = f"is missing, and {JOB} is Job: the Job downloads into a claim that engines mount"
         yield FieldError(where, "", Rule.REQUIRED, why, remedy, (JOB,))
-    if not downloads_by_job(cluster):
         return
     why = f"is not what the Job of {JOB} downloads, and these engines do not ask the Hub"
     remedy = "Remove it, or let the engines download: leave downloadedBy out."
