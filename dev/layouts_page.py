@@ -144,6 +144,19 @@ ROWS = (
         note="each decode rank reads the latent from one prefill rank; all ranks are released",
     ),
     Row(
+        "MLA between backends that write latents in the order of tokens (FLASH_ATTN_MLA, FLASHMLA, "
+        "FLASHINFER_MLA, CUTLASS_MLA, TRITON_MLA, TOKENSPEED_MLA), with blocks of 16 and 64",
+        (ATTENTION, "MLA"),
+        processes=("latents", "sizes"),
+        note="vLLM's own tensors, written by its own code: `test_registered_latents`",
+    ),
+    Row(
+        "MLA between other backends (ROCm's, AMX_MLA, those of sparse attention)",
+        rule="BlockInteriorOpaque/interior",
+        note="nothing shows that they write latents in this order; the same backend and block size "
+        "on both sides are carried",
+    ),
+    Row(
         "Mamba2 hybrid",
         (HYBRID, "MENU"),
         (LAYOUTS, "granite-hybrid 1x1→1x1"),

@@ -88,6 +88,13 @@ def sizes() -> Iterator[Way]:
             case = paired([group()], [grid], tensors, tokens=333, start=start)
             name = f"blocks {blocks}, {orders}, TP {tensors}"
             yield Way(name, case, (336 - start) * PAIR)
+        # As from FLASH_ATTN_MLA to FLASHMLA or FLASHINFER_MLA: each decode rank needs the latent.
+        for tensors in ((2, 1), (1, 2)):
+            grid = Grid(blocks[0], 1, "LBHNC"), Grid(blocks[1], 1, "BLHNC")
+            latent = group(MLA, heads=1, unit=24)
+            case = paired([latent], [grid], tensors, tokens=333, start=start)
+            name = f"MLA, blocks {blocks}, TP {tensors}"
+            yield Way(name, case, (336 - start) * 2 * 24 * tensors[1])
 
 
 def stages() -> Iterator[Way]:
@@ -194,7 +201,7 @@ def test_every_byte_arrives_once_and_no_other_changes(grid: ProcessGrid, way: Wa
 # NIXL itself refuses to exchange the runs of a hybrid's arrays, whose lengths differ.
 WRONG = [
     (way, spoil)
-    for way in (WAYS[0], WAYS[2], WAYS[4], WAYS[6])
+    for way in (WAYS[0], WAYS[2], WAYS[4], WAYS[6], next(w for w in sizes() if "MLA" in w.name))
     for spoil in SPOILERS
     if spoil in ("halved", "doubled") or "hybrid" not in way.name
 ]

@@ -61,8 +61,27 @@ def dtype_name(name: str) -> str:
     return _SYNONYMS.get(name, name)
 
 
+# MLA of which vLLM's common code writes each token's latent with its rotary part (vLLM 0.32
+# MLAAttentionImpl.do_kv_cache_update; CPU_MLA does the same). AMX_MLA has a writer of its own, some
+# models have fused ones for ROCm, and sparse attention has other formats.
+LATENT_BY_TOKEN: Final = frozenset(
+    {
+        "CPU_MLA",
+        "CUTLASS_MLA",
+        "FLASHINFER_MLA",
+        "FLASHMLA",
+        "FLASH_ATTN_MLA",
+        "TOKENSPEED_MLA",
+        "TRITON_MLA",
+    }
+)
 # The bytes of one token of one head lie together.
-TOKEN_SLICEABLE: Final = frozenset({"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"})
+TOKEN_SLICEABLE: Final = LATENT_BY_TOKEN | {
+    "FLASH_ATTN",
+    "FLASHINFER",
+    "TRITON_ATTN",
+    "FLEX_ATTENTION",
+}
 # K of all tokens of a head, then V of all of them. The byte order depends on the host's CPU.
 PACKED: Final = frozenset({"CPU_ATTN"})
 
