@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
+OPERATIONS = ROOT / "docs" / "operations.md"
 FILES = ROOT / "charts" / "pdcluster" / "files"
 ALERTS = FILES / "prometheus" / "alerts.yaml"
 DASHBOARDS = {path.stem: path for path in sorted((FILES / "dashboards").glob("*.json"))}
@@ -39,17 +40,25 @@ def expressions() -> dict[str, str]:
     return found
 
 
+def scaled_objects(file: Path) -> list[dict[str, Any]]:
+    """Return KEDA's objects of a page or of a file of manifests."""
+    text = file.read_text()
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [
+        one
+        for block in (blocks if file.suffix == ".md" else [text])
+        if "kind: ScaledObject" in block
+        for one in yaml.safe_load_all(block)
+        if one["kind"] == "ScaledObject"
+    ]
+
+
 def scaling_queries() -> dict[str, str]:
     """Return the queries of KEDA's triggers in docs/operations.md and in examples, by object."""
-    page = (ROOT / "docs" / "operations.md").read_text()
-    blocks = re.findall(r"^```\w*\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    texts = [*blocks, *(one.read_text() for one in sorted((ROOT / "examples").glob("*.yaml")))]
     return {
         f"ScaledObject {one['metadata']['name']}": trigger["metadata"]["query"]
-        for text in texts
-        if "kind: ScaledObject" in text
-        for one in yaml.safe_load_all(text)
-        if one["kind"] == "ScaledObject"
+        for file in (OPERATIONS, *sorted((ROOT / "examples").glob("*.yaml")))
+        for one in scaled_objects(file)
         for trigger in one["spec"]["triggers"]
     }
 
