@@ -78,5 +78,17 @@ def test_what_cannot_be_exchanged_is_computed_here(
     assert answer.path["bytes"] == 0
     assert all(word in answer.path["message"] for word in words), answer.path["message"]
     assert answer.tokens == alone
+
+
+def test_a_layout_that_the_backend_does_not_have_is_refused(engines: Callable[..., Engine]) -> None:
+    """vLLM warns in its log and takes LBHNC, the only one of CPU_ATTN."""
+    asks, model = {"kv_layout": "BHLNC"}, str(model_path("llama"))
+    ours = engines("p", connector_config("kv_producer", **asks), model=model).wait_ready()
+    theirs = engines(
+        "d", connector_config("kv_consumer", "recompute", **asks), model=model
+    ).wait_ready()
+    path = Pair(ours, theirs).generate(PROMPT, TOKENS).path
+    assert (path["outcome"], path["reason"], path["bytes"]) == ("failed", "LayoutUnsupported", 0)
+    assert "prefill has KV in LBHNC, not in BHLNC" in path["message"], path["message"]
     for engine in (ours, theirs):
         engine.stop()

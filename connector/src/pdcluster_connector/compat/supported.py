@@ -89,10 +89,13 @@ PACKED: Final = frozenset({"CPU_ATTN"})
 # Orders of KV in memory that can be asked for: layers (L), blocks, heads, tokens (N), values (C).
 LAYOUTS: Final = ("LBHNC", "BLHNC", "BHLNC")
 # Those of LAYOUTS that a backend has, from vLLM 0.32 supported_kv_cache_layouts. A backend that is
-# not named here has all of them, but FLASHINFER has no BHLNC on Blackwell.
+# not named here has all of them, but FLASHINFER has no BHLNC on Blackwell. CPU_MLA claims to have
+# all, but it looks at a layer's cache as one array (view(-1, …)) and dies with blocks outermost.
 LAYOUTS_OF: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(("FLEX_ATTENTION", "HPC_ATTN", "TURBOQUANT"), ()),
-    **dict.fromkeys(("CPU_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN"), ("LBHNC",)),
+    **dict.fromkeys(
+        ("CPU_ATTN", "CPU_MLA", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN"), ("LBHNC",)
+    ),
     **dict.fromkeys(("ROCM_ATTN", "ROCM_SEGMENTED_ATTN"), ("LBHNC",)),
     **dict.fromkeys(("B12X", "ROCM_AITER_MLA_SPARSE"), ("LBHNC", "BLHNC")),
 }
