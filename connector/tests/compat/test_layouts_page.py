@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from dev.layouts_page import GRIDS, ROWS, Row, page, state_of
+from dev.layouts_page import FAMILIES, GRIDS, ROWS, Row, families, page, row_of, state_of
 
 from pdcluster_connector.compat.check import RULES
 
@@ -54,6 +54,14 @@ def cases_of(path: Path) -> set[str]:
                 prefill, decode = [*sizes, *(keyword.value for keyword in named)][:2]
                 found.add(f"{model} {size(prefill)}→{size(decode)}")
     return found
+
+
+def test_each_family_is_told_by_rows_of_the_table() -> None:
+    told = "\n".join(families())
+    for family, names in FAMILIES.items():
+        assert names
+        for name in names:
+            assert f"| {family} | {row_of(name).name} | {state_of(row_of(name))[0]} |" in told
 
 
 def test_a_state_follows_from_what_is_refused_and_tested() -> None:

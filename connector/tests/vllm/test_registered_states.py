@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 import torch
 from registered_caches import BLOCK, BLOCKS, NAMES, copy, page_views, vllm_config
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from pdcluster_connector.compat.check import check, refused
@@ -225,6 +226,36 @@ def test_more_arrays_than_mamba2_has_are_moved_whole() -> None:
     assert [part.name for part in made.shape.layers[0].parts] == [
         "state0.DS", "state1.DS", "state2.DS"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("order", [True, False], ids=["DS", "SD"])
+@pytest.mark.parametrize("kind", ["gated_delta_net", "kda"])
+def test_states_of_linear_attention_go_between_equal_tensor_sizes_alone(
+    kind: str, order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "is_conv_state_dim_first", lambda: order)
+    shapes = []
+    for tensor in (1, 2):
+        calculate = MambaStateShapeCalculator
+        sizes = (
+            calculate.gated_delta_net_state_shape(tensor, 2, 4, 8, 16, 4)
+            if kind == "gated_delta_net"
+            else calculate.kda_state_shape(tensor, 4, 16)
+        )
+        spec = MambaSpec(
+            block_size=BLOCK, shapes=sizes, dtypes=(torch.float32, torch.float32),
+            page_size_padded=32768, mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+        )  # fmt: skip
+        views, placed = page_views(spec)
+        caches = KVCacheConfig(BLOCKS, [placed], [KVCacheGroupSpec(NAMES, spec)])
+        made = register(views, caches, vllm_config(tensor=tensor), (0, 0), "digest")
+        assert refused(check(made.shape, made.shape)) is None
+        shapes.append(made.shape)
+    for pair in (shapes, shapes[::-1]):
+        found = refused(check(*pair))
+        assert found is not None
+        assert found.rule == "LayerMismatch"
+        assert "tensor parallel size" in found.remedy
 
 
 def test_speculation_on_decode_alone_gives_it_other_states() -> None:

@@ -22,6 +22,7 @@ from registered_caches import (
     vllm_config,
 )
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
@@ -121,6 +122,8 @@ def test_head_intervals(total: int, tensor: int, rank: int, expected: tuple[int,
                          model_version="deepseek_v4"),
         MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,), tp_replicated=True),
         full(num_head_slots=1),
+        ChunkedLocalAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=HEAD,
+                                  dtype=torch.float32, attention_chunk_size=128),
     ],
     ids=lambda spec: type(spec).__name__,
 )  # fmt: skip
