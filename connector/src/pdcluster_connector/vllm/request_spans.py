@@ -1,7 +1,7 @@
 """OpenTelemetry spans of what becomes of a request's KV, in the trace of its HTTP request.
 
 vLLM keeps the ``traceparent`` of a request only with ``--otlp-traces-endpoint``, and sets up the
-exporter of each of its processes (``vllm/tracing/otel.py``). Without it, a span costs a comparison.
+exporter of each of its processes (vllm/tracing/otel.py). Without it, a span costs a comparison.
 """
 
 import logging
