@@ -58,9 +58,15 @@ OF_ONE_ROLE = [
         {"engine": {"prefixCaching": "Disabled", "extraArgs": ["--enable-prefix-caching"]}},
         {},
     ),
-    ({"engine": {"attentionBackend": "FLASH_ATTN"}}, {"token_sliceable": True}),
-    ({"engine": {"attentionBackend": "CPU_ATTN"}}, {"token_sliceable": False}),
-    ({"engine": {"attentionBackend": "OTHER"}}, {}),
+    (
+        {"engine": {"attentionBackend": "FLASH_ATTN"}},
+        {"token_sliceable": True, "backend": "FLASH_ATTN"},
+    ),
+    (
+        {"engine": {"attentionBackend": "CPU_ATTN"}},
+        {"token_sliceable": False, "backend": "CPU_ATTN"},
+    ),
+    ({"engine": {"attentionBackend": "OTHER"}}, {"backend": "OTHER"}),
     ({"engine": {"extraArgs": ["--mamba-cache-mode", "align"]}}, {"hybrid": True}),
     ({"engine": {"extraArgs": ["--enable-mamba-x"]}}, {"hybrid": True}),
     ({"engine": {"extraArgs": ["--decode-context-parallel-size", "2"]}}, {"context": 2}),

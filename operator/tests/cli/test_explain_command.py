@@ -58,7 +58,7 @@ def test_a_compatibility_rule_is_found_by_its_reason_and_by_its_id(capsys: Captu
     [reason] = document(capsys, "LayoutUnsupported")
     named = {rule.id for rule in RULES if rule.reason == "LayoutUnsupported"}
     assert {rule["id"] for rule in reason["rules"]} == named
-    assert len(reason["examples"]) == 2
+    assert len(reason["examples"]) == 3
     [one] = document(capsys, "layoutunsupported/QUANTIZED")
     assert [rule["id"] for rule in one["rules"]] == ["LayoutUnsupported/quantized"]
     assert [example["rule"] for example in one["examples"]] == ["LayoutUnsupported/quantized"]
