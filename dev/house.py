@@ -45,7 +45,7 @@ SOURCES = {part: ROOT / part / "src" for part in ("operator", "connector")}
 # What runs in a cluster is bounded apart from what people run on their own machine: commands, their
 # words and a page. Of the first, whole pod templates and their values, KV tiers, sources of
 # weights, shapes of models and configs in ConfigMaps were the last to be given lines.
-MOST_LINES = {"operator": 25_000, "command line": 10_750, "connector": 18_900}
+MOST_LINES = {"operator": 25_150, "command line": 10_750, "connector": 18_900}
 COMMAND_LINE = "pdcluster_operator.cli"
 SPEC = ROOT / "operator/tests/plan/scenarios/tiny-cpu.yaml"
 
@@ -122,7 +122,7 @@ def main() -> None:
     print("modules over 400 lines".ljust(34), sum(n > 400 for n in lines.values()))
     print("lines of imports".ljust(34), f"{imports / sum(lines.values()):.1%} (at most 6 %)")
     print("modules with one importer".ljust(34), len(single))
-    for work, most in ((first_plan, 60), (report_to_condition, 12)):
+    for work, most in ((first_plan, 61), (report_to_condition, 12)):
         files, steps = files_of(work)
         title = f"files of {work.__name__}".replace("_", " ")
         print(title.ljust(34), len(files), f"(at most {most}), {steps} moves between them")

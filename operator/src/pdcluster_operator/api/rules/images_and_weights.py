@@ -11,7 +11,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.supported import ANY_VERSION, SUPPORTED, supported, text_of
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.rules import model as models
-from pdcluster_operator.api.rules.extra_args import any_version, variables
+from pdcluster_operator.api.rules.variables import any_version, variables
 from pdcluster_operator.api.rules.whole_pods import REPLACEABLE, WEIGHTS
 from pdcluster_operator.api.spec import engine_types, pod_templates, resolve, router_types, types
 from pdcluster_operator.api.spec.types import Cluster, Role

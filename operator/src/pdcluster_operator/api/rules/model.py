@@ -12,7 +12,7 @@ from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import LayerKind, LayerShape
 from pdcluster_operator.api.findings import FieldError, Rule, shown
-from pdcluster_operator.api.rules.extra_args import variables
+from pdcluster_operator.api.rules.variables import variables
 from pdcluster_operator.api.spec import model_config as configs
 from pdcluster_operator.api.spec.fields import ConfigMapKeyRef
 from pdcluster_operator.api.spec.model_config import FoundConfig, Model

@@ -26,6 +26,7 @@ from pdcluster_operator.api.rules import (
     network,
     pod_template,
     resources,
+    variables,
     whole_pods,
 )
 from pdcluster_operator.api.rules.model import REF, model_errors, model_of, moves
@@ -145,13 +146,13 @@ def _errors(cluster: Cluster) -> Iterator[FieldError]:
     yield from images_and_weights.image_errors(cluster)
     yield from images_and_weights.weight_errors(cluster)
     yield from extra_args.argument_errors(cluster)
-    yield from extra_args.variable_errors(cluster)
+    yield from variables.variable_errors(cluster)
     yield from extra_args.flag_errors(cluster)
     yield from engines.numbered_image_errors(cluster)
     yield from network.pod_network_errors(cluster)
     yield from extra_args.miscounted_errors(cluster, images_and_weights.releases(cluster))
     yield from extra_args.start_errors(cluster)
-    yield from extra_args.transport_errors(cluster)
+    yield from variables.transport_errors(cluster)
     yield from certificates.mount_errors(cluster)
     spec = cluster.spec
     yield from network.peer_errors("spec.monitoring.scrapeFrom", spec.monitoring.scrape_from)
@@ -169,7 +170,7 @@ def _warnings(cluster: Cluster) -> Iterator[FieldError]:
     yield from resources.resource_warnings(cluster)
     yield from pod_template.pod_template_warnings(cluster)
     yield from extra_args.flag_warnings(cluster, images_and_weights.releases(cluster))
-    yield from extra_args.variable_warnings(cluster)
+    yield from variables.variable_warnings(cluster)
     yield from pod_template.overlay_warnings(cluster)
     yield from whole_pods.pod_warnings(cluster)
     yield from engines.idle_warnings(cluster)

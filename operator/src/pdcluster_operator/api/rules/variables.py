@@ -1,0 +1,171 @@
+"""Rules of environment variables.
+
+They are judged alike in engine.env and in pod templates. What containers of the user's own have is
+theirs. Refused are those that the operator sets itself, and those with which vLLM does not start.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pdcluster_connector.compat.supported import ANY_VERSION
+from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
+from pdcluster_operator.api.findings import FieldError, Rule, shown
+from pdcluster_operator.api.rules import network
+from pdcluster_operator.api.rules.pod_template import env_source_errors
+from pdcluster_operator.api.spec import engine_types, pod_templates
+from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER
+from pdcluster_operator.api.spec.resolve import downloads_by_job, engine_places
+from pdcluster_operator.api.spec.resources import gpu_transports
+from pdcluster_operator.api.spec.types import Cluster, Device, Role
+
+OWNED_PREFIX = "PDCLUSTER_"
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A variable that a user gives the operator's containers.
+
+    Attributes:
+        path: of its entry in the spec.
+        value: None if a Secret or the like has it.
+        container: that has it: the engines' or the routers'.
+        roles: whose engines have this value. A role's own wins, and a template's in any case.
+    """
+
+    path: str
+    name: str
+    value: str | None
+    container: str
+    roles: tuple[Role, ...]
+
+
+def variables(cluster: Cluster) -> tuple[Variable, ...]:
+    """Return the variables of all engine settings and of our containers in pod templates."""
+    given = [
+        Variable(f"{path}.env[{place}]", var.name, var.value, ENGINE_CONTAINER, _roles(path))
+        for path, engine in engine_places(cluster)
+        for place, var in enumerate(engine.env)
+    ]
+    for path, template, ours in pod_templates.pod_templates(cluster):
+        for where, box in pod_templates.containers(template):
+            if box.get("name") != ours or not where.startswith("spec.containers"):
+                continue
+            entries = map(pod_templates.as_mapping, pod_templates.as_list(box.get("env")))
+            for place, entry in enumerate(entries):
+                name, value = entry.get("name"), entry.get("value")
+                if isinstance(name, str):
+                    text = value if isinstance(value, str) else None
+                    here = f"{path}.{where}.env[{place}]"
+                    given.append(Variable(here, name, text, ours, _roles(path)))
+    last = {(role, one.name): one for one in given for role in one.roles}
+    return tuple(
+        replace(one, roles=tuple(role for role in one.roles if last[role, one.name] is one))
+        for one in given
+    )
+
+
+def _roles(path: str) -> tuple[Role, ...]:
+    part = path.split(".")[1]
+    return tuple(Role) if part == "engine" else tuple(role for role in Role if role == part)
+
+
+def any_version(cluster: Cluster, role: Role) -> bool:
+    """Whether a role's engines may try any version of vLLM."""
+    named = (one for one in variables(cluster) if one.name == ANY_VERSION)
+    return any(role in one.roles and one.value == "1" for one in named)
+
+
+def variable_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield variables that are not allowed, or with which vLLM does not start."""
+    for path, engine in engine_places(cluster):
+        for place, var in enumerate(engine.env):
+            if (var.value is None) == (var.value_from is None):
+                yield FieldError(
+                    f"{path}.env[{place}]",
+                    var.name,
+                    Rule.EXACTLY_ONE,
+                    "needs exactly one of value and valueFrom",
+                    "Give one of them.",
+                )
+            yield from env_source_errors(f"{path}.env[{place}].valueFrom", var.value_from)
+    ours = _owned_variables(cluster)
+    on_gpus = cluster.spec.transfer.device is Device.CUDA
+    for one in variables(cluster):
+        # With ANY_VERSION a user lets the launcher start an unsupported version.
+        prefixed = one.name.startswith(OWNED_PREFIX) and one.name != ANY_VERSION
+        if prefixed or one.name in ours[one.container]:
+            yield _owned_variable(one)
+        value = (one.value or "").lower().replace(" ", "")
+        if on_gpus and one.name.startswith("PYTORCH_") and "expandable_segments:true" in value:
+            yield FieldError(
+                f"{one.path}.value",
+                shown(one.value),
+                Rule.EXPANDABLE_SEGMENTS,
+                "vLLM refuses expandable segments together with any KV connector",
+                "Remove expandable_segments.",
+                ("spec.transfer.device",),
+            )
+
+
+def _owned_variables(cluster: Cluster) -> dict[str, frozenset[str]]:
+    """Return the variables that the operator sets in each of its containers."""
+    hub, storage = cluster.spec.model.source.hugging_face, cluster.spec.model.source.object_storage
+    weights = {"HF_HOME"} if hub is not None else set()
+    if downloads_by_job(cluster):
+        weights = {"HF_HUB_CACHE", "HF_HUB_OFFLINE"}
+    if hub is not None and hub.token_secret_ref is not None:
+        weights.add("HF_TOKEN")
+    weights |= set(engine_types.ENDPOINTS if storage is not None else ())
+    if storage is not None and storage.credentials_secret_ref is not None:
+        weights |= {*engine_types.AMAZON_KEYS, "GOOGLE_APPLICATION_CREDENTIALS"}
+    gate = {"PYTHONPATH"} if cluster.spec.router.api_key_secret_ref is not None else set()
+    engine = {"POD_IP", "VLLM_HOST_IP", API_KEY_VARIABLE} | weights
+    return {
+        ENGINE_CONTAINER: frozenset(engine),
+        ROUTER_CONTAINER: frozenset({API_KEY_VARIABLE} | gate),
+    }
+
+
+def _owned_variable(variable: Variable) -> FieldError:
+    message = f"belongs to the operator, which sets it in every {variable.container}"
+    remedy = "Remove it."
+    if variable.name == API_KEY_VARIABLE:
+        message = "belongs to the operator: the router and the canary must send the key too"
+        remedy = "Name the Secret in spec.router.apiKeySecretRef."
+    if variable.name in engine_types.ENDPOINTS:
+        message = "belongs to the operator: both roles must read the weights from one store"
+        remedy = "Name the store in spec.model.source.objectStorage.endpoint."
+    where = f"{variable.path}.name"
+    return FieldError(where, variable.name, Rule.OWNED_VARIABLE, message, remedy)
+
+
+def transport_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield variables about the network with which engines on NVIDIA's GPUs do not start."""
+    return (found for certain, found in _transports(cluster) if certain)
+
+
+def _transports(cluster: Cluster) -> Iterator[tuple[bool, FieldError]]:
+    given = variables(cluster)
+    roles = (
+        [(one.path, one.name, one.value) for one in given if role in one.roles] for role in Role
+    )
+    yield from dict.fromkeys(found for role in roles for found in network.nic_findings(role))
+    gpus = {role: gpu_transports(cluster, role) for role in Role}
+    for one in given if "UCX" in cluster.spec.transfer.backends else ():
+        needed = [gpus[role] for role in one.roles] or [frozenset[str]()]
+        variable = (one.path, one.name, one.value)
+        yield from network.transport_findings([variable], frozenset.intersection(*needed))
+
+
+def variable_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield variables that UCX or vLLM accept, but that harm or have no effect here."""
+    yield from (found for certain, found in _transports(cluster) if not certain)
+    for one in variables(cluster):
+        if one.roles and one.name.startswith("VLLM_NIXL_SIDE_CHANNEL_"):
+            yield FieldError(
+                f"{one.path}.name",
+                one.name,
+                Rule.CONFLICTING_SETTINGS,
+                "belongs to vLLM's stock connector and does nothing here",
+                "Remove it.",
+            )
