@@ -7,6 +7,7 @@ from said_findings import check_manifest
 
 from pdcluster_connector.compat.supported import REFUSED_FLAGS, SUPPORTED, text_of
 from pdcluster_operator.api.rules.images_and_weights import Image, parse_image
+from pdcluster_operator.api.spec.router_types import Router
 
 CLAIM = {"source": {"persistentVolumeClaim": {"claimName": "weights"}}}
 
@@ -137,6 +138,13 @@ def test_a_routers_moving_image():
     assert found["spec.router.image"].remedy == "Name a release or a digest."
     assert "such as v0." in found["spec.engine.image"].remedy, "of vLLM, not of the router"
     assert not warnings(router={"image": "a/b:latest", "replicas": 0})
+
+
+def test_nobody_is_warned_of_the_routers_default_image():
+    default = Router().image
+    assert not warnings(router={"image": default})
+    other = default.replace("nightly", "latest")
+    assert [one.rule for one in warnings(router={"image": other}).values()] == ["ImageNotPinned"]
 
 
 @pytest.mark.parametrize("flag", REFUSED_FLAGS)
