@@ -82,6 +82,7 @@ class RealApi:
         make_certificates(keys)
         (keys / "tokens.csv").write_text(
             f'{TOKEN},admin,admin,"system:masters"\noperator-token,operator,operator,""\n'
+            'visitor-token,visitor,visitor,""\n'
         )
         (self.folder / "audit.json").write_text(json.dumps(self._audit))
         self.start_etcd()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from operator_runs import until
 from real_api import TOKEN, RealApi
+from rights import RBAC, SUBJECT, WATCHED_RULES
 
 from conftest import new_namespace
 
@@ -158,11 +159,18 @@ def test_a_command_that_is_ended_leaves_nothing(real: RealApi, number: signal.Si
 
 def test_somebody_who_may_not_make_jobs_is_told(real: RealApi) -> None:
     space = new_namespace(real)
+    rules = [one for one in WATCHED_RULES if one["apiGroups"] != ["batch"]]
+    role = {"metadata": {"name": "visitor"}, "rules": rules}
+    subject = {**SUBJECT[0], "name": "visitor"}
+    reference = {"kind": "Role", "name": "visitor", "apiGroup": "rbac.authorization.k8s.io"}
+    binding = {"metadata": {"name": "visitor"}, "subjects": [subject], "roleRef": reference}
+    for kind, made in (("roles", role), ("rolebindings", binding)):
+        assert real.call("POST", f"{RBAC}/namespaces/{space}/{kind}", made)[0] == 201
     process = subprocess.run(
         [sys.executable, "-m", "pdcluster_operator", "doctor", "--probe", "-n", space],
         env={
             **os.environ,
-            "KUBECONFIG": str(real.kubeconfig("operator", "operator-token")),
+            "KUBECONFIG": str(real.kubeconfig("visitor", "visitor-token")),
             "PYTHONPATH": SOURCES,
         },
         capture_output=True, text=True, timeout=60, check=False,

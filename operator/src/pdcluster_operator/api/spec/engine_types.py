@@ -171,8 +171,8 @@ class ModelCache:
         "is a claim that keeps downloaded weights over restarts. All engines share it.",
     ] = None
     downloaded_by: Annotated[
-        Downloader, Example("Job"), "says who downloads: each engine, or one Job before them."
-    ] = Downloader.ENGINES
+        Downloader | None, Example("Job"), "says who downloads: each engine, or first one Job."
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
