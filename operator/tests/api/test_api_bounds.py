@@ -62,7 +62,7 @@ POLICIES = (
 # Path -> the values, the default.
 WORDS = {
     "autoscaling.mode": (("Advise", "Apply"), "Advise"),
-    "model.cache.downloadedBy": (("Engines", "Job"), "Engines"),
+    "model.cache.downloadedBy": (("Engines", "Job"), None),
     "transfer.device": (("CUDA", "CPU"), "CUDA"),
     "transfer.kvLayout": (("Auto", "LBHNC", "BLHNC", "BHLNC"), "Auto"),
     "transfer.loadFailurePolicy": (("Fail", "Recompute"), "Fail"),
