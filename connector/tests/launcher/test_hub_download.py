@@ -273,9 +273,15 @@ def test_a_hub_that_does_not_answer_may_answer_later(hub, tmp_path):
 def test_a_disk_without_room_is_named_before_anything_comes(hub, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": MEGABYTE})()
     monkeypatch.setattr(hub_download.shutil, "disk_usage", lambda _: usage)
+    blobs = tmp_path / "hub/m/blobs"
     with pytest.raises(hub_download._DownloadError, match=r"0\.0 GB are still .* 0\.0 GB free"):
-        hub_download._check_space(tmp_path, tmp_path / "m/snapshots/c", {"a": 2 * MEGABYTE})
-    hub_download._check_space(tmp_path, tmp_path / "m/snapshots/c", {"a": MEGABYTE})
+        hub_download._check_space(blobs, {"a": 2 * MEGABYTE})
+    hub_download._check_space(blobs, {"a": MEGABYTE})
+    # Another commit has most of it, or another Job brings it now.
+    blobs.mkdir(parents=True)
+    for name in ("0123", "4567.incomplete"):
+        (blobs / name).write_bytes(bytes(MEGABYTE))
+    hub_download._check_space(blobs, {"a": MEGABYTE, "b": 2 * MEGABYTE})
 
 
 @pytest.mark.parametrize(
@@ -286,6 +292,11 @@ def test_a_disk_without_room_is_named_before_anything_comes(hub, tmp_path, monke
             ["a.safetensors", "tokenizer.model"],
         ),
         (["pytorch_model.bin", "config.json"], ["pytorch_model.bin", "config.json"]),
+        (["pytorch_model.bin", "1_P/a.safetensors"], ["pytorch_model.bin", "1_P/a.safetensors"]),
+        (
+            ["b.pth", "adapter_model.safetensors"],
+            ["b.pth", "adapter_model.safetensors"],
+        ),
         (["a.gguf", "b.gguf"], ["a.gguf", "b.gguf"]),
         (["original/a.pth", "onnx/model.onnx", "params.json"], ["params.json"]),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from dataclasses import replace
 
@@ -9,7 +10,9 @@ import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.status.progress import with_failure
 from pdcluster_operator.plan.types import Place, TryOut
 
 CACHE = {"persistentVolumeClaim": {"claimName": "hub", "path": "llama"}, "downloadedBy": "Job"}
@@ -153,6 +156,70 @@ def test_old_engines_serve_until_other_weights_are_there(rollout):
     assert len(engines(found)) == 4
 
 
+@pytest.mark.parametrize("rollout", ["Surge", "Replace", "Recreate"])
+def test_old_engines_serve_until_the_weights_of_a_stored_revision_are_there_again(rollout):
+    """The Job of a revision goes with it, and another one may have emptied the claim since."""
+    two = {"replicas": 2}
+    found = world(rollout={"type": rollout}, prefill=two, decode=two)
+
+    def turns():
+        for _ in range(20):
+            found.step()
+            found.run_pods()
+            found.speak()
+            found.link()
+            found.route()
+            found.reap()
+
+    found.step()
+    ends(found)
+    turns()
+    first = engines(found)
+    found.edit(**spec("v2"))
+    found.settle()
+    ends(found)
+    turns()
+    second = engines(found)
+    assert len(second) == 4
+    assert not first & second
+    found.edit(**spec("v1"))
+    turns()
+    assert engines(found) == second
+    assert told(found, "Ready") == ("False", "DownloadingWeights")
+    assert told(found, "Available") == ("True", "Serving")
+    ends(found, "Failed")
+    turns()
+    assert engines(found) == second
+    ends(found)
+    turns()
+    assert engines(found) == first
+    assert told(found, "Ready")[0] == "True"
+
+
+def test_a_job_without_a_pod_says_so():
+    found = world()
+    found.step()
+    found.settle()
+    assert found.condition("Ready")["message"].endswith("has no pod yet")
+    ends(found, "Suspended")
+    found.settle()
+    assert found.condition("Ready")["message"].endswith("is suspended")
+    ends(found, "FailureTarget")
+    found.settle()
+    assert told(found, "Ready") == ("False", "DownloadFailed")
+
+
+def test_a_job_that_is_refused_explains_why_nothing_runs():
+    found = world()
+    found.step()
+    status = found.settle().status
+    failed = with_failure(
+        status, {"metadata": {"generation": 1}}, NAME_CONFLICT, "Job x is somebody's", 0.0, math.inf
+    )
+    ready = next(one for one in failed["conditions"] if one["type"] == "Ready")
+    assert (ready["reason"], ready["message"]) == (NAME_CONFLICT, "Job x is somebody's")
+
+
 def test_a_job_that_failed_is_told_and_made_again_when_the_spec_changes():
     found = world()
     found.step()
@@ -231,6 +298,13 @@ def test_local_mode_makes_no_job():
 def test_engines_may_read_only_what_the_job_downloads(engine, path):
     errors = check_manifest(manifest(**spec(engine=engine)))[1].errors
     assert {one.path for one in errors} == ({f"spec.{path}"} if path else set()), errors
+
+
+def test_no_template_replaces_the_claim_of_the_job():
+    volume = {"name": "cache", "emptyDir": {}}
+    given = spec(decode={"podTemplate": {"spec": {"volumes": [volume]}}})
+    [error] = check_manifest(manifest(**given))[1].errors
+    assert error.path == "spec.decode.podTemplate.spec.volumes[0].name"
 
 
 def test_a_job_needs_a_claim():

@@ -24,7 +24,7 @@ from pdcluster_operator.api.object_names import (
     EngineName,
     pairing_key_of,
 )
-from pdcluster_operator.api.rules import extra_args
+from pdcluster_operator.api.rules import variables
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.plan.connectors import shared_connectors_of
@@ -87,7 +87,7 @@ def test_a_spec_with_true_is_not_the_stored_one_with_1(monkeypatch: pytest.Monke
         source = {"secretKeyRef": {"name": "hub", "key": "token", "optional": optional}}
         return {"engine": {"env": [{"name": "TOKEN", "valueFrom": source}]}}
 
-    monkeypatch.setattr(extra_args, "env_source_errors", lambda *_: ())
+    monkeypatch.setattr(variables, "env_source_errors", lambda *_: ())
     world = SimulatedCluster(manifest(**spec(1)))
     for step in world.plan().steps:
         if not isinstance(step, Apply) or step.manifest["kind"] != "StatefulSet":

@@ -48,13 +48,18 @@ class _DownloadError(Exception):
 
 def wanted_files(files: Mapping[str, int]) -> dict[str, int]:
     """Return the files of a repository that vLLM may read, with their sizes in bytes."""
-    safetensors = any(name.endswith(".safetensors") for name in files)
+    # vLLM looks for weights in the first folder only. An adapter is no weights.
+    safetensors = any(fnmatch(name, "*.safetensors") for name in files if _is_weights(name))
     unread = (*NEVER_READ, *(BESIDE_SAFETENSORS if safetensors else ()))
     return {
         name: size
         for name, size in files.items()
         if not any(fnmatch(name, pattern) for pattern in unread)
     }
+
+
+def _is_weights(name: str) -> bool:
+    return "/" not in name and not name.startswith("adapter_")
 
 
 def are_there(folder: Path, files: Mapping[str, int]) -> bool:
@@ -94,7 +99,7 @@ def download(repo: str, revision: str | None, cache: Path) -> str:
         files = wanted_files({one.rfilename: one.size or 0 for one in found.siblings or ()})
         print(f"downloading {len(files)} files, {_gb(sum(files.values()))}, of {of}", flush=True)
         _remove_leftovers(home / "blobs")
-        _check_space(cache, home / "snapshots" / str(found.sha), files)
+        _check_space(home / "blobs", files)
         with _Progress(home / "blobs", sum(files.values())):
             folder = snapshot_download(
                 repo, revision=revision, cache_dir=cache, allow_patterns=[*map(_escaped, files)]
@@ -127,12 +132,22 @@ def _why(error: Exception, cache: Path) -> str:
     return f"the download from the Hub stopped: {text[:LONGEST_SENTENCE]}"
 
 
-def _check_space(cache: Path, snapshot: Path, files: Mapping[str, int]) -> None:
-    lacks = sum(size for name, size in files.items() if _size(snapshot / name) != size)
-    free = shutil.disk_usage(cache).free
+def _check_space(blobs: Path, files: Mapping[str, int]) -> None:
+    """Refuse what certainly has no room.
+
+    What another commit or another Job has brought counts as there. If it is something else, the
+    disk is full in the end, and that is told as well.
+    """
+    lacks = sum(files.values()) - _have(blobs)
+    free = shutil.disk_usage(blobs.parents[1]).free
     if lacks > free:
-        words = f"{_gb(lacks)} are still to be downloaded, and {cache} has {_gb(free)} free"
-        raise _DownloadError(words, AGAIN)
+        words = f"{_gb(lacks)} are still to be downloaded, and {blobs.parents[1]} has"
+        raise _DownloadError(f"{words} {_gb(free)} free", AGAIN)
+
+
+def _have(blobs: Path) -> int:
+    """Return the bytes of a repository in the cache, parts of files too."""
+    return sum(max(_size(one), 0) for one in blobs.glob("*"))
 
 
 def _remove_leftovers(blobs: Path) -> None:
@@ -188,8 +203,7 @@ class _Progress:
 
     def _tell(self) -> None:
         while not self._done.wait(TOLD_EVERY_SECONDS):
-            have = sum(max(_size(one), 0) for one in self._blobs.glob("*"))
-            print(f"{_gb(have)} of {_gb(self._whole)}", flush=True)
+            print(f"{_gb(_have(self._blobs))} of {_gb(self._whole)}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -62,10 +62,20 @@ class Download:
     step: Step | None = None
 
 
+def is_for(observed: Observed, cluster: Cluster) -> bool:
+    """Whether a Job downloads the weights of a cluster. In local mode, none does."""
+    return resolve.downloads_by_job(cluster) and not observed.place.one_node
+
+
+def waits(observed: Observed, cluster: Cluster) -> bool:
+    """Whether engines of the spec wait for their weights."""
+    return is_for(observed, cluster) and download(observed, cluster).waits is not None
+
+
 def download(observed: Observed, cluster: Cluster) -> Download:
     """Return what is to be done for the download of a cluster's weights.
 
-    It is for a cluster with :func:`..api.spec.resolve.downloads_by_job`.
+    It is for a cluster with :func:`is_for`.
     """
     wanted = drift.stamped(build_job(cluster, observed.connector.digest))
     name = wanted["metadata"]["name"]
@@ -82,6 +92,8 @@ def download(observed: Observed, cluster: Cluster) -> Download:
     }
     if "Complete" in ended:
         return Download(name, None)
+    if "Suspended" in ended:  # by hand, or by a queue
+        waits = no(waits.reason, f"{waits.message}; it is suspended")
     if drift.applied_hash(live) != drift.applied_hash(wanted):
         return Download(name, waits, deletion(live, "it is made again from another template"))
     uid = live["metadata"]["uid"]
@@ -89,11 +101,14 @@ def download(observed: Observed, cluster: Cluster) -> Download:
     last = max(
         attempts, key=lambda pod: str(pod["metadata"].get("creationTimestamp")), default=None
     )
+    if last is None and "Suspended" not in ended:
+        waits = no(waits.reason, f"{waits.message}; it has no pod yet")
     trouble = (pod_trouble(last) if last is not None else None) or waits
     if trouble.message.endswith("exit code 0"):  # the Job's controller will say so in a moment
         trouble = waits
-    if "Failed" in ended:
-        words = trouble.message if trouble is not waits else ended["Failed"]
+    failed = ended.get("Failed", ended.get("FailureTarget"))  # the latter while its pods end
+    if failed is not None:
+        words = trouble.message if trouble is not waits else failed
         waits = no(StatusReason.DOWNLOAD_FAILED, joined(f"Job {name} failed", words))
     elif trouble.reason == StatusReason.ENGINE_FAILED:  # Kubernetes makes another pod
         waits = no(waits.reason, f"{waits.message}, and tries again: {trouble.message}")

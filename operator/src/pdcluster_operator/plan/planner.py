@@ -16,7 +16,6 @@ from pdcluster_operator.api import conditions
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.rules.engines import within_links
 from pdcluster_operator.api.rules.validate import check_manifest
-from pdcluster_operator.api.spec.resolve import downloads_by_job
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan import (
     downloads,
@@ -86,7 +85,14 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     desired = memo.get(
         "desired",
         (observed, cluster, lost, findings.ok),
-        lambda *_: desire(observed, cluster, lost, memo, accepted=findings.ok),
+        lambda *_: desire(
+            observed,
+            cluster,
+            lost,
+            memo,
+            accepted=findings.ok,
+            downloads=findings.ok and downloads.waits(observed, cluster),
+        ),
     )
     # Step 3: compare it with what exists. The time decides only which engines get no pods for a
     # while, and the period of the certificates.
@@ -145,7 +151,7 @@ def _outcome(
     wanted = (child.manifest for child in desired.children)
     strange = name_conflicts.strange_connectors(observed, wanted)
     waits = None
-    if findings.ok and downloads_by_job(cluster) and not observed.place.one_node:
+    if findings.ok and downloads.is_for(observed, cluster):
         steps, waits = downloads.with_download(steps, observed, cluster)
     steps = [one for one in steps if _goes_on(one, observed, findings, strange)]
     judged = build.judge(observed, cluster, findings, desired, steps, lost, waits)

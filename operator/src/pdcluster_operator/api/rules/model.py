@@ -13,7 +13,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import LayerKind, LayerShape
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.rules.variables import variables
-from pdcluster_operator.api.spec import model_config as configs
+from pdcluster_operator.api.spec import model_config as configs, pod_templates
 from pdcluster_operator.api.spec.fields import ConfigMapKeyRef
 from pdcluster_operator.api.spec.model_config import FoundConfig, Model
 from pdcluster_operator.api.spec.resolve import (
@@ -168,6 +168,8 @@ def _too_long(cluster: Cluster, role: Role, engine: Engine, model: Model) -> Ite
 OTHER_FILES = ("--revision", "--tokenizer", "--hf-config-path", "--download-dir")
 """Flags that make an engine read what no Job has downloaded."""
 JOB = "spec.model.cache.downloadedBy"
+CACHE = "cache"
+"""The volume of the claim."""
 
 
 def download_errors(cluster: Cluster) -> Iterator[FieldError]:
@@ -188,6 +190,13 @@ def download_errors(cluster: Cluster) -> Iterator[FieldError]:
             where, value = f"{one.path}.value", shown(one.value)
             yield FieldError(where, value, Rule.CONFLICTING_SETTINGS, why, remedy, (JOB,))
     for role in Role:
+        for place, volume in pod_templates.mappings(
+            cluster.spec.role(role).pod_template, "volumes"
+        ):
+            if (name := volume.get("name")) == CACHE:
+                where = f"spec.{role}.podTemplate.{place}.name"
+                lost, other = "replaces the claim with the weights", "Choose another name."
+                yield FieldError(where, name, Rule.CONFLICTING_SETTINGS, lost, other, (JOB,))
         engine = resolve_engine(cluster, role)
         named = {flag.name: flag.value for name in OTHER_FILES if (flag := engine.last(name))}
         draft = speculation(engine).get("model")

@@ -118,6 +118,7 @@ def desire(
     memo: Memo | None = None,
     *,
     accepted: bool = True,
+    downloads: bool = False,
 ) -> Desired:
     """Return what should exist.
 
@@ -126,6 +127,7 @@ def desire(
         memo: of the last plans for this cluster.
         accepted: whether the spec is. If not, ``cluster`` is the one that is :func:`in_force`, and
             the engines that exist stay: none is added or removed.
+        downloads: whether engines of the spec wait for their weights.
     """
     memo = memo or Memo()
     live, lost = live_by_role(observed), lost_engines(observed.pods, lost_pods)
@@ -135,7 +137,7 @@ def desire(
     if not accepted and not any(live.values()):
         return Desired(dict.fromkeys(Role, ()), {})
     # Step 1: choose the revision that the engines of each role are made from.
-    choice = _choose(observed, cluster, live, memo)
+    choice = _choose(observed, cluster, live, memo, downloads=downloads)
     # Step 2: place engines. Those that exist keep their names; a rollout creates and removes a few
     # at a time; a gang holds back what could take the nodes of the first pair.
     fleet = observe_fleet(observed, cluster, existing, choice.serving)
@@ -235,7 +237,9 @@ def desire(
     )
 
 
-def _choose(observed: Observed, cluster: Cluster, live: Live, memo: Memo) -> _Choice:
+def _choose(
+    observed: Observed, cluster: Cluster, live: Live, memo: Memo, *, downloads: bool
+) -> _Choice:
     targets = find_targets(observed, cluster, live, memo)
     paused = cluster.spec.rollout.paused
     untried = [
@@ -248,7 +252,9 @@ def _choose(observed: Observed, cluster: Cluster, live: Live, memo: Memo) -> _Ch
     refused = progress.get("reason") == StatusReason.TEMPLATE_REFUSED and (
         progress.get("observedGeneration") == cluster.generation
     )
-    hold = paused or any(live[role] or refused for role in untried) or observed.unread
+    # The weights of a revision that is stored may be gone, so what serves now stays for it, too.
+    waits = downloads and any(live.values())
+    hold = paused or waits or any(live[role] or refused for role in untried) or observed.unread
     serving = dict(targets.wanted)
     if hold:
         key = served_key(observed, cluster)

@@ -91,6 +91,10 @@ def progressing(ready: Verdict, change: ChangeView, since: float, now: float) ->
     return conditions.yes(StatusReason.REPLACING, f"{words}{remedy}")
 
 
+NOTHING_RUNS = (StatusReason.PODS_MISSING, StatusReason.DOWNLOADING_WEIGHTS)
+"""What a refused step explains: there are no pods, of engines or of the Job before them."""
+
+
 def _no_room(ready: Verdict, *, late: bool) -> bool:
     """Whether engines wait for what other pods hold. Only then it helps to make room.
 
@@ -155,7 +159,7 @@ def with_failure(
     if planned.get("reason") == NAME_CONFLICT != reason:  # it stays while others come and go
         reason, message = NAME_CONFLICT, f"{planned['message']}; {reason}: {message}"
     ready = conditions.find_condition(status, ConditionType.READY)
-    lacks = ready.get("reason") == StatusReason.PODS_MISSING and math.isinf(outage)
+    lacks = ready.get("reason") in NOTHING_RUNS and math.isinf(outage)
     if is_ready(status):
         lacks = outage >= FAILING_SECONDS or not is_ready(cluster.get("status"))
     kinds = (ConditionType.PROGRESSING, *([ConditionType.READY] if lacks else []))
