@@ -31,8 +31,7 @@ class Span(NamedTuple):
 class Collector:
     """What has come so far."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self) -> None:
         self.spans: list[Span] = []
 
     def of(self, trace: str) -> dict[str, list[Span]]:
@@ -44,8 +43,13 @@ class Collector:
         return found
 
 
+def url(port: int) -> str:
+    """Return what engines of this machine are told with --otlp-traces-endpoint."""
+    return f"http://127.0.0.1:{port}/v1/traces"
+
+
 @contextmanager
-def collecting() -> Iterator[Collector]:
+def collecting(port: int) -> Iterator[Collector]:
     """Serve a collector until the block ends."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -59,8 +63,8 @@ def collecting() -> Iterator[Collector]:
             self.send_response(200)
             self.end_headers()
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        collector = Collector(f"http://127.0.0.1:{server.server_port}/v1/traces")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        collector = Collector()
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield collector

@@ -24,6 +24,7 @@ from scraped_pair import asked, prometheus
 from sicknesses import RECOVERY_SECONDS, SICKNESSES, Sickness, said_by_status
 
 import span_collector
+from loopback import free_port
 from metrics_page import documented
 from monitoring_files import expressions
 from pdcluster_connector.compat.reasons import Reason
@@ -43,12 +44,16 @@ ENVIRONMENT = [
     {"name": "UCX_TLS", "value": "tcp"},
     *span_collector.ENVIRONMENT,
 ]
-ROLE = {"podTemplate": {"spec": {"containers": [{"name": "engine", "env": ENVIRONMENT}]}}}
+COLLECTOR = free_port()
+ROLE = {
+    "podTemplate": {"spec": {"containers": [{"name": "engine", "env": ENVIRONMENT}]}},
+    "engine": {"extraArgs": ["--otlp-traces-endpoint", span_collector.url(COLLECTOR)]},
+}
 
 
 @pytest.fixture(scope="module")
 def spans() -> Iterator[span_collector.Collector]:
-    with span_collector.collecting() as collector:
+    with span_collector.collecting(COLLECTOR) as collector:
         yield collector
 
 
@@ -58,7 +63,6 @@ def run(
 ) -> Iterator[LocalRun]:
     folder: Path = tmp_path_factory.mktemp("local")
     document = manifest(prefill=ROLE, decode=ROLE, transfer={"tls": "Enabled"})
-    document["spec"]["engine"]["extraArgs"] += ["--otlp-traces-endpoint", spans.url]
     with LocalRun(document, folder) as run:
         run.wait_ready()
         yield run

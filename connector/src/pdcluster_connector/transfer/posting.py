@@ -165,7 +165,12 @@ class Transfers:
         return True
 
     def _post(self, job: Job, connection: Connection) -> None:
-        read = job.reads.popleft()
+        indices = None
+        with self._executor.guarded(job):  # nothing is posted yet: its reads are dropped next turn
+            indices = job.reads[0].indices()
+        if indices is None:
+            return
+        (theirs, ours), read = indices, job.reads.popleft()
         word = read.word
         number = next(self._numbers)
         # Before the call: whatever it does, the transfer counts as able to write.
@@ -183,7 +188,6 @@ class Transfers:
                 local, remote = source.local, source.remote
             else:
                 local, remote = source.local_words, source.remote_words
-            theirs, ours = read.indices()
             handle = source.agent.read(local, ours, remote, theirs)
         except NixlError as error:
             if not error.flying:
