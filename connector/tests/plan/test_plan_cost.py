@@ -10,10 +10,16 @@ from cache_orders import laid_out
 from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
-from pdcluster_connector.plan.block_pairs import BlockList, pair_blocks
+from pdcluster_connector.compat.shape import GroupShape, LayerKind
+from pdcluster_connector.plan.block_pairs import (
+    BlockList,
+    EngineBlocks,
+    GroupBlocks,
+    pair_blocks,
+)
 from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.plan.peer_plan import MANY, PeerPlan, cost_notice, descriptors, plan_peer
-from pdcluster_connector.plan.request_descriptors import descriptor_indices
+from pdcluster_connector.plan.request_descriptors import descriptor_indices, plan_request
 
 LAYERS, BLOCKS, TOKENS, HEADS = 3, 80, 16, 8
 
@@ -152,6 +158,26 @@ def test_up_to_the_bound_nothing_is_said() -> None:
     assert descriptors(made := plan(("LBHNC", "LBHNC"), (1, 1), layers=layers), 1000)[0] <= MANY
     assert cost_notice(made, "LBHNC") == ""
     assert cost_notice(plan(("LBHNC", "LBHNC"), (1, 1), layers=layers + 1), "LBHNC")
+
+
+@given(tokens=st.integers(1, 1000), window=st.integers(1, 1200))
+def test_with_a_window_only_its_blocks_count(tokens: int, window: int) -> None:
+    made = plan(("LBHNC", "LBHNC"), (4, 2))
+    groups = (GroupShape(LayerKind.SLIDING_WINDOW, TOKENS, window=window),)
+    blocks = GroupBlocks(np.arange(1, BLOCKS, dtype=np.int32))  # block 0 is held by nobody
+    held = EngineBlocks(groups, (blocks,))
+    parts = plan_request(made, held, held, start=0, stop=tokens, tokens=tokens)
+    assert descriptors(made, tokens, groups)[0] == sum(part.count for part in parts)
+
+
+def test_layers_with_a_window_are_not_said_to_take_many() -> None:
+    """GPT-OSS: what every layer would take with all tokens is said of no layer with a window."""
+    made = plan(("LBHNC", "LBHNC"), (2, 1), layers=36)
+    of = {None: 4536, 128: 36 * 2 * 9}
+    for window, taken in of.items():
+        groups = (GroupShape(LayerKind.SLIDING_WINDOW, TOKENS, window=window),)
+        assert descriptors(made, 1000, groups)[0] == taken
+        assert bool(cost_notice(made, "LBHNC", groups)) == (taken > MANY)
 
 
 def test_a_state_takes_its_descriptors_once_whatever_the_tokens() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.shape import Memory
+from pdcluster_connector.compat.shape import GroupShape, Memory
 from pdcluster_connector.plan import PlanError, block_pairs, geometry, rank_pairs, slices
 from pdcluster_connector.plan.descriptors import ClassKey, Rows, Runs, stride_classes
 
@@ -142,10 +142,11 @@ POST_MICROSECONDS = 3
 LARGE_BLOCK = 64
 
 
-def descriptors(plan: PeerPlan, tokens: int) -> tuple[int, int]:
+def descriptors(plan: PeerPlan, tokens: int, groups: Sequence[GroupShape] = ()) -> tuple[int, int]:
     """Return how many descriptors a request of ``tokens`` tokens takes, and how many it would take
     if both engines kept a head's tokens of a block side by side.
 
+    ``groups`` are prefill's, which know their windows; without them, every layer needs all tokens.
     NIXL may join neighbours later; that is not counted. It cannot join parts of blocks.
     """
     taken = least = 0
@@ -153,18 +154,25 @@ def descriptors(plan: PeerPlan, tokens: int) -> tuple[int, int]:
         for item in source.classes:
             key = item.key
             states = key.prefill.block_tokens == 1  # a Mamba group: one slot a request
-            count = item.prefill_first.size * (1 if states else -(-tokens // key.unit))
+            units = 1 if states else _units(key, key.unit, tokens, groups)
+            count = item.prefill_first.size * units
             taken += count
             least += -(-count // key.unit) if key.by_token else count
     return taken, least
 
 
-def cost_notice(plan: PeerPlan, layout: str | None) -> str:
+def _units(key: ClassKey, unit: int, tokens: int, groups: Sequence[GroupShape]) -> int:
+    """Return how many units of a group's blocks hold its last tokens, or all without a window."""
+    window = groups[key.groups[0]].window if groups else None
+    return -(-tokens // unit) - (max(0, tokens - window) // unit if window else 0)
+
+
+def cost_notice(plan: PeerPlan, layout: str | None, groups: Sequence[GroupShape] = ()) -> str:
     """Return why a pair's transfers are slow to post, and the remedy; empty if they are not.
 
-    ``layout`` is vLLM's name of the order in which prefill keeps KV.
+    ``layout`` is vLLM's name of the order in which prefill keeps KV, and ``groups`` are its groups.
     """
-    taken, least = descriptors(plan, NOTICE_TOKENS)
+    taken, least = descriptors(plan, NOTICE_TOKENS, groups)
     on_prefill = f" on prefill ({layout})" if layout else ""
     if taken > least:
         return (
@@ -183,9 +191,13 @@ def cost_notice(plan: PeerPlan, layout: str | None) -> str:
     if sides != {(unit, unit)}:
         ways.append(f"--block-size {size}")
     elif unit < size:
-        count = sum(one.prefill_first.size for _, one in blocks) * -(-NOTICE_TOKENS // size)
+        count = sum(
+            one.prefill_first.size * _units(one.key, size, NOTICE_TOKENS, groups)
+            for _, one in blocks
+        )
         ways.append(f"--block-size {size} (then {count:,})")
-    count = len({(number, one.key.groups) for number, one in blocks}) * -(-NOTICE_TOKENS // unit)
+    of_groups = {(number, one.key.groups): one.key for number, one in blocks}.values()
+    count = sum(_units(key, unit, NOTICE_TOKENS, groups) for key in of_groups)
     if sides == {(unit, unit)} and 2 * count < taken:
         ways.append(f"transfer.kvLayout BHLNC if their attention backends have it (then {count:,})")
     if not ways:

@@ -99,8 +99,9 @@ class Connections:
             return connection
         plan = peer_plan.plan_peer(self._shard, [shard.shard for shard in metadata.shards])
         connection = self.agent.open(metadata, plan)
-        connection.notice = peer_plan.cost_notice(plan, metadata.shape.layout)
-        connection.descriptors, _ = peer_plan.descriptors(plan, peer_plan.NOTICE_TOKENS)
+        layout, groups = metadata.shape.layout, metadata.shape.groups or ()
+        connection.notice = peer_plan.cost_notice(plan, layout, groups)
+        connection.descriptors, _ = peer_plan.descriptors(plan, peer_plan.NOTICE_TOKENS, groups)
         if connection.notice:
             logger.warning("%s: %s", metadata.engine_id, connection.notice)
         self.probing.start(connection, self._warm_up_done)
