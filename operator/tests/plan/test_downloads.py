@@ -242,6 +242,24 @@ def test_a_job_that_failed_is_told_and_made_again_when_the_spec_changes():
     assert told(found) == ("False", "DownloadingWeights")
 
 
+def test_without_engines_the_status_still_says_how_the_job_fares():
+    found = world(prefill={"replicas": 0}, decode={"replicas": 0})
+    found.step()
+    found.settle()
+    assert told(found, "Ready") == ("False", "DownloadingWeights")
+    assert told(found, "Progressing") == ("True", "DownloadingWeights")
+    attempt(found, {"terminated": {"exitCode": 2, "message": "the Hub refuses org/llama"}})
+    ends(found, "Failed")
+    found.settle()
+    assert told(found, "Ready") == told(found, "Progressing") == ("False", "DownloadFailed")
+    assert "the Hub refuses org/llama" in found.condition("Ready")["message"]
+    assert told(found, "Available") == ("False", "ScaledToZero")
+    ends(found)
+    found.settle()
+    assert told(found, "Ready") == ("False", "ScaledToZero")
+    assert told(found, "Progressing") == ("False", "Complete")
+
+
 @pytest.mark.parametrize(
     ("waiting", "reason"),
     [("ImagePullBackOff", "ImageUnavailable"), ("CreateContainerConfigError", "PodConfigError"),

@@ -243,7 +243,8 @@ def summary(
     if change.scaled_to_zero:
         roles = (verdicts[ConditionType.PREFILL_READY], verdicts[ConditionType.DECODE_READY])
         silent = next((one for one in roles if one.status is Status.UNKNOWN), None)
-        return silent or _replaced(change) or verdicts[ConditionType.AVAILABLE]
+        # Without engines, only this says how the Job that downloads the weights fares.
+        return silent or _replaced(change) or change.waits or verdicts[ConditionType.AVAILABLE]
     if (unclear := _first(verdicts, Status.UNKNOWN)) is not None:
         return unclear
     if (serves := verdicts[ConditionType.AVAILABLE]).status is not Status.TRUE:
