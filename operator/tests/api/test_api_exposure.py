@@ -129,16 +129,21 @@ GONE = [
     "automountServiceAccountToken", "enableServiceLinks", "securityContext",
     "securityContext.seccompProfile", "serviceAccountName", "terminationGracePeriodSeconds",
     "own.resources", "own.resources.limits", "own.securityContext",
-    "own.securityContext.capabilities",
+    "own.securityContext.capabilities", "own.securityContext.capabilities.drop",
+    "own.securityContext.allowPrivilegeEscalation", "own.resources.limits.GPU",
 ]  # fmt: skip
+GONE_OF_ENGINES = ["own.startupProbe"]
 GONE_OF_ROUTERS = ["shareProcessNamespace", "own.lifecycle", "own.lifecycle.preStop"]
-STAYS = ["nodeSelector", "hostPID", "volumes", "own.startupProbe", "own.terminationMessagePath"]
+STAYS = ["nodeSelector", "hostPID", "volumes", "own.terminationMessagePath"]
 
 
 def nulled(part: str, field: str) -> list[tuple[str, str]]:
     """What is said of a null in the pod, or in the operator's own container and another one."""
     value: Any = None
-    names = field.removeprefix("own.").split(".")
+    names = [
+        "nvidia.com/gpu" if name == "GPU" else name
+        for name in field.removeprefix("own.").split(".")
+    ]
     for name in reversed(names):
         value = {name: value}
     spec, path = value, f"spec.{part}.podTemplate.spec"
@@ -149,14 +154,16 @@ def nulled(part: str, field: str) -> list[tuple[str, str]]:
     found = findings(**{part: {"podTemplate": {"spec": spec}}}).warnings
     said = [one for one in found if one.rule == "OwnFieldRemoved"]
     assert [one.path for one in said] == [".".join([path, *names])] * len(said)
+    assert len(said) < 2, "one null is told once"
     return [(one.path, one.value) for one in said]
 
 
 @pytest.mark.parametrize("part", ["prefill", "decode", "router"])
 def test_a_null_that_removes_what_the_operator_writes_is_told(part: str) -> None:
     of_routers = GONE_OF_ROUTERS if part == "router" else []
-    told = [field for field in (*GONE, *GONE_OF_ROUTERS, *STAYS) if nulled(part, field)]
-    assert told == [*GONE, *of_routers]
+    of_engines = GONE_OF_ENGINES if part != "router" else []
+    fields = (*GONE, *GONE_OF_ENGINES, *GONE_OF_ROUTERS, *STAYS)
+    assert [one for one in fields if nulled(part, one)] == [*GONE, *of_engines, *of_routers]
 
 
 def test_a_null_for_all_pods_is_told_where_it_was_written() -> None:

@@ -119,6 +119,36 @@ def test_each_rank_has_a_nic_of_its_own(
         assert (one in said.errors) == (not name), "alone it ends the engine"
 
 
+OF_A_SECRET = {"secretKeyRef": {"name": "nics", "key": "vars"}}
+
+
+@pytest.mark.parametrize(
+    ("other", "refused"),
+    [
+        ({"env": [{"name": "VLLM_NIC_SELECTION_VARS"}]}, True),
+        ({"env": [{"name": "VLLM_NIC_SELECTION_VARS", "valueFrom": OF_A_SECRET}]}, False),
+        ({"envFrom": [{"configMapRef": {"name": "nics"}}]}, False),
+        ({}, True),
+    ],
+)  # fmt: skip
+def test_a_nic_variable_may_have_its_pair_elsewhere(other: dict[str, Any], refused: bool) -> None:
+    """Without value and source it is empty. A ConfigMap of envFrom may have it."""
+    own = {"name": "engine", **other}
+    env = [{"name": "VLLM_GPU_NIC_PCIE_MAPPING", "value": "a=b"}]
+    head = {"apiVersion": "pdcluster.dev/v1alpha1", "kind": "PDCluster", "metadata": {"name": "x"}}
+    model = {"source": {"persistentVolumeClaim": {"claimName": "weights"}}}
+    template = {"podTemplate": {"spec": {"containers": [own]}}}
+    spec = {
+        "model": model,
+        "engine": {"env": env},
+        **dict.fromkeys(("prefill", "decode"), template),
+    }
+    errors = check_manifest({**head, "spec": spec})[1].errors
+    assert {one.path for one in errors if one.rule == "ConflictingSettings"} == (
+        {"spec.engine.env[0].name"} if refused else set()
+    )
+
+
 def test_the_routers_variables() -> None:
     def of(name: str, **more: Any) -> dict[str, str]:
         return rules(router={**container("router", {"name": name, "value": "x"}), **more})

@@ -306,16 +306,42 @@ def test_local_mode_makes_no_job():
             {"extraArgs": ["--speculative-config", '{"model": "org/draft", "method": "eagle"}']},
             "engine.extraArgs",
         ),
+        ({"extraArgs": ["--lora-modules", "a=/adapters/a", "b=org/b"]}, "engine.extraArgs"),
+        ({"extraArgs": ["--lora-modules", '{"name": "b", "path": "org/b"}']}, "engine.extraArgs"),
+        ({"extraArgs": ["--generation-config", "org/other"]}, "engine.extraArgs"),
+        ({"extraArgs": ["--tokenizer-revision", "main"]}, "engine.extraArgs"),
+        ({"extraArgs": ["--code-revision", "v2"]}, "engine.extraArgs"),
         ({"env": [{"name": "HF_HUB_OFFLINE", "value": "0"}]}, "engine.env[0].name"),
         ({"env": [{"name": "VLLM_USE_MODELSCOPE", "value": "True"}]}, "engine.env[0].value"),
         ({"env": [{"name": "VLLM_USE_MODELSCOPE", "value": "0"}]}, ""),
         ({"extraArgs": ["--tokenizer", "/models/tokenizer"]}, ""),
         ({"extraArgs": ["--tokenizer", "org/llama"]}, ""),
+        ({"extraArgs": ["--lora-modules", "a=/adapters/a", '{"name": "b", "path": "/b"}']}, ""),
+        ({"extraArgs": ["--generation-config", "vllm", "--code-revision", "v1"]}, ""),
     ],
 )
 def test_engines_may_read_only_what_the_job_downloads(engine, path):
     errors = check_manifest(manifest(**spec(engine=engine)))[1].errors
     assert {one.path for one in errors} == ({f"spec.{path}"} if path else set()), errors
+
+
+def test_the_job_has_what_its_variables_name_and_those_of_the_template():
+    """Kubernetes leaves $(NAME) as it is where the container has no such variable."""
+    shared = [
+        {"name": "PORT", "value": "80"},
+        {"name": "MIRROR", "value": "m:$(PORT)"},
+        {"name": "NO", "value": "$(PORT)"},
+        {"name": "HF_ENDPOINT", "value": "http://$(MIRROR)"},
+    ]
+    own = {"name": "engine", "env": [{"name": "https_proxy", "value": "http://p"}]}
+    template = {"spec": {"containers": [own]}}
+    found = world(engine={"env": shared}, prefill={"podTemplate": template})
+    found.step()
+    [box] = job(found)["spec"]["template"]["spec"]["containers"]
+    given = [
+        one["name"] for one in box["env"] if one["name"] in "PORT MIRROR NO HF_ENDPOINT https_proxy"
+    ]
+    assert given == ["PORT", "MIRROR", "HF_ENDPOINT", "https_proxy"]
 
 
 def test_no_template_replaces_the_claim_of_the_job():

@@ -7,6 +7,7 @@ another Job. One that has ended well is never made again. One that has not, and 
 be another, is deleted and made again. Files that are complete stay.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,11 @@ MODULE = "pdcluster_connector.launcher.hub_download"
 SHARED_WITH_PREFILL = ("imagePullSecrets", "nodeSelector", "tolerations", "securityContext")
 """Fields of the prefill engines' ``podTemplate.spec`` that the Job's pods have, too."""
 HUB_VARIABLES = ("HF_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_")
-"""Beginnings of the variables of ``engine.env`` that the Job has, in upper or lower case."""
+"""Beginnings of the prefill engines' variables that the Job has, in upper or lower case.
+
+It also has those that their values name, as in ``http://$(MIRROR)``.
+"""
+REFERENCE = re.compile(r"\$\(([^()]+)\)")
 ATTEMPTS = 6
 HOPELESS = 2
 """Exit code of the Job if another attempt cannot help, for example without access to the model."""
@@ -208,11 +213,17 @@ def _env(cluster: Cluster, engine: resolve.Engine) -> list[dict[str, Any]]:
         *weights.token_env(cluster),
     ]
     ours = {one["name"] for one in env} | {"HF_HUB_CACHE", "HF_HUB_OFFLINE"}
-    for var in engine.env:
-        if var.name.upper().startswith(HUB_VARIABLES) and var.name not in ours:
-            source = {"valueFrom": dict(var.value_from)} if var.value_from else {"value": var.value}
-            env.append({"name": var.name, **source})
-    return env
+    given = {
+        var.name: {"valueFrom": dict(var.value_from)} if var.value_from else {"value": var.value}
+        for var in engine.env
+    }
+    box = pod_templates.engine_container(cluster, engine.role)[1]
+    given |= {one["name"]: {**one} for one in pod_templates.as_list(box.get("env"))}
+    wanted = {name for name in given if name.upper().startswith(HUB_VARIABLES)}
+    for name in reversed(given):  # a value may name variables that stand before it
+        if name in wanted:
+            wanted |= {*REFERENCE.findall(str(given[name].get("value")))}
+    return [*env, *({"name": name, **given[name]} for name in given if name in wanted - ours)]
 
 
 def with_download(

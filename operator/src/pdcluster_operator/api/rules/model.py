@@ -5,6 +5,7 @@ manifest reads the ConfigMap of ``spec.model.configMapRef``, and says what was
 found. Nothing that is wrong with it refuses a manifest: engines do not read it.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.rules.variables import variables
 from pdcluster_operator.api.spec import model_config as configs, pod_templates
 from pdcluster_operator.api.spec.fields import ConfigMapKeyRef
+from pdcluster_operator.api.spec.flags import Flag
 from pdcluster_operator.api.spec.model_config import FoundConfig, Model
 from pdcluster_operator.api.spec.resolve import (
     DRAFT_FLAGS,
@@ -165,8 +167,13 @@ def _too_long(cluster: Cluster, role: Role, engine: Engine, model: Model) -> Ite
     )
 
 
-OTHER_FILES = ("--revision", "--tokenizer", "--hf-config-path", "--download-dir")
+OTHER_FILES = (
+    "--revision", "--tokenizer", "--tokenizer-revision", "--code-revision", "--hf-config-path",
+    "--generation-config", "--lora-modules", "--download-dir",
+)  # fmt: skip
 """Flags that make an engine read what no Job has downloaded."""
+ADAPTER = re.compile(r'[^={]+=(.*)|.*"path"\s*:\s*"([^"]*)".*', re.DOTALL)
+"""A word of --lora-modules, NAME=PATH or a JSON object, with its path."""
 JOB = "spec.model.cache.downloadedBy"
 CACHE = "cache"
 """The volume of the claim."""
@@ -186,7 +193,8 @@ def download_errors(cluster: Cluster) -> Iterator[FieldError]:
     why = f"is not what the Job of {JOB} downloads, and these engines do not ask the Hub"
     remedy = "Remove it, or let the engines download: leave downloadedBy out."
     for one in variables(cluster):
-        if one.name == MODELSCOPE and (one.value or "1").strip().lower() in ("1", "true"):
+        text = "1" if one.value is None else one.value
+        if one.name == MODELSCOPE and text.strip().lower() in ("1", "true"):
             where, value = f"{one.path}.value", shown(one.value)
             yield FieldError(where, value, Rule.CONFLICTING_SETTINGS, why, remedy, (JOB,))
     for role in Role:
@@ -198,12 +206,30 @@ def download_errors(cluster: Cluster) -> Iterator[FieldError]:
                 lost, other = "replaces the claim with the weights", "Choose another name."
                 yield FieldError(where, name, Rule.CONFLICTING_SETTINGS, lost, other, (JOB,))
         engine = resolve_engine(cluster, role)
-        named = {flag.name: flag.value for name in OTHER_FILES if (flag := engine.last(name))}
-        draft = speculation(engine).get("model")
-        if isinstance(draft, str) and "/" in draft:
-            named[next(flag.name for flag in engine.flags if flag.head in DRAFT_FLAGS)] = draft
-        for name, word in named.items():
-            own = engine.model_revision if name == "--revision" else engine.model
-            if word != own and (not word.startswith("/") or name == "--download-dir"):
-                where, value = flag_path(cluster, role, name), shown(f"{name} {word}")
-                yield FieldError(where, value, Rule.CONFLICTING_SETTINGS, why, remedy, (JOB,))
+        for name, word in _other_files(engine):
+            where, value = flag_path(cluster, role, name), shown(f"{name} {word}")
+            yield FieldError(where, value, Rule.CONFLICTING_SETTINGS, why, remedy, (JOB,))
+
+
+def _other_files(engine: Engine) -> Iterator[tuple[str, str]]:
+    """Yield (flag, word) of repositories, revisions and folders that the Job did not fill."""
+    for flag in filter(None, map(engine.last, OTHER_FILES)):
+        own = {engine.model}
+        if flag.name.endswith("-revision"):
+            own = {engine.model_revision or "main"}
+        elif flag.name == "--generation-config":
+            own |= {"auto", "vllm"}
+        for word in _named(flag):
+            mounted = word.startswith(("/", "~")) and flag.name != "--download-dir"
+            if word not in own and not mounted:
+                yield flag.name, word
+    draft = speculation(engine).get("model")
+    if isinstance(draft, str) and "/" in draft[1:] and draft[0] != "/" and draft != engine.model:
+        yield next(flag.name for flag in engine.flags if flag.head in DRAFT_FLAGS), draft
+
+
+def _named(flag: Flag) -> list[str]:
+    if flag.name != "--lora-modules":
+        return [flag.value]
+    adapters = [match for word in flag.values if (match := ADAPTER.fullmatch(word))]
+    return [match[1] or match[2] for match in adapters if match[1] or match[2]]

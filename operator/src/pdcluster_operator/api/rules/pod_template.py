@@ -65,11 +65,14 @@ _REMOVED = {
     "terminationGracePeriodSeconds": "Kubernetes kills the pods after 30 seconds",
 }
 _REMOVED_FROM_CONTAINER = {
+    "startupProbe": "nothing restarts an engine that does not serve in startupTimeoutSeconds",
     "lifecycle.preStop": "a router stops while Services still send it requests",
     "resources.limits": "it has no limit, and an engine gets no GPU",
-    "securityContext.capabilities": "it has more of root's rights",
+    "securityContext.capabilities.drop": "it has more of root's rights",
+    "securityContext.allowPrivilegeEscalation": "its programs may gain rights",
 }
 _OF_ROUTERS = frozenset({"shareProcessNamespace", "lifecycle.preStop"})
+_OF_ENGINES = frozenset({"startupProbe"})
 
 
 def pod_template_errors(cluster: Cluster) -> Iterator[FieldError]:
@@ -122,18 +125,21 @@ def pod_template_warnings(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def _removed(path: str, given: Mapping[str, Any], means: Mapping[str, str]) -> Iterator[FieldError]:
+    found: dict[str, str] = {}
     for field, meaning in means.items():
         at, inner = path, given
-        if field not in _OF_ROUTERS or path.startswith("spec.router."):
+        if field not in (_OF_ENGINES if path.startswith("spec.router.") else _OF_ROUTERS):
             for name in field.split("."):
                 at = f"{at}.{name}"
                 if inner.get(name, "") is None:
-                    why = (
-                        f"removes the operator's own: {meaning}",
-                        "Leave it out, or write a value.",
-                    )
-                    yield FieldError(at, "null", Rule.OWN_FIELD_REMOVED, *why)
+                    found.setdefault(at, meaning)
                 inner = pod_templates.as_mapping(inner.get(name))
+    for name, amount in pod_templates.amounts(given, "limits").items():
+        if amount is None and resources.is_accelerator(name):
+            found[f"{path}.resources.limits.{name}"] = "an engine gets no GPU"
+    for at, meaning in found.items():
+        why = f"removes the operator's own: {meaning}", "Leave it out, or write a value."
+        yield FieldError(at, "null", Rule.OWN_FIELD_REMOVED, *why)
 
 
 def _shorter(cluster: Cluster, missing: int) -> str:

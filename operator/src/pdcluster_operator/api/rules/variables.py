@@ -55,6 +55,8 @@ def variables(cluster: Cluster) -> tuple[Variable, ...]:
                 name, value = entry.get("name"), entry.get("value")
                 if isinstance(name, str):
                     text = value if isinstance(value, str) else None
+                    # Without a source, too, Kubernetes sets it to an empty text.
+                    text = "" if value is None and not entry.get("valueFrom") else text
                     here = f"{path}.{where}.env[{place}]"
                     given.append(Variable(here, name, text, ours, _roles(path)))
     last = {(role, one.name): one for one in given for role in one.roles}
@@ -146,10 +148,15 @@ def transport_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 def _transports(cluster: Cluster) -> Iterator[tuple[bool, FieldError]]:
     given = variables(cluster)
-    roles = (
-        [(one.path, one.name, one.value) for one in given if role in one.roles] for role in Role
+    of_role = {
+        role: [(one.path, one.name, one.value) for one in given if role in one.roles]
+        # A ConfigMap or Secret of envFrom may have the other variables.
+        for role in Role
+        if not pod_templates.engine_container(cluster, role)[1].get("envFrom")
+    }
+    yield from dict.fromkeys(
+        found for role in of_role.values() for found in network.nic_findings(role)
     )
-    yield from dict.fromkeys(found for role in roles for found in network.nic_findings(role))
     gpus = {role: gpu_transports(cluster, role) for role in Role}
     for one in given if "UCX" in cluster.spec.transfer.backends else ():
         needed = [gpus[role] for role in one.roles] or [frozenset[str]()]
