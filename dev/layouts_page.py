@@ -37,6 +37,7 @@ Which prefill engine can hand its KV to which decode engine. The states mean:
 ATTENTION = "test_layouts_attention"
 WINDOWS = "test_layouts_windows"
 HYBRID = "test_layouts_hybrid"
+WHOLE = "test_layouts_whole"
 MATRIX = "test_engine_matrix"
 LAYOUTS = "test_engine_layouts"
 NODES = "test_engine_nodes"
@@ -238,9 +239,36 @@ ROWS = (
         rule="LayoutUnsupported/scales",
     ),
     Row(
-        "other quantized KV: int8, int4 and fp8 with a scale for each token and head, nvfp4, "
-        "fp8_ds_mla, turboquant",
+        "blocks that hold their own scales, between equals: fp8_ds_mla and nvfp4_ds_mla, the cache "
+        "of DeepSeek V3.2's indexer",
+        (WHOLE, '"kind", kind, False, False'),
+        processes=("whole",),
+        note="moved whole, as bytes, with any tensor parallel sizes; vLLM's own specs and views: "
+        "`test_registered_whole`",
+    ),
+    Row(
+        "blocks that hold their own scales, between equals, each rank with as many heads: nvfp4 "
+        "(FLASHINFER), fp8 and int8 with a scale for each token and head (TRITON_ATTN)",
+        (WHOLE, '"kind", kind, True, True'),
+        processes=("whole",),
+        note="the layer's one scale of nvfp4 is compared, too; the connector lets the Triton "
+        "backend set its scales to 1.0 before anything is received",
+    ),
+    Row(
+        "the same between other backends, block sizes, versions of vLLM, kinds of GPU, orders of "
+        "heads and tokens, or numbers of heads in a rank",
+        rule="BlockInteriorOpaque/whole",
+    ),
+    Row(
+        "other quantized KV: int4 with a scale for each token and head, int8 of CPU_ATTN, "
+        "turboquant, and those above with other backends",
         rule="LayoutUnsupported/quantized",
+        note="scales may lie outside of the block",
+    ),
+    Row(
+        "several tokens in one state, and rings of a compressor (DeepSeek V4)",
+        rule="LayoutUnsupported/layers",
+        note="which of these blocks decode needs follows rules of their own",
     ),
     Row("different dtypes", rule="KVDtypeMismatch"),
     Row(
@@ -257,18 +285,20 @@ ONE, TENSORS = "full attention, one rank", "different tensor parallel sizes"
 WINDOWED = "sliding windows beside"
 LATENTS = "MLA between backends"
 STATES, CUT_STATES = "Mamba2 hybrid", "Mamba2 hybrid, different tensor"
-WHOLE = "states of gated delta nets and KDA, "
-OTHERS = "other quantized KV"
+GATED = "states of gated delta nets and KDA, "
+SCALED = "blocks that hold their own scales, between equals"
+LATENT_BYTES, HEAD_BYTES = SCALED + ": fp8_ds_mla", SCALED + ", each rank"
 # Model family -> the beginnings of the rows that say what is carried of it.
 FAMILIES = {
-    "Llama 2 and 3": (ONE, TENSORS, "fp8 KV (e4m3"),
+    "Llama 2 and 3": (ONE, TENSORS, "fp8 KV (e4m3", HEAD_BYTES),
     "Qwen 2, 2.5 and 3, with and without experts": (ONE, TENSORS, "fp8 KV (e4m3"),
-    "Qwen3-Next": (WHOLE + "the same", WHOLE + "different"),
+    "Qwen3-Next": (GATED + "the same", GATED + "different"),
     "Mistral": (ONE, TENSORS, "sliding window in all layers"),
     "Gemma 3": (WINDOWED,),
     "GPT-OSS": (WINDOWED,),
     "DeepSeek V2, V3 and R1": ("MLA", LATENTS),
-    "DeepSeek V3.2": (OTHERS,),
+    "DeepSeek V3.2": (LATENT_BYTES, "the same between other backends"),
+    "DeepSeek V4": ("several tokens in one state",),
     "Granite 4, with Mamba2": (STATES, CUT_STATES),
     "Nemotron-H": (STATES, CUT_STATES),
     "Llama 4": ("chunked local attention",),
@@ -280,10 +310,8 @@ A row's tests run small models with the layers named, and say in brackets which.
 published checkpoints. Qwen and Nemotron-H stand beside rows that other models with the same kinds
 of layers have run: their own classes have run in no engine test.
 
-DeepSeek V3.2 is refused for the cache of its indexer, whose bytes hold their own scales, whatever
-the type of the other layers. Caches with a scale for each token and head are refused for another
-reason, too: vLLM 0.32's Triton backend sets all of their scales to 1.0 when it first uses the
-cache, which may be after decode has received them.
+The cache of DeepSeek V3.2's indexer holds its own scales, whatever the type of the other layers.
+vLLM's CPU engines have no such caches, so these rows have run in no engine.
 """
 
 

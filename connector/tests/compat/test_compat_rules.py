@@ -70,6 +70,25 @@ SLICEABLE = replace(KNOWN, token_sliceable=True, packing=None)
 NO_PREFIXES = replace(KNOWN, prefix_caching=False)
 ODD = layers(kv_heads=6)
 FP8 = replace(KNOWN, kv_dtype="fp8_e4m3", layers=layers(scales="k=0.5,v=0.25"))
+FACTS = {
+    "attention backend": "FLASHINFER",
+    "element type": "uint8",
+    "bytes of a slot": "36",
+    "outermost axis": "heads",
+    "version of vLLM": "0.32.0",
+    "kind of device": "cuda 10 0",
+}
+
+
+def facts(**changes: str) -> str:
+    named = {name.replace("_", " "): value for name, value in changes.items()}
+    return ",".join(f"{name}={value}" for name, value in {**FACTS, **named}.items())
+
+
+SCALED = "k=0.5,v=0.25"
+NVFP4 = replace(
+    KNOWN, kv_dtype="nvfp4", packing="nvfp4", layers=layers(scales=SCALED, whole=facts())
+)
 WINDOW = replace(KNOWN, layers=layers(kind=LayerKind.SLIDING_WINDOW, window=128))
 MLA = replace(KNOWN, layers=layers(kind=LayerKind.MLA, kv_heads=1))
 PARTS = (
@@ -136,6 +155,11 @@ PAIRS = {
         replace(KNOWN, layout="BHLNC", asked_layout="BHLNC"),
     ),
     "LayoutUnsupported/empty": (KNOWN, replace(KNOWN, layers=()), KNOWN),
+    "BlockInteriorOpaque/whole": (
+        NVFP4,
+        replace(NVFP4, layers=layers(scales=SCALED, whole=facts(kind_of_device="cuda 9 0"))),
+        replace(NVFP4, pipeline=2),
+    ),
     "BlockInteriorOpaque/size": (KNOWN, blocks(KNOWN, 128), blocks(KNOWN, 32)),
     "PrefixCachingHeterogeneousBlocks": (
         HYBRID,
@@ -768,7 +792,8 @@ def test_states_in_another_cut_are_another_layer() -> None:
 def test_a_refusal_of_one_engine_s_own_layout_names_both_sides() -> None:
     first = refused(check(*[replace(FP8, kv_dtype="nvfp4")] * 2))
     assert first is not None
-    assert "prefill has KV dtype nvfp4 and decode has KV dtype nvfp4" in first.message
+    both = "prefill has KV dtype nvfp4 ({0}) and decode has KV dtype nvfp4 ({0})"
+    assert both.format("model.layers.0.attn") in first.message
 
 
 @pytest.mark.parametrize(
@@ -788,6 +813,86 @@ def test_a_type_whose_pages_are_not_known_is_refused_by_its_name(dtype: str, sca
         assert first.rule == "LayoutUnsupported/quantized"
         assert dtype in first.message
         assert [f.rule for f in check_engine(engine)][:1] == [first.rule]
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_blocks_with_their_own_scales_need_each_fact_to_be_equal(fact: str) -> None:
+    """Also one that only one side states: an engine of another version may know more."""
+    other = layers(scales=SCALED, whole=facts(**{fact.replace(" ", "_"): "other"}))
+    [more] = {layer.whole for layer in other}
+    absent = ",".join(one for one in facts().split(",") if not one.startswith(fact))
+    for whole, value in ((more, "other"), (absent, "absent")):
+        theirs = replace(NVFP4, layers=(NVFP4.layers[0], replace(NVFP4.layers[1], whole=whole)))
+        for pair, values in (((NVFP4, theirs), (FACTS[fact], value)),
+                             ((theirs, NVFP4), (value, FACTS[fact]))):  # fmt: skip
+            [found] = check(*pair)
+            assert found.rule == "BlockInteriorOpaque/whole"
+            assert (found.prefill_value, found.decode_value) == values
+            said = f"{fact} of layer model.layers.1.attn differs: prefill {values[0]}, decode "
+            assert found.message.startswith(f"{said}{values[1]}; ")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda e: replace(e, tensor=4), "tensor"),  # four heads: two a rank, or one
+        (lambda e: blocks(e, 64, 2), "block_size"),  # kernel blocks of 32 as before
+        (lambda e: replace(e, backend="TRITON_ATTN"), "kv_dtype"),
+    ],
+)
+def test_blocks_with_their_own_scales_need_equal_heads_and_blocks(change, field: str) -> None:
+    named = replace(NVFP4, backend="FLASHINFER")
+    assert check(named, named) == ()
+    for pair in ((named, change(named)), (change(named), named)):
+        found = refused(check(*pair))
+        assert found is not None
+        assert found.field == field
+        assert found.reason in {Reason.BLOCK_INTERIOR_OPAQUE, Reason.LAYOUT_UNSUPPORTED}
+
+
+def test_ranks_that_hold_the_same_number_of_heads_may_be_of_different_number() -> None:
+    """One head, on one rank or on both of two; and a latent on any number of ranks."""
+    for heads, kind in ((1, LayerKind.FULL_ATTENTION), (1, LayerKind.MLA)):
+        one = layers(kv_heads=heads, kind=kind, scales=SCALED, whole=facts())
+        pair = [replace(NVFP4, layers=one, tensor=size) for size in (1, 4)]
+        assert check(*pair) == check(*pair[::-1]) == ()
+
+
+def test_a_manifest_s_types_with_their_own_scales_are_judged_by_what_it_says() -> None:
+    """Backends and blocks are compared before any engine runs, and a backend is asked for."""
+    spec = EngineShape(kv_dtype="nvfp4", block_size=16, backend="FLASHINFER")
+    assert refused(check(spec, spec)) is None
+    assert refused(check(spec, replace(spec, backend=None))) is None
+    for change, field, rule in (
+        ({"block_size": 32}, "block_size", "BlockInteriorOpaque/whole"),
+        ({"backend": "FLASH_ATTN"}, "kv_dtype", "LayoutUnsupported/quantized"),
+    ):
+        found = refused(check(spec, replace(spec, **change)))
+        assert found is not None
+        assert (found.rule, found.field) == (rule, field)
+    latents = EngineShape(kv_dtype="fp8_ds_mla", backend="FLASHMLA_SPARSE")
+    found = refused(check(latents, replace(latents, backend="FLASHINFER_MLA_SPARSE_SM120")))
+    assert found is not None
+    assert (found.rule, found.field) == ("BlockInteriorOpaque/whole", "backend")
+
+
+@pytest.mark.parametrize("dtype", ["float13", "turboquant_k8v4", "int4_per_token_head"])
+def test_what_a_newer_engine_states_of_a_type_that_is_not_known_here_does_not_count(
+    dtype: str,
+) -> None:
+    newer = replace(NVFP4, kv_dtype=dtype)
+    (first, *_) = check(newer, newer)
+    assert first.rule == "LayoutUnsupported/quantized"
+
+
+def test_one_scale_of_a_layer_beside_those_in_its_blocks_must_be_known_and_equal() -> None:
+    other = replace(NVFP4, layers=layers(scales="k=0.5,v=0.5", whole=facts()))
+    found = refused(check(NVFP4, other))
+    assert found is not None
+    assert found.rule == "KVScalesMismatch"
+    for scales in ("", None):
+        unknown = replace(NVFP4, layers=layers(scales=scales, whole=facts()))
+        assert [one.rule for one in check(unknown, unknown)] == ["LayoutUnsupported/scales"]
 
 
 def test_a_layer_that_one_side_leaves_out_of_the_quantisation_is_named() -> None:

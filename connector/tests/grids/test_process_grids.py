@@ -176,9 +176,25 @@ def outermost() -> Iterator[Way]:
         yield Way(f"{orders}, TP {tensors}", case, 48 * PAIR)
 
 
+def scattered(kind=FULL, heads=HEADS, facts: str = "attention backend=FLASHINFER", **more) -> Group:
+    """Two layers whose blocks hold their own scales; 24 bytes of a head of a token."""
+    return group(kind, heads=heads, unit=24, whole=facts, **more)
+
+
+def whole() -> Iterator[Way]:
+    """As DeepSeek V3.2's indexer on other numbers of ranks, and as NVFP4 on equal ones."""
+    for kind, heads, tensors in (
+        (MLA, 1, (2, 1)), (MLA, 1, (1, 2)), (FULL, HEADS, (2, 2)), (FULL, HEADS, (1, 1)),
+    ):  # fmt: skip
+        grid = Grid(16, 1, "LBNHC"), Grid(16, 1, "BLNHC")
+        case = paired([scattered(kind, heads)], [grid], tensors, tokens=50, start=16, dtype="nvfp4")
+        times = tensors[1] if kind is MLA else 1
+        yield Way(f"whole blocks, {kind}, TP {tensors}", case, 48 * 2 * heads * 24 * times)
+
+
 WAYS = [
     way
-    for ways in (latents, windows, hybrids, sizes, stages, coverage, quantized, outermost)
+    for ways in (latents, windows, hybrids, sizes, stages, coverage, quantized, outermost, whole)
     for way in ways()
 ]
 
@@ -253,6 +269,29 @@ def test_quantized_caches_that_differ_are_refused_with_nothing_posted(
 ) -> None:
     outcome = grid.run(prefill, decode=decode)
     assert all(failure.startswith(refusal) for failure in outcome.failures), outcome.failures
+    assert outcome.nbytes == 0
+    assert outcome.faults == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("decode", "tensors"),
+    [
+        (scattered(facts="attention backend=TRITON_ATTN"), (2, 2)),
+        (scattered(facts=""), (2, 2)),
+        (scattered(), (2, 1)),
+    ],
+    ids=["backend", "older", "ranks"],
+)
+def test_whole_blocks_that_differ_are_refused_with_nothing_posted(
+    grid: ProcessGrid, decode: Group, tensors: tuple[int, int]
+) -> None:
+    ours, theirs = (
+        paired([one], [same(16)], tensors, tokens=50, dtype="nvfp4")
+        for one in (scattered(), decode)
+    )
+    outcome = grid.run(ours, decode=theirs)
+    words = ("BlockInteriorOpaque: ", "LayoutUnsupported: ")
+    assert all(failure.startswith(words) for failure in outcome.failures), outcome.failures
     assert outcome.nbytes == 0
     assert outcome.faults == (0, 0, 0)
 

@@ -39,7 +39,11 @@ class Array:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that share a block list. ``dtype``: unquantised, in a model whose KV is fp8."""
+    """Layers that share a block list. ``dtype``: unquantised, in a model whose KV is fp8.
+
+    ``whole``: the facts of blocks that hold their own scales. Their bytes lie in an order of the
+    block's own, over all heads of a rank.
+    """
 
     kind: LayerKind
     layers: tuple[str, ...]
@@ -47,6 +51,7 @@ class Group:
     window: int | None = None
     opaque: bool = False
     dtype: str = ""
+    whole: str = ""
 
 
 @dataclass(frozen=True)
@@ -198,11 +203,13 @@ class Modelled:
     def _add(
         self, rank: tuple[int, int], group: int, name: str, array: Array, at: np.ndarray
     ) -> None:
-        opaque = self.model.groups[group].opaque
+        opaque = self.model.groups[group].opaque or bool(self.model.groups[group].whole)
         heads = heads_of(rank[1], self.layout.tensor, array.heads)
         steps = [int(at.take(1, axis).flat[0] - at.flat[0]) if at.shape[axis] > 1 else 0
                  for axis in range(3)]  # fmt: skip
         unit = at.shape[2] * at.shape[3]
+        if whole := self.model.groups[group].whole:
+            steps[1] = unit
         region = Region(
             layer=name,
             base=self.address + int(at[0, 0, 0, 0]),
@@ -218,7 +225,10 @@ class Modelled:
             group=self.layout.numbers[group],
             part=array.name,
         )
-        if opaque:  # all ranks of both engines scramble alike
+        if whole:  # all bytes of a block, in their order in memory, and then in another one
+            inside = np.sort(at.reshape(at.shape[0], -1))
+            at = inside[:, np.random.default_rng(7).permutation(inside.shape[1])].reshape(at.shape)
+        elif opaque:  # all ranks of both engines scramble alike
             scramble = np.random.default_rng(7).permutation(unit)
             at = at.reshape(*at.shape[:2], unit)[..., scramble].reshape(at.shape)
         self.cells.append(Cell(rank, group, name, array, heads, at, region))
@@ -297,7 +307,7 @@ class Modelled:
             if spec.kind is not LayerKind.MAMBA
         ]
         ratios = {grid.ratio for _, grid in attention}
-        opaque = any(spec.opaque for spec, _ in attention)
+        opaque = any(spec.opaque or spec.whole for spec, _ in attention)
         groups = {n: self._group_shape(g) for g, n in enumerate(layout.numbers)}
         return EngineShape(
             model="model",
@@ -333,4 +343,5 @@ class Modelled:
                     scales="" if mamba or group.dtype else self.model.scales,
                     dtype=group.dtype,
                     parts=parts if whole else (),
+                    whole=group.whole,
                 )

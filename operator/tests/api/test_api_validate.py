@@ -272,8 +272,8 @@ def test_equal_model_flags_on_both_roles_are_fine():
     [
         ({"decode": {"parallelism": {"data": 2, "tensor": 2, "nodes": 4}}}, "LayoutUnsupported"),
         ({"prefill": args("-dcp", "2")}, "ContextParallelUnsupported"),
-        ({"engine": {"kvCacheDtype": "fp8_per_token_head"}}, "LayoutUnsupported"),
-        ({"decode": args("--kv-cache-dtype", "nvfp4")}, "LayoutUnsupported"),
+        ({"engine": {"kvCacheDtype": "int4_per_token_head"}}, "LayoutUnsupported"),
+        ({"decode": args("--kv-cache-dtype", "turboquant_k8v4")}, "LayoutUnsupported"),
         ({"engine": {"kvCacheDtype": "fp8"}, "decode": {"engine": {"kvCacheDtype": "fp8_e5m2"}}},
          "KVDtypeMismatch"),
         ({"decode": args("--kv-cache-dtype", "float16"), "prefill": args("--dtype", "float32")},

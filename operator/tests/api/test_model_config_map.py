@@ -106,14 +106,44 @@ def test_a_missing_config_map_is_created_by_the_command_that_the_warning_names()
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_published_model_is_checked_as_a_whole(name: str) -> None:
-    quantized = name == "DeepSeek-V3.2"  # refused: its indexer keeps bytes with scales
     findings = judged(holding(MODELS[name]["config"]))
     assert not [one for one in findings.warnings if one.rule == Rule.MODEL_NOT_CHECKED]
-    assert findings.ok is not quantized
-    if findings.ok:
-        verdict = accepted(findings)
-        assert verdict.reason == "ModelChecked"
-        assert verdict.message.startswith("The model has ")
+    assert findings.ok
+    verdict = accepted(findings)
+    assert verdict.reason == "ModelChecked"
+    assert verdict.message.startswith("The model has ")
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"decode": {"attentionBackend": "FLASHINFER_MLA_SPARSE"}}, "attentionBackend"),
+        ({"decode": {"blockSize": 128}}, "blockSize"),
+    ],
+)
+def test_blocks_with_scales_of_their_own_are_judged_as_the_engines_judge_them(
+    change: dict[str, Any], path: str
+) -> None:
+    """DeepSeek V3.2's indexer keeps bytes with scales: equal settings, on any numbers of ranks."""
+    both: dict[str, Any] = {"attentionBackend": "FLASHMLA_SPARSE", "blockSize": 64}
+    found = holding(MODELS["DeepSeek-V3.2"]["config"])
+
+    def roles(changes: dict[str, Any]) -> Findings:
+        spec = {
+            role: {"replicas": 1, "parallelism": {"tensor": size}, "engine": changes.get(role, {})}
+            for role, size in (("prefill", 8), ("decode", 16))
+        }
+        return judged(found, engine=both, **spec)
+
+    assert roles({}).ok
+    refused = roles(change)
+    assert {(one.path, str(one.rule)) for one in refused.errors} >= {
+        (f"spec.decode.engine.{path}", "BlockInteriorOpaque")
+    }
+    unread = judged(found, engine={**both, "kvCacheDtype": "fp8_ds_mla"})
+    assert unread.ok
+    [said] = [one for one in unread.warnings if one.rule == Rule.MODEL_NOT_CHECKED]
+    assert "KV of the type fp8_ds_mla are not computed" in said.message
 
 
 def test_what_moves_for_a_prompt_is_told_before_a_pod_starts() -> None:

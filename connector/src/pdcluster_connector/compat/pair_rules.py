@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict, counted, show
 from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind, LayerShape
+from pdcluster_connector.compat.supported import WHOLE
 
 
 def equal(field: str, noun: str) -> PairTest:
@@ -48,7 +49,7 @@ def _layer_text(layer: LayerShape) -> str:
 def _compared(layer: LayerShape) -> LayerShape:
     """Return the layer without the fields that may differ or that have a rule of their own."""
     parts = tuple(replace(part, dtype="") for part in layer.parts)
-    return replace(layer, group=0, dtype="", scales="", parts=parts)
+    return replace(layer, group=0, dtype="", scales="", parts=parts, whole="")
 
 
 def _dtypes(layer: LayerShape, shape: EngineShape) -> dict[str, str | None]:
@@ -232,6 +233,36 @@ def _packing(prefill: EngineShape, decode: EngineShape) -> Clash | None:
     return equal("packing", "the byte order inside a packed block")(prefill, decode)
 
 
+def _facts(layer: LayerShape, shape: EngineShape) -> dict[str, str]:
+    """Return what decides the bytes of a block that is moved whole, by name."""
+    held = str(max(1, layer.kv_heads // shape.tensor))
+    pairs = (fact.partition("=")[::2] for fact in layer.whole.split(",") if fact)
+    return {_HEADS: held, **dict(pairs)}
+
+
+def _whole(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    pairs = [(name, a, b) for name, a, b in _both(prefill, decode) if a.whole or b.whole]
+    if not pairs and not {prefill.kv_dtype, decode.kv_dtype} & WHOLE.keys():
+        return None
+    for name, have, want in pairs:
+        ours, theirs = _facts(have, prefill), _facts(want, decode)
+        for fact in {**ours, **theirs}:
+            mine, other = ours.get(fact, "absent"), theirs.get(fact, "absent")
+            if mine != other:
+                message = f"{fact} of layer {name} differs: prefill {mine}, decode {other}"
+                field = "tensor" if fact == _HEADS else "layers"
+                return Clash(field, mine, other, f"{message}; {_AS_BYTES}")
+    clash = equal("backend", "the attention backend")(prefill, decode)
+    if clash is None or clash.verdict is Verdict.UNKNOWN:
+        clash = None if _opaque_size(prefill, decode) else _block_difference(prefill, decode)
+    if clash is None:
+        return None
+    return Clash(clash.field, clash.prefill, clash.decode, f"{clash.message}; {_AS_BYTES}")
+
+
+_HEADS = "number of KV heads in a rank"
+_AS_BYTES = "blocks that hold their own scales are moved as bytes"
+
 IDENTITY_RULES: tuple[Rule, ...] = (
     Rule(
         id="ModelMismatch",
@@ -301,6 +332,22 @@ PAIR_RULES: tuple[Rule, ...] = (
 )
 
 BLOCK_RULES: tuple[Rule, ...] = (
+    Rule(
+        id="BlockInteriorOpaque/whole",
+        description=(
+            "Some quantized caches keep their scales in the block: fp8_ds_mla, nvfp4, types with a "
+            "scale for each token and head, and the cache of DeepSeek V3.2's indexer. Such a block "
+            "is moved as bytes. So everything that decides where its bytes lie must be equal on "
+            "both sides: attention backend, element type, block size, KV heads in a rank, order of "
+            "heads and tokens, version of vLLM, and kind of device."
+        ),
+        remedy=(
+            "Set the same engine.attentionBackend, engine.blockSize and parallelism.tensor on both "
+            "roles, and run the same image on the same kind of device."
+        ),
+        source="vLLM 0.32 v1/attention/backends (customize_spec, mla/flashmla_sparse.py)",
+        test=_whole,
+    ),
     Rule(
         id="BlockInteriorOpaque/size",
         description=(

@@ -89,6 +89,9 @@ class LayerShape(Struct, frozen=True, array_like=True):
             texts mean equal scales. Empty for a layer without scales; None if the layer has
             several scales, or they are not known.
         parts: a Mamba layer's states, in a fixed order; empty for one array.
+        whole: what decides where bytes lie in a block that holds its own scales, and is moved as
+            bytes, as ``backend=FLASHINFER,vllm=0.32.0``. Empty if heads and tokens describe the
+            block. An older engine does not state it, and its layers of such types are refused.
     """
 
     name: Identifier
@@ -100,6 +103,7 @@ class LayerShape(Struct, frozen=True, array_like=True):
     dtype: Name = ""
     scales: Annotated[str, Meta(max_length=512)] | None = ""
     parts: Annotated[tuple[PartShape, ...], Meta(max_length=16)] = ()
+    whole: Annotated[str, Meta(max_length=512)] = ""
 
 
 class GroupShape(Struct, frozen=True, array_like=True):

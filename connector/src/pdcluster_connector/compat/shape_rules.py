@@ -8,7 +8,14 @@ from collections.abc import Callable
 
 from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict, counted
 from pdcluster_connector.compat.shape import EngineShape, LayerKind
-from pdcluster_connector.compat.supported import CARRIED_DTYPES, LAYOUTS, LAYOUTS_OF, PLAIN
+from pdcluster_connector.compat.supported import (
+    BYTES,
+    CARRIED_DTYPES,
+    LAYOUTS,
+    LAYOUTS_OF,
+    PLAIN,
+    WHOLE,
+)
 
 # Looks at one shape: what is wrong with it, as a noun phrase, or None.
 Look = Callable[[EngineShape], str | None]
@@ -63,18 +70,23 @@ def _data_nodes(shape: EngineShape) -> str | None:
 
 
 def _quantized(shape: EngineShape) -> str | None:
-    if shape.kv_dtype is not None and shape.kv_dtype not in CARRIED_DTYPES:
-        return f"KV dtype {shape.kv_dtype}"
+    dtype = shape.kv_dtype or ""
+    if dtype and dtype not in CARRIED_DTYPES | WHOLE.keys():
+        return f"KV dtype {dtype}"
+    if shape.backend and shape.backend not in WHOLE.get(dtype, {shape.backend}):
+        return f"KV dtype {dtype} with {shape.backend}"
     for layer in shape.layers or ():
-        if layer.dtype and layer.kind is not LayerKind.MAMBA and layer.dtype not in CARRIED_DTYPES:
-            return f"KV dtype {layer.dtype} ({layer.name})"
+        own = layer.dtype or dtype
+        known = CARRIED_DTYPES | WHOLE.keys() if layer.whole else CARRIED_DTYPES
+        if own and layer.kind is not LayerKind.MAMBA and own not in known:
+            return f"KV dtype {own} ({layer.name})"
     return None
 
 
 def _scales(shape: EngineShape) -> str | None:
     for layer in shape.layers or ():
         dtype = layer.dtype or shape.kv_dtype
-        plain = layer.kind is LayerKind.MAMBA or dtype in PLAIN
+        plain = layer.kind is LayerKind.MAMBA or dtype in PLAIN | {BYTES}
         if dtype is not None and not plain and not layer.scales:
             return f"{dtype} KV without one known scale for a layer ({layer.name})"
     return None
@@ -150,9 +162,11 @@ SHAPE_RULES: tuple[Rule, ...] = (
         id="LayoutUnsupported/quantized",
         description=(
             "KV can be transferred in float32, float16, bfloat16, and in fp8 (e4m3, e5m2) with "
-            "constant scales. The connector does not know the memory of other quantized caches: "
-            "those with scales for each token and head, with packed 4-bit elements, and "
-            "DeepSeek's and NVIDIA's own formats."
+            "constant scales. A block of fp8_ds_mla, nvfp4_ds_mla, nvfp4, nvfp4_4over6, "
+            "fp8_per_token_head, int8_per_token_head and of DeepSeek V3.2's indexer holds its own "
+            "scales. It is moved whole if the attention backend is known to keep them there, the "
+            "block is one piece of memory, and the connector of the engine is new enough to say "
+            "so. All others are refused, because scales may lie elsewhere."
         ),
         remedy=(
             "Set engine.kvCacheDtype to auto, fp8_e4m3 or fp8_e5m2 on both roles, or to bfloat16 "
@@ -160,7 +174,10 @@ SHAPE_RULES: tuple[Rule, ...] = (
         ),
         source="vLLM 0.32 v1/kv_cache_interface.py (KVQuantMode), config/cache.py (CacheDType)",
         test=alone(
-            "kv_dtype", _quantized, f"only {', '.join(sorted(CARRIED_DTYPES))} can be transferred"
+            "kv_dtype",
+            _quantized,
+            f"only {', '.join(sorted(CARRIED_DTYPES))} can be transferred, and blocks that are "
+            "known to hold their own scales",
         ),
     ),
     Rule(

@@ -52,6 +52,19 @@ PLAIN: Final = frozenset({"float32", "float16", "bfloat16"})
 # fnuz (AMD's MI300) is not e4m3: the same byte is another number.
 SCALED: Final = frozenset({"fp8_e4m3", "fp8_e4m3fnuz", "fp8_e5m2"})
 CARRIED_DTYPES: Final = PLAIN | SCALED
+BYTES: Final = "uint8"  # of DeepSeek's indexer, whose module names no type
+# Types of which a block holds all scales but one for a layer, and the backends that are known for
+# it (vLLM 0.32 customize_spec, MLAAttention.get_kv_cache_spec, indexer_k_quant_and_cache). The
+# backend decides where the bytes lie in a block, so blocks are moved whole, between equals.
+WHOLE: Final[Mapping[str, frozenset[str]]] = {
+    BYTES: frozenset({"DEEPSEEK_V32_INDEXER"}),
+    "fp8_ds_mla": frozenset({"FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120"}),
+    "nvfp4_ds_mla": frozenset({"FLASHMLA_SPARSE"}),
+    "fp8_per_token_head": frozenset({"TRITON_ATTN"}),
+    "int8_per_token_head": frozenset({"TRITON_ATTN"}),
+    "nvfp4": frozenset({"FLASHINFER"}),
+    "nvfp4_4over6": frozenset({"FLASHINFER"}),
+}
 
 _SYNONYMS: Final = {"fp8": "fp8_e4m3", "float": "float32", "half": "float16"}
 

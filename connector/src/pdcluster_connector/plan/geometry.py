@@ -3,7 +3,8 @@
 A layer's cache in vLLM is logically ``[block, head, token, content]``, whatever its physical order
 (vLLM RFC #42082). Strides say where each of them lies. Some backends pack the inside of a block:
 CPU_ATTN keeps K of all tokens of a head, then V of all of them. Such a region has no token stride.
-It can be cut by head and not by token.
+It can be cut by head and not by token. A block that holds its own scales is described so, too: as
+equal shares for its heads. It is never cut, because a rule asks for equal heads on both sides.
 
 ``vllm/kv_caches/registration.py`` makes these regions for each layer of its rank:
 

@@ -77,7 +77,8 @@ def _layers(shapes: Sequence[EngineShape]) -> tuple[LayerShape, ...]:
     """Return all layers of an engine's ranks.
 
     If tensor ranks read a layer with different scales (one for each head), the layer's scale is
-    None, because it has no single scale.
+    None, because it has no single scale. If they keep blocks of scales in different ways, the layer
+    has no way that a peer can share.
     """
     layers: dict[str, LayerShape] = {}
     for shape in shapes:
@@ -85,6 +86,8 @@ def _layers(shapes: Sequence[EngineShape]) -> tuple[LayerShape, ...]:
             known = layers.setdefault(layer.name, layer)
             if known.scales != layer.scales:
                 layers[layer.name] = replace(known, scales=None)
+            if known.whole != layer.whole:
+                layers[layer.name] = replace(layers[layer.name], whole="")
     return tuple(layers.values())
 
 

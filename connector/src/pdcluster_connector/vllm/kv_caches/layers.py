@@ -27,21 +27,21 @@ from math import prod
 from typing import Any, Final
 
 import torch
+import vllm
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface as interface
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from pdcluster_connector.compat.shape import LayerKind, Memory, PartShape
-from pdcluster_connector.compat.supported import SCALED, dtype_name
+from pdcluster_connector.compat.supported import BYTES, SCALED, WHOLE, dtype_name
 from pdcluster_connector.plan import geometry, rank_pairs
 
 
 def kind_of(spec: Any) -> LayerKind:
     """Return a layer's kind; OTHER if its rules are not known here."""
     # Subclasses (sinks, recycled windows, …) add their own rules to the same pages.
-    plain = getattr(spec, "state_content_bytes", None) is None and spec.tokens_per_state in {1, -1}
-    if not plain:
+    if spec.tokens_per_state not in {1, -1}:
         return LayerKind.OTHER
     if type(spec) is interface.MambaSpec and not spec.tp_replicated:
         return LayerKind.MAMBA
@@ -49,16 +49,73 @@ def kind_of(spec: Any) -> LayerKind:
         return LayerKind.MLA
     if type(spec) is interface.SlidingWindowSpec and not spec.extra_retained_tokens:
         return LayerKind.SLIDING_WINDOW
-    if type(spec) is interface.FullAttentionSpec and spec.num_head_slots is None:
+    if type(spec) is interface.FullAttentionSpec:
         return LayerKind.FULL_ATTENTION
     return LayerKind.OTHER
+
+
+def is_plain(spec: Any) -> bool:
+    """Whether a block is nothing but KV heads, tokens and their values."""
+    slots = getattr(spec, "num_head_slots", None)
+    return slots is None and getattr(spec, "state_content_bytes", None) is None
+
+
+def whole_block(attention: Any, spec: Any, cache: torch.Tensor, dtype: str) -> str:
+    """Return what decides where bytes lie in a block that holds its own scales.
+
+    As in :class:`~pdcluster_connector.compat.shape.LayerShape`. Empty if this backend is not known
+    to keep the scales of ``dtype`` in the block, or the block is not one piece of memory.
+    """
+    backend = attention.get_attn_backend().get_name() if attention is not None else ""
+    if backend not in WHOLE.get(dtype, ()):
+        return ""
+    _, slots, tokens, content = cache.shape
+    inside = cache.stride()[1:]
+    orders = {"heads": (tokens * content, content, 1), "tokens": (content, slots * content, 1)}
+    names = [
+        name
+        for name, strides in orders.items()
+        if all(a == b for a, b, n in zip(inside, strides, cache.shape[1:], strict=True) if n > 1)
+    ]
+    if not names or (dtype.endswith("per_token_head") and not _scales_are_set(attention, cache)):
+        return ""
+    facts = {
+        "attention backend": backend,
+        "element type": str(cache.dtype).removeprefix("torch."),
+        "bytes of a slot": spec.state_content_size_bytes,
+        "outermost axis": names[0],
+        "version of vLLM": vllm.__version__,
+        "kind of device": _device(),
+    }
+    return ",".join(f"{name}={value}" for name, value in facts.items())
+
+
+def _scales_are_set(attention: Any, cache: torch.Tensor) -> bool:
+    """Let a Triton backend set all scales to 1.0 now, and not when a step first uses the cache.
+
+    Decode may have received scales by then. Source: vLLM 0.32 v1/attention/backends/triton_attn.py
+    (_ensure_scale_caches does it once, and before a step reads or writes).
+    """
+    impl = getattr(attention, "impl", None)
+    ensure = getattr(impl, "_ensure_scale_caches", None)
+    if ensure is not None:
+        ensure(cache)
+    return getattr(impl, "_k_scale_cache", None) is not None
+
+
+def _device() -> str:
+    """Return platform and architecture, which decide the kernels that write a cache."""
+    capability = current_platform.get_device_capability()
+    return " ".join([current_platform._enum.name.lower(), *map(str, capability or ())])  # noqa: SLF001
 
 
 def token_bytes(spec: Any, parts: tuple[PartShape, ...]) -> int:
     """Return the bytes of one token of one head, or of the whole state in ``parts``."""
     if parts:
         return sum(part.heads * part.head_bytes for part in parts)
-    return int(getattr(spec, "state_content_size_bytes", 0))
+    content = int(getattr(spec, "state_content_size_bytes", 0))
+    slots = getattr(spec, "num_head_slots", None)  # of several for a head: all of them
+    return content if slots is None else content * slots // spec.num_kv_heads
 
 
 _UNNAMED: Final = frozenset({"auto", "", None})
@@ -84,7 +141,7 @@ def layer_scales(attention: Any, dtype: str) -> str | None:
 
     Empty for a type without scales; None if there is not exactly one number for K and one for V.
     """
-    if dtype not in SCALED:
+    if dtype not in SCALED | WHOLE.keys() - {BYTES}:
         return ""
     scales: list[Any] = [getattr(attention, name, None) for name in ("_k_scale", "_v_scale")]
     if not all(isinstance(scale, torch.Tensor) and scale.numel() == 1 for scale in scales):

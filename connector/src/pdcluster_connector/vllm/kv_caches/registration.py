@@ -27,10 +27,12 @@ from pdcluster_connector.vllm.kv_caches.layers import (
     describe_states,
     engine_dtype,
     heads_of,
+    is_plain,
     kind_of,
     layer_dtype,
     layer_scales,
     token_bytes,
+    whole_block,
 )
 
 
@@ -79,24 +81,26 @@ def register(
         total, first, stop = heads or (1, 0, 0)
         parts: tuple[shapes.PartShape, ...] = ()
         held: list[Region] = []
-        own_dtype = ""
+        own_dtype = whole = ""
         scales: str | None = ""
         module = modules.get(name)
         if kind is not shapes.LayerKind.MAMBA and hasattr(spec, "dtype"):
             dtype = engine_dtype(vllm_config)
             own_dtype = layer_dtype(module, spec)
             scales = layer_scales(module, own_dtype)
+            if kind is not shapes.LayerKind.OTHER and cache.dim() == 4:
+                whole = whole_block(module, spec, cache, own_dtype)
         if kind is shapes.LayerKind.MAMBA:
             ranks = rank[1], parallel.tensor_parallel_size
             parts, held = describe_states(name, cache, spec, group, module, ranks)
-        elif cache.dim() != 4 or heads is None:
-            kind = shapes.LayerKind.OTHER
+        elif cache.dim() != 4 or heads is None or not (whole or is_plain(spec)):
+            kind, whole = shapes.LayerKind.OTHER, ""
         elif kind is not shapes.LayerKind.OTHER:
-            packing = _packing(module, own_dtype)
+            packing = _packing(module, own_dtype) or (whole and own_dtype) or None
             packings.add(packing)
             ratio = max(1, cache.shape[0] // max(1, kv_cache_config.num_blocks))
             ratios.setdefault(group, set()).add(ratio)
-            held = [_region(name, cache, first, stop, packing is None, group)]
+            held = [_region(name, cache, first, stop, packing is None, group, bool(whole))]
         layers.append(
             shapes.LayerShape(
                 name=name,
@@ -108,6 +112,7 @@ def register(
                 dtype="" if own_dtype == dtype else own_dtype,
                 scales=scales,
                 parts=parts,
+                whole=whole,
             )
         )
         regions += held
@@ -177,10 +182,14 @@ def _packing(attention: Any, dtype: str) -> str | None:
 
 
 def _region(
-    name: str, cache: torch.Tensor, first: int, stop: int, sliceable: bool, group: int
+    name: str, cache: torch.Tensor, first: int, stop: int, sliceable: bool, group: int, whole: bool
 ) -> Region:
     size = cache.element_size()
-    blocks, _, tokens, content = cache.shape
+    blocks, slots, tokens, content = cache.shape
+    head_stride = cache.stride(1) * size
+    if whole:  # one piece of memory, whatever is inside: an equal share of it for each head
+        content = slots * content // (stop - first)
+        head_stride = tokens * content * size
     return Region(
         layer=name,
         base=cache.data_ptr(),
@@ -189,7 +198,7 @@ def _region(
         block_tokens=tokens,
         head_start=first,
         head_stop=stop,
-        head_stride=cache.stride(1) * size,
+        head_stride=head_stride,
         token_stride=cache.stride(2) * size if sliceable else None,
         token_bytes=content * size,
         device=max(cache.get_device(), 0),

@@ -166,6 +166,7 @@ SOURCES = {
     "model": ("", ("--model", "--revision", "--hf-overrides", "--quantization")),
     "kv_dtype": ("kv_cache_dtype", ("--kv-cache-dtype", "--dtype")),
     "block_size": ("block_size", ("--block-size",)),
+    "backend": ("attention_backend", ("--attention-backend",)),
     "draft": ("", DRAFT_FLAGS),
     "prefix_caching": ("prefix_caching", ("--enable-prefix-caching",)),
     "context": ("", ("--decode-context-parallel-size", "--prefill-context-parallel-size")),

@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from pdcluster_connector.compat import supported
 from pdcluster_connector.compat.shape import LayerKind, LayerShape, PartShape
 from pdcluster_operator.api.findings import quoted
 from pdcluster_operator.api.spec.fields import NAME
@@ -72,6 +73,7 @@ UNSCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama
 QUANTIZED_KV = ("kv_cache_scheme", "kv_cache_quant_algo")
 """Fields of a checkpoint that brings a type of its own for the KV cache."""
 WHOLE = "conv"
+INDEXER = "attention backend=DEEPSEEK_V32_INDEXER"
 INDEXER_BLOCK = 128
 """Elements of a scale in the cache of DeepSeek V3.2's indexer; each scale has 4 bytes."""
 
@@ -181,6 +183,8 @@ def read_model(config: Mapping[str, Any], kv_dtype: str | None = None) -> Model:
     kind = known.get("model_type")
     latent = "kv_lora_rank" in known
     untold = [f"{name} is set" for name in OPEN if known.get(name)]
+    if kv_dtype in supported.WHOLE:
+        untold.append(f"the bytes of a token in KV of the type {kv_dtype} are not computed")
     if latent and kind not in LATENT:
         untold.append(f"nothing says how a model_type {quoted(kind)} uses kv_lora_rank")
     elif latent:
@@ -286,7 +290,9 @@ def _layers(
             if indexed:
                 size = number(known, "index_head_dim")
                 size += size // INDEXER_BLOCK * 4
-                yield LayerShape(f"{name}.indexer", LayerKind.MLA, 0, 1, size, None, "uint8")
+                yield LayerShape(
+                    f"{name}.indexer", LayerKind.MLA, 0, 1, size, None, "uint8", whole=INDEXER
+                )
 
 
 def _state(known: Mapping[str, Any], size: int) -> tuple[int, tuple[PartShape, ...]]:
