@@ -601,6 +601,34 @@ def test_the_users_own_flags_come_last_so_that_they_win():
     assert args[args.index("--decode-policy") + 1] == "random"
 
 
+def client_service(**spec):
+    (found,) = [
+        c for c in children(**spec)
+        if c["kind"] == "Service" and c["metadata"]["name"].endswith("-router")
+    ]  # fmt: skip
+    return found
+
+
+def test_the_service_for_clients_is_as_the_spec_says():
+    plain = client_service()
+    assert "type" not in plain["spec"], "somebody else may have set it"
+    service = {
+        "type": "LoadBalancer", "loadBalancerClass": "a/b",
+        "loadBalancerSourceRanges": ["10.0.0.0/8"], "externalTrafficPolicy": "Local",
+    }  # fmt: skip
+    marks = {"example.com/a": "ours", "example.com/b": "b"}
+    spec = {
+        "router": {"service": {**service, "annotations": marks}},
+        "commonMetadata": {"annotations": {"example.com/a": "common", "example.com/c": "c"}},
+    }
+    opened = client_service(**spec)
+    assert opened["spec"] == {**plain["spec"], **service}
+    assert opened["metadata"]["annotations"].items() >= {**marks, "example.com/c": "c"}.items()
+    others = [c for c in children(**spec) if c["metadata"]["name"] != opened["metadata"]["name"]]
+    assert not [c for c in others if "example.com/b" in c["metadata"].get("annotations", {})]
+    assert client_service(router={"service": {}})["spec"] == {**plain["spec"], "type": "ClusterIP"}
+
+
 def test_with_a_key_the_gate_starts_the_router():
     key_for_both = {"router": {"image": "router:1", **KEY}}
     gated = container("router", **key_for_both)

@@ -94,6 +94,20 @@ def test_a_change_of_the_router_brings_the_new_builder(
     assert period(world) == 9
 
 
+def test_another_type_of_the_service_replaces_no_router() -> None:
+    world = up(router={"replicas": 1})
+    before = template(world)
+    world.edit(router={"replicas": 1, "service": {"type": "NodePort"}})
+    world.settle()
+    assert template(world) == before
+    (service,) = (
+        child
+        for (kind, name), child in world.children.items()
+        if kind == "Service" and name.endswith("-router")
+    )
+    assert service["spec"]["type"] == "NodePort"
+
+
 def test_a_change_back_to_what_was_rendered_is_rendered_anew(later: pytest.MonkeyPatch) -> None:
     """The annotation follows each rendering: an older template never comes back."""
     world = up(router={"policy": "RoundRobin"})

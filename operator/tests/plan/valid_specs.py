@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 from simulated_cluster import manifest
 
@@ -70,6 +72,18 @@ TEMPLATES = st.sampled_from(
 )
 
 SHARED_TEMPLATES = st.sampled_from([{}, {"spec": {"nodeSelector": {"pool": "inference"}}}])
+
+
+SERVICES: list[dict[str, Any]] = [
+    {},
+    {"type": "NodePort", "externalTrafficPolicy": "Local"},
+    {
+        "type": "LoadBalancer",
+        "loadBalancerClass": "example.com/balancer",
+        "loadBalancerSourceRanges": ["10.0.0.0/8"],
+        "annotations": {"example.com/scheme": "internal"},
+    },
+]
 
 
 @st.composite
@@ -197,6 +211,7 @@ def manifests(draw: st.DrawFn) -> dict:
                 logLevel=st.sampled_from(["Debug", "Error"]),
                 extraArgs=st.just(["--cache-threshold", "0.5"]),
                 resources=st.just({"limits": {"memory": "4Gi"}}),
+                service=st.sampled_from(SERVICES),
                 allowFrom=st.just([{"namespaceSelector": {}}, {"ipBlock": {"cidr": "10.0.0.0/8"}}]),
                 apiKeySecretRef=st.just({"name": "api"}),
                 podTemplate=TEMPLATES,

@@ -68,6 +68,7 @@ class Rule(StrEnum):
     IMAGES_DIFFER = "ImagesDiffer"
     PEER_UNUSABLE = "PeerUnusable"
     ROUTER_FIELD_UNUSED = "RouterFieldUnused"
+    ROUTER_EXPOSED = "RouterExposed"
     SIDECAR_OPEN = "SidecarOpen"
     GANG_MIXED = "GangMixed"
     MIN_ABOVE_MAX = "MinAboveMax"

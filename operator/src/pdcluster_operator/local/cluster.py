@@ -37,6 +37,7 @@ NOT_SIMULATED = (
     "container images (pods run this machine's Python and vllm-router)",
     "resource limits and GPU isolation",
     "NetworkPolicy",
+    "Services that are reached from outside (spec.router.service)",
     "volumes other than hostPath, emptyDir, ConfigMap, the ticket key and certificates",
     "admission",
     "revisions and rollouts",

@@ -142,6 +142,53 @@ def router_errors(cluster: types.Cluster) -> Iterator[FieldError]:
         )
 
 
+def service_errors(cluster: types.Cluster) -> Iterator[FieldError]:
+    """Yield fields that do nothing with the Service's type, and ranges that are none."""
+    service, here = cluster.spec.router.service, "spec.router.service"
+    if service is None:
+        return
+    for name, kinds in router_types.SERVICE_FIELDS.items():
+        if (value := getattr(service, name)) and service.type not in kinds:
+            yield FieldError(
+                f"{here}.{camel(name)}",
+                shown(as_manifest(value)),
+                Rule.ROUTER_FIELD_UNUSED,
+                f"does nothing with {here}.type {service.type.value}",
+                f"Remove it, or set {here}.type to {' or '.join(sorted(kinds))}.",
+                (f"{here}.type",),
+            )
+    for place, cidr in enumerate(service.load_balancer_source_ranges):
+        if _network(cidr) is None:
+            yield _no_cidr(f"{here}.loadBalancerSourceRanges[{place}]", cidr)
+
+
+def service_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
+    """Yield a router that everybody outside of the cluster may use, or nobody outside."""
+    router = cluster.spec.router
+    service, here = router.service, "spec.router.service"
+    if service is None or service.type is router_types.ServiceType.CLUSTER_IP:
+        return
+    if router.allow_from and not any(peer.ip_block for peer in router.allow_from):
+        yield FieldError(
+            f"{here}.type",
+            service.type.value,
+            Rule.ROUTER_FIELD_UNUSED,
+            "no client outside of the cluster gets in: spec.router.allowFrom names only pods",
+            "Add an ipBlock with the clients' addresses to spec.router.allowFrom.",
+            ("spec.router.allowFrom", here),
+        )
+    if router.api_key_secret_ref or router.allow_from or service.load_balancer_source_ranges:
+        return
+    yield FieldError(
+        f"{here}.type",
+        service.type.value,
+        Rule.ROUTER_EXPOSED,
+        "everybody who reaches this Service from outside may send prompts, without a key",
+        "Name a Secret in spec.router.apiKeySecretRef.",
+        ("spec.router.apiKeySecretRef", "spec.router.allowFrom", here),
+    )
+
+
 def sidecar_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
     """Yield a sidecar that everybody may tell where to send prompts."""
     router = cluster.spec.router

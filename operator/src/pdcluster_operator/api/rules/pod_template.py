@@ -352,11 +352,16 @@ MOST_ANNOTATION_LETTERS = 16 << 10
 
 
 def common_metadata_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield labels and annotations that objects of a cluster may not have in common."""
+    """Yield labels and annotations that the operator's objects may not have."""
     common, own = cluster.spec.common_metadata, object_names.cluster_labels("", "")
-    for kind, given in (("labels", common.labels), ("annotations", common.annotations)):
+    service = cluster.spec.router.service
+    for place, given in (
+        ("spec.commonMetadata.labels", common.labels),
+        ("spec.commonMetadata.annotations", common.annotations),
+        ("spec.router.service.annotations", service.annotations if service else {}),
+    ):
         for key, value in given.items():
-            where = f"spec.commonMetadata.{kind}.{key}"
+            where = f"{place}.{key}"
             ours = key in own or key.startswith(f"{object_names.GROUP}/")
             if why := "belongs to the operator" if ours else TAKEN.get(key):
                 yield FieldError(where, shown(value), Rule.NOT_ALLOWED, why, "Remove it.")
@@ -364,12 +369,9 @@ def common_metadata_errors(cluster: Cluster) -> Iterator[FieldError]:
                 yield _finding(where, value, wrong)
             elif not isinstance(value, str):
                 yield _wrong(where, value, "a string", "Put it in quotes.")
-    size = sum(len(str(one)) for one in common.annotations.values())
-    if size > MOST_ANNOTATION_LETTERS:
-        message = f"has {size:,} characters; {MOST_ANNOTATION_LETTERS:,} are allowed, because each "
-        remedy = "Keep long texts in a ConfigMap."
-        where = "spec.commonMetadata.annotations"
-        yield FieldError(where, "", Rule.TOO_LARGE, f"{message}object has them", remedy)
+        if (size := sum(len(str(one)) for one in given.values())) > MOST_ANNOTATION_LETTERS:
+            message = f"has {size:,} characters; {MOST_ANNOTATION_LETTERS:,} are allowed"
+            yield FieldError(place, "", Rule.TOO_LARGE, message, "Keep long texts in a ConfigMap.")
 
 
 HOST_FIELDS = {

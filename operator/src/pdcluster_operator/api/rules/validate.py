@@ -158,6 +158,7 @@ def _errors(cluster: Cluster) -> Iterator[FieldError]:
     yield from network.peer_errors("spec.monitoring.scrapeFrom", spec.monitoring.scrape_from)
     yield from network.peer_errors("spec.router.allowFrom", spec.router.allow_from or ())
     yield from network.router_errors(cluster)
+    yield from network.service_errors(cluster)
     yield from network.backend_errors(cluster)
     yield from resources.gang_errors(cluster)
     yield from engines.autoscaling_errors(cluster)
@@ -178,6 +179,7 @@ def _warnings(cluster: Cluster) -> Iterator[FieldError]:
     yield from network.nvlink_warnings(cluster)
     yield from certificates.mount_warnings(cluster)
     yield from pod_template.exposure_warnings(cluster)
+    yield from network.service_warnings(cluster)
     yield from network.sidecar_warnings(cluster)
 
 

@@ -41,6 +41,21 @@ class RouterType(StrEnum):
     NONE = "None"
 
 
+class ServiceType(StrEnum):
+    """Where a Service is reached: Kubernetes' own words."""
+
+    CLUSTER_IP = "ClusterIP"
+    NODE_PORT = "NodePort"
+    LOAD_BALANCER = "LoadBalancer"
+
+
+class TrafficPolicy(StrEnum):
+    """Which nodes' pods get what a node receives from outside: Kubernetes' own words."""
+
+    CLUSTER = "Cluster"
+    LOCAL = "Local"
+
+
 class SelectorOperator(StrEnum):
     """How a label is compared with values."""
 
@@ -117,6 +132,13 @@ class NetworkPeer:
     ip_block: Annotated[IpBlock | None, "is a range of addresses."] = None
 
 
+LOAD_BALANCER_CLASS: Final = fields.Text(
+    317,
+    pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?"
+    r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$",
+    says="a name with or without a domain, e.g. service.k8s.aws/nlb",
+)
+
 # An example of a list of peers: Prometheus' pods in one namespace, and a range of addresses.
 PEERS: Final[list[dict[str, Any]]] = [
     {
@@ -151,6 +173,71 @@ class RouterResources:
         fields.Example({"memory": "4Gi"}),
         "are the resources that a pod may use at most.",
     ] = field(default_factory=lambda: fields.Quantities(memory="2Gi"))
+
+
+OF_LOAD_BALANCERS = frozenset({ServiceType.LOAD_BALANCER})
+SERVICE_FIELDS = {
+    "load_balancer_class": OF_LOAD_BALANCERS,
+    "load_balancer_source_ranges": OF_LOAD_BALANCERS,
+    "external_traffic_policy": OF_LOAD_BALANCERS | {ServiceType.NODE_PORT},
+}
+"""Field of RouterService -> the types of Service that have it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterService:
+    """The Service for clients. Its fields are those of Kubernetes' Service."""
+
+    RULES: ClassVar[tuple[fields.Cel, ...]] = (
+        fields.Cel(
+            "self.type == 'LoadBalancer' || !(has(self.loadBalancerClass) || "
+            "has(self.loadBalancerSourceRanges) && size(self.loadBalancerSourceRanges) > 0)",
+            "loadBalancerClass and loadBalancerSourceRanges do nothing unless type is LoadBalancer "
+            "(rule RouterFieldUnused)",
+        ),
+        fields.Cel(
+            "self.type != 'ClusterIP' || !has(self.externalTrafficPolicy)",
+            "externalTrafficPolicy does nothing with type ClusterIP (rule RouterFieldUnused)",
+        ),
+        fields.Cel(
+            "[self, oldSelf].exists(one, one.type != 'LoadBalancer') || "
+            "(has(self.loadBalancerClass) ? self.loadBalancerClass : '') == "
+            "(has(oldSelf.loadBalancerClass) ? oldSelf.loadBalancerClass : '')",
+            "Kubernetes never changes the loadBalancerClass while type stays LoadBalancer: "
+            "set type to ClusterIP first, and to LoadBalancer with the other class afterwards",
+        ),
+    )
+
+    type: Annotated[
+        ServiceType,
+        fields.Example("LoadBalancer"),
+        "is where clients reach the Service. ClusterIP: inside the cluster. NodePort: on a port of "
+        "each node, too. LoadBalancer: at an address that a cloud or MetalLB gives it, too.",
+    ] = ServiceType.CLUSTER_IP
+    annotations: Annotated[
+        fields.Free,
+        fields.Example({"service.beta.kubernetes.io/aws-load-balancer-scheme": "internal"}),
+        "are annotations of the Service, keys to strings. They win over spec.commonMetadata. What "
+        "a cloud's controller adds to the Service stays.",
+    ] = field(default_factory=fields.Free)
+    load_balancer_class: Annotated[
+        str | None,
+        fields.Example("service.k8s.aws/nlb"),
+        "is which controller makes the load balancer; Kubernetes' default is the cloud's own.",
+        LOAD_BALANCER_CLASS,
+    ] = None
+    load_balancer_source_ranges: Annotated[
+        tuple[Annotated[str, fields.CIDR], ...],
+        fields.Example(["10.0.0.0/8"]),
+        "are the addresses of clients that the load balancer lets in, if it can do that.",
+        fields.Items(64),
+    ] = ()
+    external_traffic_policy: Annotated[
+        TrafficPolicy | None,
+        fields.Example("Local"),
+        "is whether a node sends what it gets from outside to router pods of its own (Local, which "
+        "keeps the client's address) or of any node (Cluster, Kubernetes' default).",
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +306,11 @@ class Router:
         fields.SecretKeyRef | None,
         "is the Secret with the API key. Clients send the key as Authorization: Bearer KEY, "
         "and the router and the engines ask for it. Without this field they ask for no key.",
+    ] = None
+    service: Annotated[
+        RouterService | None,
+        "is how clients reach the routers from outside of the cluster. Without this field the "
+        "Service has a ClusterIP, and the operator leaves a type alone that somebody else sets.",
     ] = None
     allow_from: Annotated[
         tuple[NetworkPeer, ...] | None,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pdcluster_operator.api import object_names
-from pdcluster_operator.api.spec import pod_templates, resolve, resources
+from pdcluster_operator.api.spec import fields, pod_templates, resolve, resources
 from pdcluster_operator.api.spec.flags import TYPED_ROUTER_FLAGS
 from pdcluster_operator.api.spec.router_types import Router, RouterPolicy, RouterType
 from pdcluster_operator.api.spec.types import Cluster, Role
@@ -233,14 +233,22 @@ def build_router_service(cluster: Cluster, pairing_key: str) -> dict[str, Any] |
         "protocol": "TCP",
         "appProtocol": "http",
     }
-    spec = {"selector": router_selector(cluster, pairing_key), "ports": [port]}
-    return child_object(
-        cluster, "v1", "Service", object_names.router_name(cluster.name), labels, spec=spec
-    )
+    spec = fields.as_manifest(cluster.spec.router.service or {})
+    annotations = spec.pop("annotations", {})
+    spec |= {"selector": router_selector(cluster, pairing_key), "ports": [port]}
+    name = object_names.router_name(cluster.name)
+    service = child_object(cluster, "v1", "Service", name, labels, spec=spec)
+    if annotations:
+        common = service["metadata"].get("annotations", {})
+        service["metadata"]["annotations"] = {**common, **annotations}
+    return service
 
 
 def endpoint(cluster: Cluster) -> str:
-    """Return the base URL for clients inside the Kubernetes cluster; empty without routers."""
+    """Return the base URL for clients inside the Kubernetes cluster; empty without routers.
+
+    It holds for every type of Service: each has a ClusterIP.
+    """
     if cluster.spec.router.pods == 0:
         return ""
     return f"http://{object_names.router_name(cluster.name)}.{cluster.namespace}.svc:{object_names.ROUTER_PORT}"
