@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pdcluster_operator.api import object_names
 from pdcluster_operator.api.findings import FieldError, Rule, did_you_mean, quoted, shown
 from pdcluster_operator.api.spec import pod_templates, resources
 from pdcluster_operator.api.spec.resolve import grace_period, router_grace_period
@@ -338,40 +337,6 @@ def _finding(path: str, value: object, why: pod_templates.Wrong) -> FieldError:
 
 def _wrong(path: str, value: object, word: str, remedy: str) -> FieldError:
     return FieldError(path, quoted(value), Rule.WRONG_TYPE, f"must be {word}", remedy)
-
-
-TAKEN = {
-    object_names.QUEUE_LABEL: "is written from spec.scheduling.queueName",
-    "k8s.v1.cni.cncf.io/networks": "is written from spec.transfer.rdma.networks",
-    "kubectl.kubernetes.io/last-applied-configuration": "belongs to kubectl",
-    "argocd.argoproj.io/instance": "has Argo CD delete what it did not apply itself",
-    "argocd.argoproj.io/tracking-id": "has Argo CD delete what it did not apply itself",
-}
-"""Keys that common metadata may not have, beside the operator's own."""
-MOST_ANNOTATION_LETTERS = 16 << 10
-
-
-def common_metadata_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield labels and annotations that the operator's objects may not have."""
-    common, own = cluster.spec.common_metadata, object_names.cluster_labels("", "")
-    service = cluster.spec.router.service
-    for place, given in (
-        ("spec.commonMetadata.labels", common.labels),
-        ("spec.commonMetadata.annotations", common.annotations),
-        ("spec.router.service.annotations", service.annotations if service else {}),
-    ):
-        for key, value in given.items():
-            where = f"{place}.{key}"
-            ours = key in own or key.startswith(f"{object_names.GROUP}/")
-            if why := "belongs to the operator" if ours else TAKEN.get(key):
-                yield FieldError(where, shown(value), Rule.NOT_ALLOWED, why, "Remove it.")
-            elif wrong := pod_templates.wrong_value("@key", key):
-                yield _finding(where, value, wrong)
-            elif not isinstance(value, str):
-                yield _wrong(where, value, "a string", "Put it in quotes.")
-        if (size := sum(len(str(one)) for one in given.values())) > MOST_ANNOTATION_LETTERS:
-            message = f"has {size:,} characters; {MOST_ANNOTATION_LETTERS:,} are allowed"
-            yield FieldError(place, "", Rule.TOO_LARGE, message, "Keep long texts in a ConfigMap.")
 
 
 HOST_FIELDS = {

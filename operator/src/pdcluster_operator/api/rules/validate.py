@@ -10,12 +10,15 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pdcluster_operator.api import object_names
 from pdcluster_operator.api.findings import (
     FieldError,
     Findings,
     Rule,
     did_you_mean,
     json_errors,
+    quoted,
+    shown,
     under,
 )
 from pdcluster_operator.api.rules import (
@@ -32,7 +35,7 @@ from pdcluster_operator.api.rules import (
 from pdcluster_operator.api.rules.model import REF, model_errors, model_of, moves
 from pdcluster_operator.api.spec.model_config import FoundConfig, Model, named_config_map
 from pdcluster_operator.api.spec.parse import parse_cluster, parse_scaler
-from pdcluster_operator.api.spec.pod_templates import as_mapping
+from pdcluster_operator.api.spec.pod_templates import as_mapping, wrong_value
 from pdcluster_operator.api.spec.shared_template import as_written
 from pdcluster_operator.api.spec.types import Cluster
 
@@ -140,7 +143,7 @@ def _errors(cluster: Cluster) -> Iterator[FieldError]:
     yield from resources.resource_errors(cluster)
     yield from resources.offload_errors(cluster)
     yield from pod_template.pod_template_errors(cluster)
-    yield from pod_template.common_metadata_errors(cluster)
+    yield from _metadata_errors(cluster)
     yield from whole_pods.pod_errors(cluster)
     yield from images_and_weights.reference_errors(cluster)
     yield from images_and_weights.image_errors(cluster)
@@ -181,6 +184,41 @@ def _warnings(cluster: Cluster) -> Iterator[FieldError]:
     yield from pod_template.exposure_warnings(cluster)
     yield from network.service_warnings(cluster)
     yield from network.sidecar_warnings(cluster)
+
+
+TAKEN = {
+    object_names.QUEUE_LABEL: "is written from spec.scheduling.queueName",
+    "k8s.v1.cni.cncf.io/networks": "is written from spec.transfer.rdma.networks",
+    "kubectl.kubernetes.io/last-applied-configuration": "belongs to kubectl",
+    "argocd.argoproj.io/instance": "has Argo CD delete what it did not apply itself",
+    "argocd.argoproj.io/tracking-id": "has Argo CD delete what it did not apply itself",
+}
+"""Keys that common metadata may not have, beside the operator's own."""
+MOST_ANNOTATION_LETTERS = 16 << 10
+
+
+def _metadata_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield labels and annotations that the operator's objects may not have."""
+    common, own = cluster.spec.common_metadata, object_names.cluster_labels("", "")
+    service = cluster.spec.router.service
+    for place, given in (
+        ("spec.commonMetadata.labels", common.labels),
+        ("spec.commonMetadata.annotations", common.annotations),
+        ("spec.router.service.annotations", service.annotations if service else {}),
+    ):
+        for key, value in given.items():
+            where = f"{place}.{key}"
+            ours = key in own or key.startswith(f"{object_names.GROUP}/")
+            if why := "belongs to the operator" if ours else TAKEN.get(key):
+                yield FieldError(where, shown(value), Rule.NOT_ALLOWED, why, "Remove it.")
+            elif wrong := wrong_value("@key", key):
+                yield FieldError(where, shown(value), *wrong)
+            elif not isinstance(value, str):
+                remedy = "Put it in quotes."
+                yield FieldError(where, quoted(value), Rule.WRONG_TYPE, "must be a string", remedy)
+        if (size := sum(len(str(one)) for one in given.values())) > MOST_ANNOTATION_LETTERS:
+            message = f"has {size:,} characters; {MOST_ANNOTATION_LETTERS:,} are allowed"
+            yield FieldError(place, "", Rule.TOO_LARGE, message, "Keep long texts in a ConfigMap.")
 
 
 @dataclass(frozen=True, slots=True)
