@@ -19,6 +19,7 @@ from pdcluster_connector.protocol.launcher_documents import (
     LinkState,
     PromptsReport,
 )
+from pdcluster_connector.protocol.load_report import ReceiveRate
 
 PEER = "ns.c.prefill.r.0"
 PASSED = CanaryReport(CanaryState.PASSED, 4096)
@@ -91,7 +92,8 @@ def test_what_the_operator_judges_is_news(link):
 
 def test_numbers_that_change_all_the_time_are_no_news():
     moved = CanaryReport(CanaryState.PASSED, 8192)
-    same = replace(LINK, bytes_per_second=2e9, canary=moved)
+    rate = ReceiveRate(2e9, 1e9, 16, 2**30)
+    same = replace(LINK, bytes_per_second=2e9, canary=moved, receives=rate)
     assert revision_with(same) == revision_with(LINK)
     old = [replace(LINK, canary=replace(moved, age_seconds=age)) for age in (600, 601)]
     assert revision_with(old[0]) == revision_with(old[1])

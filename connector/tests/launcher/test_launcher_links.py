@@ -18,6 +18,7 @@ from pdcluster_connector.protocol.launcher_documents import (
     RankLink,
     RankReport,
 )
+from pdcluster_connector.protocol.load_report import ReceiveRate
 
 P0 = PeerEntry("ns.c.prefill.r.0", "10.0.0.1:5600", "ns.c.prefill.r.0/aaaa", "http://10.0.0.1:8000")
 P1 = PeerEntry("ns.c.prefill.r.1", "10.0.0.2:5600", "ns.c.prefill.r.1/bbbb", "http://10.0.0.2:8000")
@@ -61,6 +62,17 @@ def test_established_only_when_every_worker_is():
     (row,) = links.rows(1.0)
     assert (row.report.state, row.report.shards, row.report.message) == (UP, "2/2", "")
     assert row.report.bytes_per_second == 3e9
+
+
+def test_the_receives_of_the_slowest_worker_are_told_with_both_its_numbers():
+    links = table(P0)
+    assert "receives" not in msgspec.to_builtins(links.rows(0.0)[0].report)
+    rates = [ReceiveRate(2e9, 1e8, 16, 2**30), ReceiveRate(1e9, 9e8, 8, 2**29)]
+    for tensor, rate in enumerate(rates):
+        links.add(RankReport((0, tensor), (1, 2), (link(UP, receives=rate),)), 0.0)
+    assert links.rows(0.0)[0].report.receives == rates[1]
+    links.add(RankReport((0, 1), (1, 2), (link(UP),)), 0.0)
+    assert links.rows(0.0)[0].report.receives == rates[0]
 
 
 @given(st.lists(st.sampled_from([UP, DOWN, WAIT, None]), min_size=4, max_size=4))

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import UNSET
 
 from pdcluster_connector.compat.shape import (
     EngineShape,
@@ -110,7 +111,7 @@ def test_what_a_report_leaves_out() -> None:
     [found] = report.links
     assert found.state is links.LinkState.PENDING
     assert (found.reason, found.message, found.data_rank) == ("", "", 0)
-    assert (found.bytes_per_second, found.establishment) == (0.0, 0)
+    assert (found.bytes_per_second, found.establishment, found.receives) == (0.0, 0, UNSET)
 
 
 def test_what_a_group_without_a_ratio_and_a_state_count_as() -> None:

@@ -17,6 +17,7 @@ from pdcluster_connector.compat.shape import (
 )
 from pdcluster_connector.plan.geometry import MemoryRange, Region
 from pdcluster_connector.protocol import launcher_documents as links, messages as m
+from pdcluster_connector.protocol.load_report import ReceiveRate
 
 SHARD = m.ShardMetadata("e/1", (0, 0), "agent", b"blob", (), MemoryRange(4096, 65536))
 ENGINE = m.EngineMetadata(1, "e/1", EngineShape(), (SHARD,))
@@ -26,6 +27,7 @@ HEALTH = m.HealthReply("p/1", "prefill", 2)
 ENTRY = links.PeerEntry("e", "h:1")
 PEERS = links.PeersDocument(1, (ENTRY,))
 LINK = links.RankLink("e", "e/1", links.LinkState.PENDING)
+RATE = ReceiveRate(2e9, 1e9, 16, 2**30)
 REPORT = links.RankReport((0, 0), (1, 1), (LINK,))
 PART = PartShape("ssm", 1, 64, "float32")
 LAYER = LayerShape("l", LayerKind.FULL_ATTENTION, 0, 1, 64)
@@ -101,6 +103,8 @@ def test_texts_and_lists_end_at_their_bound(message: Any, field: str, item: Any,
         (PEERS, "canary_interval_seconds", (0,), (-1,)),
         (LINK, "bytes_per_second", (0, 1e18), (-1e-9, 1.001e18)),
         (LINK, "data_rank", (0, 4095), (-1, 4096)),
+        (RATE, "best", (0, 1e18), (-1e-9, 1.001e18)),
+        (RATE, "count", (0, 2**62), (-1, 2**62 + 1)),
         (REPORT, "data_rank", (0, 4095), (-1, 4096)),
         (SHAPE, "tensor", (1, 4096), (0, 4097)),
         (LAYER, "group", (0, 255), (-1, 256)),

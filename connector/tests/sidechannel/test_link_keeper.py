@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from dataclasses import replace as replace_probe
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol import launcher_documents as links, messages as m
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.launcher_documents import LinkState, RankLink
+from pdcluster_connector.protocol.load_report import ReceiveRate
 from pdcluster_connector.sidechannel.handshake import TryAgain
 from pdcluster_connector.vllm.worker_side import link_keeper
 
@@ -314,6 +316,30 @@ def test_an_established_link_is_checked_every_five_to_seven_seconds(tell: Tell) 
     assert len(peer.probes) == len(peer.checks) + 1, "all of the probe region is read once"
     assert kept.states == [LinkState.ESTABLISHED], "checks that pass are no news"
     assert len(peer.asked) == 1
+
+
+def test_a_check_brings_how_fast_receives_were_and_a_link_that_is_lost_forgets_it(
+    tell: Tell,
+) -> None:
+    slow = ReceiveRate(1e8, 9e7, 16, 2**30)
+
+    async def story(kept: Kept) -> None:
+        await asyncio.sleep(1.0)
+        assert not kept.keeper.report.receives
+        kept.peer.probed = replace_probe(probed(), receives=slow)
+        await asyncio.sleep(7.0)
+        assert kept.keeper.report.receives == slow
+        kept.peer.probed = probed()
+        await asyncio.sleep(7.0)
+        assert not kept.keeper.report.receives, "too few are left"
+        kept.peer.probed = replace_probe(probed(), receives=slow)
+        await asyncio.sleep(7.0)
+        kept.keeper.gone(FIRST, Failure(Reason.PEER_RESTARTED, "it is gone"))
+        await asyncio.sleep(0.1)
+
+    kept = tell(Peer(), story)
+    assert kept.states == [LinkState.ESTABLISHED, LinkState.FAILED], "a rate alone is no news"
+    assert not kept.last.receives
 
 
 def test_a_check_that_finds_nothing_ends_the_link(tell: Tell) -> None:

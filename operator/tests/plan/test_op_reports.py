@@ -27,6 +27,7 @@ from pdcluster_connector.protocol.launcher_documents import (
     decode_peers,
     encode_json,
 )
+from pdcluster_connector.protocol.load_report import ReceiveRate
 from pdcluster_connector.protocol.messages import Malformed
 
 JSON = st.recursive(
@@ -159,6 +160,28 @@ def test_a_bandwidth_that_cannot_be_is_not_known(value: object, read: float) -> 
     report = links({"prefill": "p", "state": "Established", "bytes_per_second": value}, NEXT)
     first = LinkReport("p", state=LinkState.ESTABLISHED, bytes_per_second=read)
     assert report == LinksReport("e", "e/1", (first, LinkReport("q")))
+
+
+RATE = {"best": 2e9, "median": 1e9, "count": 16, "bytes": 2**30}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        7,
+        {},
+        {"best": 2e9},
+        {**RATE, "best": -1},
+        {**RATE, "median": "1"},
+        {**RATE, "count": None},
+    ],
+)
+def test_a_rate_of_receives_that_cannot_be_is_not_known(value: object) -> None:
+    assert link(state="Established", receives=value) == link(state="Established")
+    found = link(state="Established", receives={**RATE, "of a newer version": 1})
+    assert found is not None
+    assert found.receives == ReceiveRate(2e9, 1e9, 16, 2**30)
 
 
 @pytest.mark.parametrize("value", [-1, 2**63, 10**30, "1", True, None])

@@ -22,6 +22,7 @@ from pdcluster_connector.protocol.launcher_documents import (
     LinksReport,
     LinkState,
 )
+from pdcluster_connector.protocol.load_report import ReceiveRate
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
 from pdcluster_operator.api.conditions import no, timestamp
 from pdcluster_operator.api.findings import Rule
@@ -625,6 +626,23 @@ def test_a_slow_link_is_probably_tcp(transfer):
     world.link(bytes_per_second=999e6, state=LinkState.FAILED)  # measured before it failed
     world.step()
     is_(world, "TransportHealthy", "Unknown", "BandwidthUnmeasured")
+
+
+def test_slow_receives_make_the_transport_unhealthy_until_they_are_fast():
+    world = brought_up(transfer={"device": "CPU", "minBandwidthMBps": 1000})
+    is_(world, "TransportHealthy", "True", "BandwidthSufficient")
+    world.link(receives=ReceiveRate(120e6, 110e6, 16, 2**31))
+    world.step()
+    is_(world, "TransportHealthy", "False", "ProbableTCPFallback", "its receives reached 110 MB/s")
+    is_(world, "Ready", "False", "ProbableTCPFallback")
+    status = world.cluster["status"]
+    for best, median in ((140e6, 90e6), (2e9, 140e6)):
+        world.link(receives=ReceiveRate(best, median, 16, 2**31))
+        world.step()
+        assert world.cluster["status"] == status, "numbers alone are not written"
+    world.link(receives=ReceiveRate(2e9, 1e9, 16, 2**31))
+    world.step()
+    is_(world, "TransportHealthy", "True", "BandwidthSufficient")
 
 
 def test_the_bandwidth_that_is_asked_for_counts_also_with_rdma():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from pdcluster_connector.protocol.launcher_documents import (
     EngineState,
     LinkState,
 )
+from pdcluster_connector.protocol.load_report import ReceiveRate
 from pdcluster_operator.api.conditions import Status, StatusReason, Verdict
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.types import Role, Transfer
@@ -88,8 +90,9 @@ def test_the_first_canary_that_failed_is_told_with_its_own_words() -> None:
     assert found.message == f"{label(1)}: no KV moved"
 
 
-def healthy(*links: PairView, least: int | None = 1000) -> Verdict:
-    return transport_healthy(links, Transfer(min_bandwidth_mbps=least))
+def healthy(*links: PairView, least: int | None = 1000, before: Verdict | None = None) -> Verdict:
+    was = {} if before is None else asdict(before)
+    return transport_healthy(links, Transfer(min_bandwidth_mbps=least), was)
 
 
 def test_slow_links_are_counted_and_the_first_of_them_is_named() -> None:
@@ -98,6 +101,49 @@ def test_slow_links_are_counted_and_the_first_of_them_is_named() -> None:
     assert (found.status, found.reason) == (Status.FALSE, StatusReason.PROBABLE_TCP_FALLBACK)
     assert found.message == f"2 of 4 links slower than 1000 MB/s; {label(1)}"
     assert healthy(good(0), link(3, bytes_per_second=1000e6)).status == Status.TRUE
+
+
+def received(index: int, best: float, median: float | None = None, **known: Any) -> PairView:
+    """Return a link whose probe was fast; of its receives, in MB/s."""
+    rate = ReceiveRate(best * 1e6, (median or best) * 1e6, 16, 3_200_000_000)
+    return replace(good(index), receives=rate, **known)
+
+
+def test_a_link_is_slow_if_none_of_its_latest_receives_was_fast_enough() -> None:
+    assert healthy(received(1, 1000, 300)).status == Status.TRUE, "one of them was"
+    found = healthy(good(0), received(1, 999, 250))
+    assert (found.status, found.reason) == (Status.FALSE, StatusReason.PROBABLE_TCP_FALLBACK)
+    assert found.message == (
+        f"1 of 2 links slower than 1000 MB/s; {label(1)}: its receives reached 250 MB/s, and at "
+        "most 999 MB/s, in 16 measurements with 3,200 MB of KV"
+    )
+    many = replace(received(1, 999), message="1,000 tokens take 5,040 descriptors")
+    assert healthy(many).message.endswith(" MB of KV: 1,000 tokens take 5,040 descriptors")
+    assert healthy(received(1, 1), least=None).reason == StatusReason.NO_THRESHOLD
+    unmeasured = replace(received(1, 999), bytes_per_second=0.0)
+    assert healthy(unmeasured).reason == StatusReason.PROBABLE_TCP_FALLBACK
+    lost = replace(received(1, 999), state=LinkState.FAILED)
+    assert healthy(lost).reason == StatusReason.BANDWIDTH_UNMEASURED
+
+
+def test_a_link_that_was_found_slow_recovers_once_half_of_its_receives_are_fast() -> None:
+    slow = healthy(received(1, 300, 250))
+    same = [(1200, 260), (900, 800), (5000, 999), (310, 250)]
+    for best, median in same:
+        assert healthy(received(1, best, median), before=slow) == slow, "also the message"
+    assert healthy(received(1, 5000, 1000), before=slow).status == Status.TRUE
+    assert healthy(good(1), before=slow).status == Status.TRUE, "a new link has a new probe"
+    assert healthy(received(1, 300, 250), least=250, before=slow).status == Status.TRUE
+    other = healthy(received(2, 5000, 300), before=slow)
+    assert other.status == Status.TRUE, "this one was not found slow"
+    again = healthy(received(1, 300, 250), received(2, 300), before=slow)
+    assert again.message.startswith("2 of 2 links")
+
+
+def test_a_slow_probe_comes_before_slow_receives_and_a_link_counts_once() -> None:
+    both = replace(received(1, 300), bytes_per_second=5e6)
+    found = healthy(received(0, 300), both)
+    assert found.message == f"2 of 2 links slower than 1000 MB/s; {label(1)}"
 
 
 def test_a_link_that_is_not_measured_keeps_the_speed_unknown() -> None:

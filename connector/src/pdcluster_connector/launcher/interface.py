@@ -230,7 +230,12 @@ def revision_of(engine: documents.EngineReport, links: documents.LinksReport) ->
     reads those when it asks without a revision.
     """
     rows = [
-        replace(link, bytes_per_second=0.0, canary=replace(link.canary, bytes=0, age_seconds=UNSET))
+        replace(
+            link,
+            bytes_per_second=0.0,
+            canary=replace(link.canary, bytes=0, age_seconds=UNSET),
+            receives=UNSET,
+        )
         for link in links.links
     ]
     prompts = (links.prompts.percent, links.prompts.cause) if links.prompts else ()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from pdcluster_connector.compat.shape import Memory
@@ -18,6 +19,7 @@ from pdcluster_connector.nixl_io.serving_agent import WORD_BYTES, one_row
 from pdcluster_connector.plan import descriptors, geometry, peer_plan
 from pdcluster_connector.protocol import messages
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.load_report import ReceiveRate
 
 FIRST: NDArray[np.int32] = np.zeros(1, np.int32)
 
@@ -99,6 +101,7 @@ class ProbeResult:
         seconds: from post to done, over all shards.
         notice: what makes the link slow though it works.
         descriptors: how many the KV of 1,000 tokens takes.
+        receives: how fast KV came from the peer, if enough came.
     """
 
     failure: Failure | None
@@ -106,6 +109,7 @@ class ProbeResult:
     seconds: float = 0.0
     notice: str = ""
     descriptors: int = 0
+    receives: ReceiveRate | UnsetType = UNSET
 
     @property
     def bytes_per_second(self) -> float:

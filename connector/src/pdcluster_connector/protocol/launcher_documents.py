@@ -27,7 +27,7 @@ from msgspec.structs import force_setattr
 from pdcluster_connector.compat.shape import Identifier, ParallelSize
 from pdcluster_connector.plan.rank_pairs import node_of_data_rank
 from pdcluster_connector.protocol import field_by_field, host_port
-from pdcluster_connector.protocol.load_report import LoadReport
+from pdcluster_connector.protocol.load_report import LoadReport, ReceiveRate
 from pdcluster_connector.protocol.messages import Malformed, Rank, RankNumber, Text, bounded
 
 # Where an engine's workers report to, and with which bearer token: variables of its environment.
@@ -140,9 +140,9 @@ class RankLink(Struct, frozen=True):
         engine_id: the incarnation, without ``_dpN``; that is ``data_rank``.
         reason: a value of ``compat/reasons.py``, or empty.
         establishment: a new number each time that the link is established; 0 while it is not.
-        clock_skew_seconds: by how much the peer's clock is ahead; not there while it is not known.
-        descriptors: how many NIXL descriptors the KV of 1,000 tokens takes on this worker; not
-            there while it is not known.
+        clock_skew_seconds: by how much the peer's clock is ahead.
+        descriptors: how many NIXL descriptors the KV of 1,000 tokens takes on this worker.
+        receives: how fast they were. While one of these three is not known, it is not there.
     """
 
     engine: Identifier
@@ -155,6 +155,7 @@ class RankLink(Struct, frozen=True):
     data_rank: RankNumber = 0
     clock_skew_seconds: Skew | UnsetType = UNSET
     descriptors: Whole | UnsetType = UNSET
+    receives: ReceiveRate | UnsetType = UNSET
 
 
 class RankReport(Struct, frozen=True):
@@ -239,9 +240,9 @@ class LinkReport(_WithMessage, frozen=True):
             none was measured.
         canary: the latest one since the link was established.
         clock_skew_seconds: by how many seconds the prefill engine's clock is ahead, where it
-            differs most; not in the document while it is not known. No transfer depends on it.
-        descriptors: how many NIXL descriptors the KV of 1,000 tokens takes on the worker that needs
-            most; not in the document while it is not known.
+            differs most. No transfer depends on it.
+        descriptors: of NIXL, for the KV of 1,000 tokens, on the worker that needs most.
+        receives: of the slowest pair. While one of these three is not known, it is not there.
     """
 
     prefill: Identifier
@@ -253,6 +254,7 @@ class LinkReport(_WithMessage, frozen=True):
     canary: CanaryReport = CanaryReport()
     clock_skew_seconds: Skew | UnsetType = UNSET
     descriptors: Whole | UnsetType = UNSET
+    receives: ReceiveRate | UnsetType = UNSET
 
 
 class PromptsReport(Struct, frozen=True, eq=False):
@@ -334,6 +336,7 @@ PARTS: Final[dict[tuple[type[Struct], str], type[Struct]]] = {
     (LinksReport, "links"): LinkReport,
     (LinksReport, "prompts"): PromptsReport,
     (LinkReport, "canary"): CanaryReport,
+    (LinkReport, "receives"): ReceiveRate,
 }
 
 

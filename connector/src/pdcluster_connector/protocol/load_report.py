@@ -1,4 +1,4 @@
-"""What an engine did in the last minute, as its launcher tells the operator at ``/v1/changes``.
+"""What an engine did of late, as its launcher tells the operator at ``/v1/changes``.
 
 A launcher that is older does not tell it, which is no fault. Prompts of canaries count as others.
 """
@@ -46,3 +46,18 @@ class LoadReport(Struct, frozen=True, omit_defaults=True):
     receives: Sum = 0.0
     receive_seconds: Sum = 0.0
     received_bytes: Sum = 0.0
+
+
+class ReceiveRate(Struct, frozen=True):
+    """How fast one worker's latest large receives over a link were (``transfer/measures.py``).
+
+    Attributes:
+        best, median: of its measurements, in bytes a second.
+        count: how many measurements there were.
+        bytes: how much KV arrived in all of them.
+    """
+
+    best: Sum
+    median: Sum
+    count: Annotated[int, Meta(ge=0, le=2**62)]
+    bytes: Annotated[int, Meta(ge=0, le=2**62)]

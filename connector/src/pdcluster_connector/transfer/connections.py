@@ -21,7 +21,7 @@ from pdcluster_connector.plan.geometry import MemoryRange
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.transfer import planned_reads, probing
+from pdcluster_connector.transfer import measures, planned_reads, probing
 from pdcluster_connector.transfer.options import ReceiverOptions
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ class Connections:
         closing: those that an error of NIXL broke and that are still open, and since when.
         probing: its warm-ups, probes and checks.
         fence_words: the memory that lease words are read into.
+        rates: how fast receives were over each.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Connections:
         self._agent: ReadingAgent | None = None
         self.by_engine: dict[str, Connection] = {}
         self.closing: dict[Connection, float] = {}
+        self.rates = measures.ReceiveRates()
         self.probing = probing.Probing(self, options, clock, probe_memory)
         self._synchronize = probe_memory.synchronize
         self.fence_words = planned_reads.FenceWords()
@@ -124,6 +126,7 @@ class Connections:
         if connection.broken is not None and connection.transfers == 0 and self._agent is not None:
             if self.by_engine.get(connection.engine_id) is connection:
                 del self.by_engine[connection.engine_id]
+                self.rates.forget(connection.engine_id)
             self.closing.pop(connection, None)
             self._agent.close_connection(connection)
             waiting, connection.waiting = connection.waiting or (), None
@@ -178,6 +181,7 @@ class Connections:
         for connection in connections:
             connection.broken = connection.broken or failure
             connection.sources.clear()
+            self.rates.forget(connection.engine_id)
         self.probing.cut(failure, final=final)
         self.fence_words.reset()
         for metadata, why in stalled:

@@ -65,6 +65,7 @@ class ProbeRun:
         self._late: Failure | None = None
         self._seconds = probing.options.check_seconds if check else probing.options.probe_seconds
         self._clock = probing.clock
+        self._rates = probing.rates
         self.deadline = self._clock() + self._seconds
         self._reading: Source | None = None
         self._since = 0.0  # when the present source's read began
@@ -126,8 +127,9 @@ class ProbeRun:
             self.reported, self.over = True, not is_late
             self.connection.stalled = self._late = failure if is_late else None
             read = self._read_bytes, self._read_seconds
+            rate = self._rates.told(self.connection.engine_id, self._clock())
             notes = self.connection.notice, self.connection.descriptors
-            self._done(self.connection, ProbeResult(failure, *read, *notes))
+            self._done(self.connection, ProbeResult(failure, *read, *notes, rate))
 
     def _run(self) -> Iterator[None]:
         if self._slot is None:
@@ -210,6 +212,7 @@ class Probing:
         memory: probe_memory.ProbeMemory,
     ) -> None:
         self._connections = connections
+        self.rates = connections.rates
         self.options = options
         self.clock = clock
         self.scratch = {
@@ -266,6 +269,8 @@ class Probing:
                 failure = connection.broken or connection.stalled
                 if failure is None and connection.waiting is None:
                     size = serving_agent.WARM_UP_BYTES if check else serving_agent.PROBE_BYTES
+                    if not check:
+                        self.rates.forget(engine_id)  # the probe measures the link anew
                     return self.start(connection, self._answering(future), size, check=check)
         except Exception as error:  # noqa: BLE001 - of one peer, whatever the cause
             failure = Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")

@@ -158,6 +158,8 @@ class ReceiveExecutor:
                     limit = self.options.descriptors_per_transfer
                     self._read(job, partial(plan_reads, groups=self._groups, limit=limit))
                 case receive_machine.Action.FENCE:
+                    engine_id = job.request.ticket.engine_id
+                    self.connections.rates.landed(engine_id, job.machine, job.nbytes, now)
                     self._read(job, partial(plan_fence, words=self.connections.fence_words))
                 case receive_machine.Action.DESTROY_AGENT:
                     self._agent_rebuild.ask(job)
@@ -256,6 +258,7 @@ class ReceiveExecutor:
 
     def _read(self, job: Job, plan: Callable[[Job, Connection], Failure | None]) -> None:
         """Plan reads and post them. Only a request that wants nothing needs no connection."""
+        request_id, engine_id = job.request.request_id, job.request.ticket.engine_id
         with self.guarded(job):
             failure = None if job.connection is None else plan(job, job.connection)
             if job.connection is None and job.request.start < job.request.stop:
@@ -263,12 +266,16 @@ class ReceiveExecutor:
             if failure is not None:
                 self.dispatch(job, receive_machine.Failed(failure))
             elif job.reads:
+                if job.machine.state is receive_machine.State.POSTED:
+                    self.connections.rates.began(engine_id, request_id, job.nbytes, self.clock())
                 self.transfers.add(job)
             else:
                 self.dispatch(job, receive_machine.Signal.POSTED)
 
     def _report(self, job: Job) -> None:
-        self.jobs.pop(job.request.request_id, None)
+        request_id, engine_id = job.request.request_id, job.request.ticket.engine_id
+        self.jobs.pop(request_id, None)
+        self.connections.rates.failed(engine_id, request_id, self.clock())
         self.transfers.drop_reads(job)
         job.connection = None
         self.ended.append(job)

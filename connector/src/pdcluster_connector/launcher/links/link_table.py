@@ -165,6 +165,7 @@ class LinkTable:
         elif canary.age_seconds is not UNSET:
             canary = replace(canary, age_seconds=int(now - at))
         skews = [one for link in fresh.values() if (one := link.clock_skew_seconds) is not UNSET]
+        rates = [link.receives for link in established if link.receives is not UNSET]
         report = LinkReport(
             peer.engine,
             engine_id,
@@ -175,6 +176,7 @@ class LinkTable:
             canary,
             max(skews, key=abs, default=UNSET),
             max((link.descriptors or 0 for link in established), default=0) or UNSET,
+            min(rates, key=lambda rate: rate.best, default=UNSET),
             message=message,
         )
         return LinkRow(peer, report, establishment)

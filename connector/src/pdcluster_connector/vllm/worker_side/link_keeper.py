@@ -154,6 +154,7 @@ class LinkKeeper:
             checked = await self._probed(metadata, self.probe(metadata, check=True))
             if isinstance(checked, Failure):
                 return checked
+            self.report = replace(self.report, receives=checked.receives)
 
     async def _probed(
         self, metadata: EngineMetadata, probe: Future[ProbeResult]

@@ -161,7 +161,7 @@ class Transfer:
         int | None,
         fields.JsonName("minBandwidthMBps"),
         fields.Example(20000),
-        "is the least bandwidth of a healthy link, in megabytes a second.",
+        "is the least bandwidth, in MB/s, of a link's probe and of its receives of 8 MiB or more.",
         fields.Whole(1, 1_000_000),
     ] = None
     rdma: Annotated[Rdma | None, "asks for RDMA devices."] = None

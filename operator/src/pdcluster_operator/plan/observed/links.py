@@ -24,6 +24,7 @@ from pdcluster_connector.protocol.launcher_documents import (
     LinksReport,
     LinkState,
 )
+from pdcluster_connector.protocol.load_report import ReceiveRate
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.plan.observed.engines import EngineView
@@ -42,6 +43,7 @@ class PairView:
             ready.
         canary: the last one between these incarnations, since the link was established.
         descriptors: how many NIXL descriptors the KV of 1,000 tokens takes; 0 if it is not known.
+        receives: how fast its latest large receives were; None if it is not known.
     """
 
     prefill: EngineView
@@ -52,6 +54,7 @@ class PairView:
     bytes_per_second: float = 0.0
     canary: CanaryReport = CanaryReport()  # noqa: RUF009 (frozen)
     descriptors: int = 0
+    receives: ReceiveRate | None = None
 
     @property
     def label(self) -> str:
@@ -160,6 +163,7 @@ def _seen(prefill: EngineView, decode: EngineView, state: LinkState, link: LinkR
         link.bytes_per_second,
         link.canary,
         link.descriptors or 0,
+        link.receives or None,
     )
 
 

@@ -205,7 +205,9 @@ def _verdicts(
         ConditionType.TRANSPORT_HEALTHY: conditions.local_prefill(
             decode, observed.links, share, old[ConditionType.TRANSPORT_HEALTHY]
         )
-        or conditions.transport_healthy(pairs, cluster.spec.transfer),
+        or conditions.transport_healthy(
+            pairs, cluster.spec.transfer, old[ConditionType.TRANSPORT_HEALTHY]
+        ),
         ConditionType.AVAILABLE: conditions.available(reached, change),
     }
     verdicts[ConditionType.READY] = conditions.summary(verdicts, change, findings)

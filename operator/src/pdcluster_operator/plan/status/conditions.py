@@ -158,8 +158,18 @@ def path_verified(
     return yes(StatusReason.CANARY_PASSED, joined(seen, old[0]) if old else seen)
 
 
-def transport_healthy(pairs: Sequence[PairView], transfer: Transfer) -> Verdict:
-    """Whether every link is as fast as was asked for. Speeds themselves are metrics."""
+def transport_healthy(
+    pairs: Sequence[PairView], transfer: Transfer, before: Mapping[str, Any]
+) -> Verdict:
+    """Whether every link is as fast as was asked for, by its probe and by its receives.
+
+    Receives show that a link is slow once none of the latest was fast enough. The link is healthy
+    again once half of them are, so one that was fast by chance changes nothing. The message keeps
+    the numbers that were true when the link was found slow.
+
+    Args:
+        before: the condition as it is now.
+    """
     least = transfer.min_bandwidth_mbps
     if least is None and transfer.rdma is not None:
         least = RDMA_LEAST_MBPS
@@ -171,13 +181,24 @@ def transport_healthy(pairs: Sequence[PairView], transfer: Transfer) -> Verdict:
     measured = [
         pair for pair in pairs if pair.state is LinkState.ESTABLISHED and pair.bytes_per_second > 0
     ]
-    slow = [pair for pair in measured if pair.bytes_per_second < least * MEGABYTE]
+    reason = StatusReason.PROBABLE_TCP_FALLBACK
+    was_slow = (before.get("status"), before.get("reason")) == (Status.FALSE, reason)
+    told = str(before.get("message")) if was_slow else ""
+    slow = [(pair.label, "") for pair in measured if pair.bytes_per_second < least * MEGABYTE]
+    for pair in pairs:
+        rate, words = pair.receives, f"{pair.label}: its receives reached"
+        if rate is None or pair.state is not LinkState.ESTABLISHED or (pair.label, "") in slow:
+            continue
+        if (rate.median if words in told else rate.best) < least * MEGABYTE:
+            numbers = (
+                f" {rate.median / MEGABYTE:,.0f} MB/s, and at most {rate.best / MEGABYTE:,.0f}"
+                f" MB/s, in {rate.count} measurements with {rate.bytes / MEGABYTE:,.0f} MB of KV"
+            )
+            slow.append((words, joined(numbers, pair.message)))
     if slow:
-        return no(
-            StatusReason.PROBABLE_TCP_FALLBACK,
-            f"{len(slow)} of {counted(len(pairs), 'link')} slower than {least} MB/s; "
-            f"{slow[0].label}",
-        )
+        first, numbers = slow[0]
+        head = f"{len(slow)} of {counted(len(pairs), 'link')} slower than {least} MB/s; {first}"
+        return no(reason, told if numbers and told.startswith(head) else head + numbers)
     if not pairs or len(measured) < len(pairs):
         return unknown(StatusReason.BANDWIDTH_UNMEASURED, "not every link is measured")
     return yes(StatusReason.BANDWIDTH_SUFFICIENT, f"all links reach {least} MB/s")
