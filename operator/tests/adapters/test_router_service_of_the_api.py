@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from operator_runs import Operator, at_rest, cluster, create, edit, get, until
+from operator_runs import CHILDREN, Operator, at_rest, cluster, create, edit, get, until
 from real_api import RealApi
 
 pytestmark = pytest.mark.cluster
@@ -45,6 +45,9 @@ def test_the_service_for_clients_is_opened_changed_and_closed_again(
     create(real, namespace, cluster())
     becomes(type="ClusterIP")
     address = service()["spec"]["clusterIP"]
+    routers = CHILDREN["Deployment"].format(namespace)
+    until(lambda: real.call("GET", routers)[1]["items"], 60, operator.said)
+    [router] = real.call("GET", routers)[1]["items"]
     assert edit(real, namespace, {"router": {"service": BALANCER}})[0] == 200
     becomes(**{name: value for name, value in BALANCER.items() if name != "annotations"})
     assert annotations()[OURS] == "internal"
@@ -87,6 +90,9 @@ def test_the_service_for_clients_is_opened_changed_and_closed_again(
     assert annotations()[THEIRS] == "lb-1"
     # status.endpoint was right all the time.
     assert left["clusterIP"] == address
+    [still] = real.call("GET", routers)[1]["items"]
+    assert still["metadata"]["uid"] == router["metadata"]["uid"]
+    assert still["spec"] == router["spec"], "no router was replaced"
     assert get(real, namespace)["status"]["endpoint"] == (
         f"http://tiny-router.{namespace}.svc:8000"
     )

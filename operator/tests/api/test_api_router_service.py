@@ -62,6 +62,8 @@ def test_a_range_that_is_none_is_refused(cidr: str) -> None:
         ({"pdcluster.dev/applied": "x"}, "NotAllowed"),
         ({"kubectl.kubernetes.io/last-applied-configuration": "{}"}, "NotAllowed"),
         ({"a/b/c": "x"}, "BadFormat"),
+        ({"a..b/c": "x"}, "BadFormat"),
+        ({"a.-b/c": "x"}, "BadFormat"),
         ({"a": True}, "WrongType"),
         ({"a": "x" * (16 << 10), "b": "x"}, "TooLarge"),
     ],

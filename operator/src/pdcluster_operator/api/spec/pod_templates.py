@@ -50,7 +50,7 @@ LIMITS: Final = {
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _DOMAIN = rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*"
 _VALUE = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
-_KEY = rf"(?=([^/]*/)?[^/]{{1,63}}$)(?={LABEL_KEY.pattern})(?!.{{318}}).*"
+_KEY = rf"(?=([^/]*/)?[^/]{{1,63}}$)(?![^/]*(\.[-.]|-\.).*/)(?={LABEL_KEY.pattern})(?!.{{318}}).*"
 _UP = r"(?!(.*/)?\.\.(/|$))"
 # Name of a limit -> pattern, what it is, an example.
 _NAMED = {
