@@ -95,7 +95,10 @@ SICKNESSES = {
         "pdcluster check tiny --local",
     ),
     "frozen": Sickness(
-        frozen, r"EngineFailed: .*/health did not answer in time", "EngineFrozen", LOGS
+        frozen,
+        r"EngineFrozen: .*a signal \(SIGSTOP\) has stopped \d+ of vLLM's processes \(since 20",
+        "EngineFrozen",
+        LOGS,
     ),
     "port taken": Sickness(
         port_taken, r"port [0-9.]+:8000 .*is in use by another process", "PortInUse", LOGS

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
 import pytest
 from cluster_run import ClusterRun, broken_under_load, is_false
 from kv_load import Knocks, Load, moved, text
 from local_run import condition
 from status_watch import StatusWatch
+
+from cluster import cgroups
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -32,6 +41,56 @@ def test_an_engines_pod_that_is_deleted_comes_back_and_kv_moves_again(
     assert tiny.engine_id(other) == survivor
     assert tiny.restarts(other) == other_pod, "the other engine lived on"
     moved(tiny, text(60, seed + 400))
+
+
+# Sends a signal to all processes of a pod but its first one, the launcher.
+SIGNAL = (
+    "import os, sys; [os.kill(int(pid), int(sys.argv[1])) for pid in os.listdir('/proc') "
+    "if pid.isdigit() and int(pid) not in (1, os.getpid())]"
+)
+
+
+def launcher_of(pod: str) -> int:
+    """The host's number of the process that is 1 in an engine's pod."""
+    for pid in cgroups.processes():
+        with contextlib.suppress(OSError):
+            inside = Path(f"/proc/{pid}/status").read_text().partition("\nNSpid:")[2].split("\n")[0]
+            named = f"HOSTNAME={pod}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+            if named and inside.split()[-1] == "1":
+                return pid
+    raise AssertionError(f"{pod} has no process")
+
+
+def test_an_engine_that_is_stopped_is_named_as_frozen_and_goes_on(tiny: ClusterRun) -> None:
+    tiny.wait_ready()
+    pod, before = tiny.pod("decode"), tiny.restarts("decode")
+    send = ("exec", pod, "--container=engine", "--", "python3", "-c", SIGNAL)
+
+    def says(reason: str, words: str) -> None:
+        since = time.monotonic()
+        status = tiny.wait_status(
+            reason, lambda seen: condition(seen, "DecodeReady")["reason"] == reason, 120
+        )
+        found = condition(status, "DecodeReady")
+        print(f"after {time.monotonic() - since:.1f} s: {found}")
+        assert re.search(words, found["message"])
+        assert condition(status, "Ready")["reason"] == reason
+
+    launcher = 0
+    tiny.kubectl(*send, str(int(signal.SIGSTOP)))
+    try:
+        says("EngineFrozen", rf"{pod}: a signal \(SIGSTOP\) has stopped \d+ of vLLM's processes")
+        if tiny.cluster.ours:
+            os.kill(launcher := launcher_of(pod), signal.SIGSTOP)
+            says("ContainerFrozen", f"the container of {pod} runs, but fails its readiness probe")
+    finally:
+        if launcher:
+            os.kill(launcher, signal.SIGCONT)
+        tiny.kubectl(*send, str(int(signal.SIGCONT)))
+    took = tiny.wait_ready(RECOVERY_SECONDS)
+    print(f"Ready again after {took:.0f} s")
+    assert tiny.restarts("decode") == before
+    moved(tiny, text(60, 3400))
 
 
 def test_a_routers_pod_that_is_deleted_loses_no_request(tiny: ClusterRun) -> None:

@@ -369,7 +369,7 @@ async def test_a_fault_of_the_launcher_is_said_as_its_own(
     app.router.add_get("/health", health)
     async with TestServer(app) as server:
         api = EngineApi(session, str(server.make_url("")).rstrip("/"))
-        watching = asyncio.create_task(supervisor.watch_health(api, readiness))
+        watching = asyncio.create_task(supervisor.watch_health(api, readiness, lambda: 0))
         for _ in range(2):
             files.left = True
             for _ in range(3):

@@ -198,6 +198,22 @@ def test_a_second_signal_kills(launch):
     assert engine.end() == 128 + signal.SIGKILL
 
 
+def test_an_engine_of_which_a_signal_stops_a_process_is_frozen_until_it_goes_on(launch):
+    """The API server answers /health although the engine core, its child, is stopped."""
+    engine = launch("children;serve")
+    engine.ready()
+    core = engine.told()["children"][0]
+    os.kill(core, signal.SIGSTOP)
+    frozen = wait_for(lambda: (found := http(f"{engine.url}/readyz"))[0] == 503 and found[1])
+    assert frozen["state"] == "Frozen"
+    words = r"a signal \(SIGSTOP\) has stopped 1 of vLLM's processes \(since 20\d\d-.+Z\)"
+    assert re.fullmatch(words, frozen["message"])
+    os.kill(core, signal.SIGCONT)
+    again = engine.ready()
+    assert (again["state"], again["message"]) == ("Ready", "")
+    assert again["engine_id"] == frozen["engine_id"]
+
+
 @pytest.mark.parametrize("behaviour", ["children;slow:0.2;exit:5", "children;signal:9"])
 def test_no_descendant_outlives_the_engine(launch, behaviour):
     engine = launch(behaviour)

@@ -168,7 +168,7 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> EngineReport:
             raise TimeoutError
 
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(supervisor.watch_health(cast("EngineApi", Frozen()), readiness))
+        asyncio.run(supervisor.watch_health(cast("EngineApi", Frozen()), readiness, lambda: 0))
     return readiness.report()
 
 

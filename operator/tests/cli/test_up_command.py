@@ -295,7 +295,9 @@ def test_a_process_that_is_stopped_is_named_and_goes_on(start: Callable[..., Up]
     ]
     os.kill(pid, signal.SIGSTOP)
     text = run.until(f"kill -CONT {pid} lets it go on")
-    assert re.search(r"tiny-prefill-\S+: Frozen - a signal \(SIGSTOP\) has stopped 1 process", text)
+    assert re.search(
+        r"tiny-prefill-\S+: Frozen - a signal \(SIGSTOP\) has stopped 1 of its processes", text
+    )
     os.kill(pid, signal.SIGCONT)
     deadline = time.monotonic() + 60
     while not re.search(r"lets it go on(.|\n)*tiny-prefill-\S+: Ready", run.text()):

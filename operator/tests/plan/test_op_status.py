@@ -423,6 +423,7 @@ def test_the_kubelets_word_on_memory_comes_first(said, words):
         ("WarmingUp", "WarmingUp"),
         ("Draining", "Draining"),
         ("Failed", "EngineFailed"),
+        ("Frozen", "EngineFrozen"),
         ("SomethingNewer", "Starting"),
     ],
 )
@@ -434,6 +435,64 @@ def test_what_the_launcher_says_while_not_ready(state, reason):
     )
     world.step()
     is_(world, "DecodeReady", "False", reason, "because")
+
+
+LIVENESS = {"httpGet": {"path": "/health", "port": 8000}, "failureThreshold": 5}
+NOTHING = "without a livenessProbe, nothing starts it again"
+RESTARTS = "its livenessProbe starts it again if it fails 5 times, 10 s apart"
+
+
+def with_container(template):
+    return brought_up(decode={"podTemplate": {"spec": {"containers": [template]}}})
+
+
+def silent_decode(container, template=None, ready="False", **more):
+    """The decode launcher answers nobody, and its pod is not ready."""
+    world = with_container(template or {"name": "engine"})
+    name = world.leaders("decode")[0]
+    del world.engines[name.logical]
+    world.pods[name.pod()]["status"] |= {
+        "conditions": [{"type": "Ready", "status": ready, **more}],
+        "containerStatuses": [{"name": "engine", "state": {"running": {}}, **container}],
+    }
+    world.step()
+    return world, name.pod()
+
+
+@pytest.mark.parametrize(
+    ("template", "becomes"),
+    [({"name": "engine"}, NOTHING), ({"name": "engine", "livenessProbe": LIVENESS}, RESTARTS)],
+)
+def test_a_frozen_engine_is_named_with_what_becomes_of_it(template, becomes):
+    world = with_container(template)
+    name = world.leaders("decode")[0]
+    world.engines[name.logical] = structs.replace(
+        world.engines[name.logical], ready=False, state="Frozen", message="why (since t)"
+    )
+    world.step()
+    for kind in ("DecodeReady", "Ready"):
+        is_(world, kind, "False", "EngineFrozen", f"{name.pod()}: why (since t); {becomes}")
+    world, pod = silent_decode({"started": True, "ready": False}, template)
+    is_(world, "DecodeReady", "False", "ContainerFrozen", f"container of {pod} runs, but", becomes)
+
+
+def test_a_silent_launcher_is_frozen_or_on_a_lost_node_only_if_kubernetes_shows_it():
+    for shown in ({"started": False, "ready": False}, {"ready": False}, {}):
+        world, _ = silent_decode(shown)
+        is_(world, "DecodeReady", "False", "Starting", "the launcher does not answer yet")
+    ran = {"started": True, "ready": True}
+    world, pod = silent_decode(ran)
+    is_(world, "DecodeReady", "False", "NodeNotReady", f"node node of {pod} does not report")
+    world, _ = silent_decode(ran, ready="True")
+    is_(world, "DecodeReady", "Unknown", "LauncherUnreachable")
+
+
+def test_an_engine_without_a_startup_probe_or_behind_a_readiness_gate_may_only_start():
+    own = {"name": "engine", "startupProbe": None}
+    world, _ = silent_decode({"started": True, "ready": False}, own)
+    is_(world, "DecodeReady", "False", "Starting")
+    world, _ = silent_decode({"started": True, "ready": True}, reason="ReadinessGatesNotReady")
+    is_(world, "DecodeReady", "False", "Starting")
 
 
 def test_a_pod_that_is_being_deleted_drains():

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -46,23 +46,46 @@ _PATIENCE: Final = 3
 _ROUTERS_RETURN: Final = _SERVING_POLL + 2.0
 
 
-async def watch_health(api: engine_api.EngineApi, readiness: Readiness) -> None:
-    """Keep ``readiness`` up to date with what ``/health`` says. Runs until cancelled."""
-    failures, own_fault = 0, ""
+async def watch_health(
+    api: engine_api.EngineApi, readiness: Readiness, stopped: Callable[[], int]
+) -> None:
+    """Keep ``readiness`` up to date with what ``/health`` says. Runs until cancelled.
+
+    Args:
+        stopped: returns how many processes of the engine a signal has stopped. The API server may
+            answer although the engine core is stopped.
+    """
+    failures, own_fault, since = 0, "", ""
     while True:
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         try:
-            await api.health()
+            state, why = await _health(api, stopped)
         except engine_api.OwnFaultError as error:  # it says nothing about the engine
             if str(error) != own_fault:
                 say(own_fault := str(error))
-        except engine_api.NO_ANSWER as error:
-            failures += 1
-            if failures >= _PATIENCE:
-                readiness.unhealthy(str(error) or "/health did not answer in time")
         else:
-            failures, own_fault = 0, ""
-            readiness.healthy()
+            if state is EngineState.READY:
+                failures, own_fault = 0, ""
+                readiness.healthy()
+            else:
+                since, failures = since if failures else now, failures + 1
+                if failures >= _PATIENCE:
+                    readiness.unhealthy(f"{why} (since {since})", state)
         await asyncio.sleep(_LOADING_POLL if readiness.loading else _SERVING_POLL)
+
+
+async def _health(api: engine_api.EngineApi, stopped: Callable[[], int]) -> tuple[EngineState, str]:
+    if number := stopped():
+        return EngineState.FROZEN, f"a signal (SIGSTOP) has stopped {number} of vLLM's processes"
+    try:
+        await api.health()
+    except engine_api.OwnFaultError:
+        raise
+    except TimeoutError:
+        return EngineState.FROZEN, "vLLM's processes run, but /health did not answer in time"
+    except engine_api.NO_ANSWER as error:
+        return EngineState.FAILED, str(error)
+    return EngineState.READY, ""
 
 
 async def keep_counting(
@@ -180,7 +203,7 @@ class Supervisor:
             secured = self.tls is not None
             own = url(reachable(self.options.host), self.options.port, secured=secured)
             self._start_engine(self.command, own, self._token)
-            self._spawn(watch_health(self._api, self._readiness))
+            self._spawn(watch_health(self._api, self._readiness, self._engine.stopped))
             if self.command.nodes > 1:
                 self._spawn(self._watch_followers())
             if self.options.role == "decode":

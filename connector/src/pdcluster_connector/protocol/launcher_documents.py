@@ -80,7 +80,11 @@ class CanaryState(_State):
 
 
 class EngineState(_State):
-    """The state of an engine. The states are in the order in which an engine goes through them."""
+    """The state of an engine. The states are in the order in which an engine goes through them.
+
+    Failed: it was ready, and its API answers errors, or refuses connections. Frozen: it was ready,
+    its processes run, and its API answers nothing.
+    """
 
     STARTING = "Starting"
     LOADING_WEIGHTS = "LoadingWeights"
@@ -88,6 +92,7 @@ class EngineState(_State):
     READY = "Ready"
     DRAINING = "Draining"
     FAILED = "Failed"
+    FROZEN = "Frozen"
     UNKNOWN = "Unknown"
 
 

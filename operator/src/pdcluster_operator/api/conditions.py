@@ -71,6 +71,9 @@ class StatusReason(StrEnum):
     WARMING_UP = "WarmingUp"
     DRAINING = "Draining"
     ENGINE_FAILED = "EngineFailed"
+    ENGINE_FROZEN = "EngineFrozen"
+    CONTAINER_FROZEN = "ContainerFrozen"
+    NODE_NOT_READY = "NodeNotReady"
     LAUNCHER_UNREACHABLE = "LauncherUnreachable"
 
     # Links and canaries

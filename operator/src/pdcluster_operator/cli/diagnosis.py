@@ -3,15 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdcluster_operator.api.conditions import ConditionType, Status, find_condition, seconds
-from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, as_mapping
+from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.cli.status_document import Engine
-from pdcluster_operator.plan.observed import pods as seen
 from pdcluster_operator.plan.observed.pods import text_of
-from pdcluster_operator.plan.types import Manifest
 
-CONDITIONS = {"prefill": ConditionType.PREFILL_READY, "decode": ConditionType.DECODE_READY}
-SILENT = "the launcher does not answer"
 UNREACHABLE = ("SideChannelUnreachable", "TransferStalled", "PeerRestarted")
 """Reasons of links that an engine which is frozen and a network that is cut both have."""
 ENDS = ("prefill", "decode")
@@ -54,34 +49,3 @@ def diagnose(status: Mapping[str, Any], engines: Sequence[Engine]) -> list[str]:
             "engine is frozen, or the network between their nodes is cut"
         )
     return found
-
-
-def frozen(
-    status: Mapping[str, Any], engines: Sequence[Engine], pods: Sequence[Manifest]
-) -> dict[str, str]:
-    """Return the engines whose process ran before their role was ready last, and is silent now.
-
-    An engine that starts is silent, too. But then its role was not ready since its process began.
-    """
-    by_engine, found = seen.pods_by_engine(pods), {}
-    for engine in engines:
-        condition = find_condition(status, CONDITIONS.get(engine.role, ""))
-        since = seconds(condition.get("lastTransitionTime"))
-        if SILENT not in engine.message or condition.get("status") != Status.FALSE or not since:
-            continue
-        begun = [_begun(pod) for pod in by_engine.get(engine.name, ())]
-        if begun and all(moment and moment < since for moment in begun):
-            found[engine.name] = (
-                f"{engine.name}: its process was ready, still runs, and answers neither the "
-                "operator nor its probes: it is frozen, or its node or its network is cut"
-            )
-    return found
-
-
-def _begun(pod: Manifest) -> float | None:
-    """Return when the process of a pod's engine began; None if none runs."""
-    for container in seen.status_of(pod).get("containerStatuses") or ():
-        if container.get("name") == ENGINE_CONTAINER:
-            running = as_mapping(as_mapping(container.get("state")).get("running"))
-            return seconds(running.get("startedAt"))
-    return None

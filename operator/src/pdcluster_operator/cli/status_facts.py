@@ -5,7 +5,7 @@ Lease whether an operator still works, and events what failed lately.
 """
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from pdcluster_operator.api import remedies
 from pdcluster_operator.api.conditions import (
     ConditionType,
     Status as Truth,
-    StatusReason,
     find_condition,
     seconds,
 )
@@ -23,7 +22,7 @@ from pdcluster_operator.api.schema.status_schema import MAX_ENGINES
 from pdcluster_operator.api.spec.pod_templates import as_mapping
 from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.cli.commands import in_context
-from pdcluster_operator.cli.diagnosis import UNREACHABLE, diagnose, frozen
+from pdcluster_operator.cli.diagnosis import UNREACHABLE, diagnose
 from pdcluster_operator.cli.rollout import announce
 from pdcluster_operator.cli.status_document import (
     Condition,
@@ -55,7 +54,7 @@ CONSEQUENCES = (
     "CanaryPending",
 )
 """Reasons that go by themselves when another reason goes."""
-OPERATOR_DOWN, FROZEN = "OperatorDown", "EngineFrozen"
+OPERATOR_DOWN = "OperatorDown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +98,7 @@ def status_of(found: Objects) -> Status:
     ready = by_type.get(ConditionType.READY)
     unseen = _unseen_generation(cluster)
     is_ready = bool(ready and ready.status == Truth.TRUE and not unseen)
-    stuck = frozen(status, listed, found.pods)
-    diagnosis = [*stuck.values(), *diagnose(status, listed)]
+    diagnosis = diagnose(status, listed)
     failures = _failures(found, status)
     facts = Status(
         name=name,
@@ -130,7 +128,7 @@ def status_of(found: Objects) -> Status:
         failures=failures,
         next=[],
     )
-    facts.next = _steps(facts, stuck, found)
+    facts.next = _steps(facts, found)
     return facts
 
 
@@ -309,18 +307,12 @@ def _time_of(event: Manifest) -> str:
     return next((text_of(one) for one in (*times, event.get("eventTime")) if one), "")
 
 
-def _steps(facts: Status, stuck: Container[str], found: Objects) -> list[Step]:
-    """Return what to do, once for each reason, the worst first.
-
-    Args:
-        stuck: the engines that are frozen.
-    """
+def _steps(facts: Status, found: Objects) -> list[Step]:
+    """Return what to do, once for each reason, the worst first."""
     name, conditions, engines = facts.name, facts.conditions, facts.engines
     reasons = [(OPERATOR_DOWN, "", "")] if facts.operator.works is False else []
     for engine in engines:
-        if engine.name in stuck:
-            reasons.append((FROZEN, "", f"{engine.name}-0"))
-        elif engine.state not in ("Ready", "Unknown"):
+        if engine.state not in ("Ready", "Unknown"):
             message = seen.joined(engine.message, engine.ended)
             reasons.append((engine.state, message, _pod_of(engine)))
     reasons += [
@@ -353,8 +345,6 @@ def _steps(facts: Status, stuck: Container[str], found: Objects) -> list[Step]:
             in_context(command, found.context),
             remedy.link,
         )
-    if stuck and not {one.state for one in engines if one.name not in stuck} - {"Ready"}:
-        steps.pop(StatusReason.STARTING, None)  # what a condition says of the frozen one
     ready = all(engine.state in ("Ready", "Unknown") for engine in engines)
     follow = CONSEQUENCES if ready else (*CONSEQUENCES, *UNREACHABLE)
     causes = [step for name, step in steps.items() if name not in follow]

@@ -12,7 +12,6 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinkReport
 from pdcluster_operator.api.object_names import CLUSTER_LABEL, EngineName, engine_of, short
 from pdcluster_operator.cli.columns import Columns
@@ -112,8 +111,8 @@ def _pod_line(
         pids = " ".join(map(str, stopped))
         state = "Frozen"
         doing = (
-            f"a signal (SIGSTOP) has stopped {counted(len(stopped), 'process')} of it, so nothing "
-            f"answers; kill -CONT {pids} lets it go on"
+            f"a signal (SIGSTOP) has stopped {len(stopped)} of its processes, so nothing answers; "
+            f"kill -CONT {pids} lets it go on"
         )
     return PodLine(
         name=metadata["name"],

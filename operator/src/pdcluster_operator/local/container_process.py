@@ -105,7 +105,7 @@ class Container:
                 start_new_session=True,
             )
         self._order(json.dumps(self.command).encode() + b"\n")
-        self._set(state={"running": {"startedAt": started}})
+        self._set(state={"running": {"startedAt": started}}, started=False)
         probing = asyncio.create_task(self._probe())
         try:
             code = await self._process.wait()
@@ -137,7 +137,7 @@ class Container:
         if startup and not await self._until(startup, True):
             await self._fail("startup", startup)
             return
-        self._set(ready="readinessProbe" not in self.spec)
+        self._set(ready="readinessProbe" not in self.spec, started=True)
         await asyncio.gather(self._keep_ready(), self._keep_alive())
 
     async def _keep_ready(self) -> None:

@@ -106,6 +106,17 @@ class EngineProcess:
             )
         self._reap()
 
+    def stopped(self) -> int:
+        """Return how many of its processes a signal has stopped: they wait for SIGCONT."""
+        found, below = 0, [self.pid] if self.running else []
+        while below:
+            folder = Path(f"/proc/{(pid := below.pop())}")
+            with contextlib.suppress(OSError):  # it has ended
+                found += (folder / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+                # vLLM starts each process from the first thread of another one.
+                below += map(int, (folder / f"task/{pid}/children").read_text().split())
+        return found
+
     async def wait(self) -> int:
         """Wait for the exit code as a shell has it: 0 to 255, and 128 + n for signal n."""
         if self._exited is None:

@@ -4,9 +4,10 @@ An engine is ready, not ready for a stated reason, or unknown. It is unknown onl
 ready and its launcher does not answer the operator.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.protocol.launcher_documents import EngineReport
@@ -33,6 +34,7 @@ REPORTED_STATES = {
     "WarmingUp": StatusReason.WARMING_UP,
     "Draining": StatusReason.DRAINING,
     "Failed": StatusReason.ENGINE_FAILED,
+    "Frozen": StatusReason.ENGINE_FROZEN,
 }
 HELD = "waits until the first prefill engine and the first decode engine have their nodes"
 READY = {"True": True, "False": False, "Unknown": None}
@@ -94,13 +96,15 @@ def observe_engines(
     def view(name: EngineName) -> EngineView:
         report = observed.engines.get(name.logical)
         asked = cluster.spec.role(name.role).parallelism
-        nodes = nodes_of(sets[name]["spec"]["template"]) if name in sets else asked.nodes
+        template = sets[name]["spec"]["template"] if name in sets else None
+        nodes = nodes_of(template) if template else asked.nodes
+        container = next(_containers(template), {}) if template else {}
         theirs = {name.pod(node) for node in range(nodes)}
         found_pods = by_engine.get(name.stateful_set, ())
         own = sorted((pod for pod in found_pods if _name(pod) in theirs), key=_name)
         _, because = released(sets.get(name))
         kept_back = HELD if name in held else because
-        found = _judge(name, nodes, own, report)
+        found = _judge(name, nodes, own, report, container)
         if kept_back and found.status is Status.FALSE:  # else the mark is somebody else's
             found = no(StatusReason.UNSCHEDULABLE, kept_back)
         addresses = {_name(pod): pods.text_of(pods.status_of(pod).get("podIP")) for pod in own}
@@ -120,14 +124,21 @@ def observe_engines(
 
 def nodes_of(template: Manifest) -> int:
     """Return how many pods an engine has. A StatefulSet has none while its engine is released."""
-    containers = (one for one in template["spec"]["containers"] if one["name"] == ENGINE_CONTAINER)
-    words = [word for one in containers for word in one.get("args") or ()]
+    words = [word for one in _containers(template) for word in one.get("args") or ()]
     nodes = dict(pairwise(words)).get("--nnodes", "")
     return int(nodes) if nodes.isdecimal() else 1
 
 
+def _containers(template: Manifest) -> Iterator[Mapping[str, Any]]:
+    return (one for one in template["spec"]["containers"] if one["name"] == ENGINE_CONTAINER)
+
+
 def _judge(
-    name: EngineName, nodes: int, own: Sequence[Manifest], report: EngineReport | None
+    name: EngineName,
+    nodes: int,
+    own: Sequence[Manifest],
+    report: EngineReport | None,
+    container: Mapping[str, Any],
 ) -> Verdict:
     if len(own) < nodes or _name(own[0]) != name.pod():
         return no(StatusReason.PODS_MISSING, f"{len(own)} of {counted(nodes, 'pod')} so far")
@@ -137,11 +148,13 @@ def _judge(
             return no(trouble.reason, pods.joined(_name(pod), trouble.message))
     waiting = [pod for pod in own if not pods.is_pod_ready(pod)]
     if report is None:
-        return _silent(name, waiting)
+        return _silent(name, waiting, container)
     if not report.ready:
         reason = REPORTED_STATES.get(report.state, StatusReason.STARTING)
         starts = reason in STARTS
         message = pods.started_again(own[0], report.message) if starts else report.message
+        if reason is StatusReason.ENGINE_FROZEN:
+            message = f"{pods.joined(name.pod(), message)}; {pods.who_restarts(container)}"
         return no(reason, message)
     followers = [pod for pod in waiting if _name(pod) != name.pod()]
     if followers:
@@ -149,11 +162,12 @@ def _judge(
     return yes(StatusReason.ENGINES_READY)
 
 
-def _silent(name: EngineName, waiting: Sequence[Manifest]) -> Verdict:
+def _silent(name: EngineName, waiting: Sequence[Manifest], container: Mapping[str, Any]) -> Verdict:
     """Judge an engine whose launcher does not answer: by its pods, or as unknown."""
     if waiting:
+        found = (pods.why_silent(pod, container) for pod in waiting)
         words = pods.started_again(waiting[0], "the launcher does not answer yet")
-        return no(StatusReason.STARTING, words)
+        return next(filter(None, found), no(StatusReason.STARTING, words))
     message = (
         f"{name.pod()} is ready, but its launcher does not answer the operator, whose log says why"
     )

@@ -79,6 +79,40 @@ def is_pod_ready(pod: Manifest) -> bool:
     )
 
 
+def why_silent(pod: Manifest, engine: Mapping[str, Any]) -> Verdict | None:
+    """Return why a launcher may be silent whose pod is not ready; None while it starts.
+
+    If a node reports no more, Kubernetes' node controller sets Ready of its pods to False without a
+    reason, and leaves what the kubelet said last of the containers. ``started`` means that the
+    startup probe has passed.
+
+    Args:
+        engine: the engine's container, as the pod's template has it.
+    """
+    name, container = text_of(metadata_of(pod).get("name")), _our_container(pod) or {}
+    conditions = status_of(pod).get("conditions") or ()
+    marked = any(one.get("type") == "Ready" and not one.get("reason") for one in conditions)
+    if container.get("ready") and marked:
+        node = text_of((pod.get("spec") or {}).get("nodeName"))
+        words = f"node {node} of {name} does not report to Kubernetes, and the launcher is silent"
+        return no(StatusReason.NODE_NOT_READY, words)
+    if container.get("ready") or not (container.get("started") and engine.get("startupProbe")):
+        return None
+    return no(
+        StatusReason.CONTAINER_FROZEN,
+        f"the container of {name} runs, but fails its readiness probe and does not answer the "
+        f"operator: most likely it is frozen, or its node is overloaded; {who_restarts(engine)}",
+    )
+
+
+def who_restarts(engine: Mapping[str, Any]) -> str:
+    """Return what becomes of an engine's container that runs and does not answer."""
+    if not (probe := engine.get("livenessProbe")):
+        return "without a livenessProbe, nothing starts it again"
+    times, period = probe.get("failureThreshold") or 3, probe.get("periodSeconds") or 10
+    return f"its livenessProbe starts it again if it fails {times} times, {period} s apart"
+
+
 def previous_end(pod: Manifest) -> str:
     """Return how the previous process of the engine, or router, ended; empty if there was none."""
     terminated = ((_our_container(pod) or {}).get("lastState") or {}).get("terminated")

@@ -47,6 +47,9 @@ MAX_SHOWN_ERRORS = 5
 NEED_HELP = (
     StatusReason.DOWNLOAD_FAILED,
     StatusReason.ENGINE_FAILED,
+    StatusReason.ENGINE_FROZEN,
+    StatusReason.CONTAINER_FROZEN,
+    StatusReason.NODE_NOT_READY,
     StatusReason.IMAGE_UNAVAILABLE,
     StatusReason.POD_CONFIG_ERROR,
     StatusReason.UNSCHEDULABLE,
