@@ -16,6 +16,8 @@ import numpy as np
 PAUSE = 0.0005
 """Seconds between two steps: an engine with other requests computes meanwhile."""
 SECONDS = 120.0
+PREFILL_TOKENS = 8192
+"""Tokens that prefill computes in a step."""
 
 
 class Watch:
@@ -98,7 +100,8 @@ class Driven:
         for request, (_, _, blocks) in zip(made, requests, strict=True):
             clock.call(self._scheduler.on_new_request, request)
             clock.call(self._scheduler.update_state_after_alloc, request, _held(blocks), 0)
-        clock.call(self._step)
+        for _ in range(0, max(tokens for _, tokens, _ in requests), PREFILL_TOKENS):
+            clock.call(self._step)
         for request, (_, _, blocks) in zip(made, requests, strict=True):
             request.num_computed_tokens = request.num_prompt_tokens
             request.status = RequestStatus.FINISHED_LENGTH_CAPPED
@@ -154,7 +157,9 @@ class Driven:
         for request in made:
             clock.call(self._scheduler.on_new_request, request)
         for request, blocks in zip(made, held, strict=True):
-            count, _ = clock.call(self._scheduler.get_num_new_matched_tokens, request, 0)
+            asked = self._scheduler.get_num_new_matched_tokens, request, 0
+            while (count := clock.call(*asked)[0]) is None:  # the scheduler asks again
+                clock.call(self._step)
             if not count:
                 raise RuntimeError(f"{request.request_id} is not received: {count}")
             clock.call(self._scheduler.update_state_after_alloc, request, blocks, count)

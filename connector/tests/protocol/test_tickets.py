@@ -8,7 +8,6 @@ import random
 import re
 import tracemalloc
 from base64 import b64decode, b64encode
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -19,7 +18,6 @@ from hypothesis import given, settings, strategies as st
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.ticket import (
-    DIGEST_BYTES,
     FORMAT,
     MAX_BLOCKS,
     MAX_TICKET_BYTES,
@@ -29,7 +27,6 @@ from pdcluster_connector.protocol.ticket import (
     encode,
     kv_transfer_params,
     passed_on,
-    prompt_digest,
     ticket_of,
 )
 from pdcluster_connector.sidechannel.ticket_key_file import parse_keys
@@ -47,7 +44,7 @@ TICKET = Ticket(
     blocks=((3, 4, -1, 9),),
     block_size=16,
     tokens=50,
-    prompt_digest=prompt_digest([1, 2, 3]),
+    prompt_digest=bytes(range(16)),
     expires_at=1_800_000_000.5,
     tensor=2,
 )
@@ -476,47 +473,6 @@ def test_only_a_transfer_id_is_repeated(params: object, repeated: dict[str, str]
     assert passed_on(params) == repeated  # type: ignore[arg-type]
 
 
-def test_digest_tells_prompts_apart() -> None:
-    digests = {
-        prompt_digest([1, 2, 3]),
-        prompt_digest([1, 2, 4]),
-        prompt_digest([1, 2]),
-        prompt_digest([]),
-        prompt_digest([1, 2, 3], ["a"]),
-        prompt_digest([1, 2, 3], ["b"]),
-        prompt_digest([1, 2, 3], ["a", "b"]),
-        prompt_digest([1, 2, 3], ["ab"]),
-        prompt_digest([1, 2, 3], lora="a"),
-        prompt_digest([1, 2, 3], lora=""),
-    }
-    assert len(digests) == 10
-    assert all(len(digest) == DIGEST_BYTES for digest in digests)
-
-
-def test_the_digest_of_a_prompt_stays_the_same() -> None:
-    """Prefill and decode may run two releases of the connector: both must compute this."""
-
-    def expected(*parts: bytes, tokens: list[int]) -> bytes:
-        whole = len(b"".join(token.to_bytes(8, "little") for token in tokens))
-        text = whole.to_bytes(8, "little")
-        text += b"".join(token.to_bytes(8, "little", signed=True) for token in tokens)
-        for part in parts:
-            text += len(part).to_bytes(8, "little") + part
-        return blake2b(text, digest_size=16, person=b"pdcluster-prompt").digest()
-
-    assert prompt_digest([1, 2, 300]) == expected(b"\0", tokens=[1, 2, 300])
-    assert prompt_digest([]) == expected(b"\0", tokens=[])
-    assert prompt_digest([7], ["i", "jk"], "l") == expected(b"\1l", b"i", b"jk", tokens=[7])
-    assert prompt_digest([7], [], "") == expected(b"\1", tokens=[7])
-
-
-def test_any_text_of_a_client_has_a_digest() -> None:
-    """JSON may hold half of a surrogate pair, which UTF-8 cannot."""
-    half = "\ud800"
-    assert prompt_digest([1], [half]) != prompt_digest([1], [])
-    assert prompt_digest([1], [], half) != prompt_digest([1], [], "")
-
-
 @pytest.mark.parametrize(("count", "listed"), [(4096, True), (4097, False)])
 def test_a_router_is_told_of_so_many_blocks_and_no_more(count: int, listed: bool) -> None:
     ticket = msgspec.structs.replace(TICKET, blocks=((1,), tuple(range(1, count))))
@@ -527,20 +483,6 @@ def test_a_router_is_told_of_so_many_blocks_and_no_more(count: int, listed: bool
 def test_a_ticket_of_wrong_types_is_not_made() -> None:
     with pytest.raises(TypeError):
         encode(msgspec.structs.replace(TICKET, blocks=(object(),)), KEYS)
-
-
-def test_digest_does_not_depend_on_the_container() -> None:
-    expected = prompt_digest([5, 6, 7])
-    assert prompt_digest((5, 6, 7)) == expected
-    assert prompt_digest(np.array([5, 6, 7], dtype=np.int32)) == expected  # type: ignore[arg-type]
-
-
-@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=50), st.data())
-def test_one_changed_token_changes_the_digest(tokens: list[int], data: st.DataObject) -> None:
-    at = data.draw(st.integers(0, len(tokens) - 1))
-    changed = [*tokens]
-    changed[at] += 1
-    assert prompt_digest(changed) != prompt_digest(tokens)
 
 
 def test_a_signature_serves_tickets_alone() -> None:

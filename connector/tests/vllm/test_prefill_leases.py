@@ -19,7 +19,8 @@ from pdcluster_connector.testing.engines import KEYS
 from pdcluster_connector.vllm.config import parse_options
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup
 from pdcluster_connector.vllm.metrics import StatsCollector
-from pdcluster_connector.vllm.scheduler_side.prefill import PrefillRole, digest_of_prompt
+from pdcluster_connector.vllm.scheduler_side.prefill import PrefillRole
+from pdcluster_connector.vllm.scheduler_side.prompt_digests import PromptDigests, digest_of_prompt
 from pdcluster_connector.vllm.step_messages import StepOrders
 from ticket_key import KEY_FILE
 
@@ -39,7 +40,7 @@ class Prefill:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         self.role = PrefillRole(
             "p/1", parse_options({"ticket_key_file": KEY_FILE}), BLOCK, [CacheGroup(spec)], (1, 1),
-            StatsCollector(), self.desk, lambda: KEYS,
+            StatsCollector(), self.desk, lambda: KEYS, PromptDigests(),
         )  # fmt: skip
 
     def release(self, request_id: str, token: int) -> None:
@@ -163,7 +164,8 @@ def digest(*images: Any, tokens: int = TOKENS, adapter: str | None = None) -> by
     asked = request()
     asked.mm_features = list(images)
     asked.lora_request = None if adapter is None else SimpleNamespace(lora_name=adapter)
-    return digest_of_prompt(asked, tokens)
+    made = digest_of_prompt(asked, tokens)
+    return made and made.value()
 
 
 def test_another_image_or_another_place_of_it_is_another_prompt() -> None:

@@ -101,3 +101,11 @@ def no_ticket(why: str) -> dict[str, Any]:
 def asks_for_local(params: Mapping[str, Any] | None) -> bool:
     """Return whether a request's ``kv_transfer_params`` ask decode to compute the prompt itself."""
     return isinstance(params, Mapping) and params.get(LOCAL_PARAMETER) is True
+
+
+def why_no_ticket(params: Mapping[str, Any] | None, *, may_skip: bool) -> LocalReason:
+    """Return why a request has no ticket; ``may_skip``: its router may skip prefill."""
+    if asks_for_local(params):
+        return LocalReason.REQUESTED
+    # A router that used prefill, or a client that means to, sends parameters.
+    return LocalReason.NO_TICKET if params or not may_skip else LocalReason.LOCAL_BY_ROUTER

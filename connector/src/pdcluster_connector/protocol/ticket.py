@@ -14,9 +14,8 @@ often in a row.
 import hmac
 import math
 from binascii import a2b_base64, b2a_base64
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Annotated, Any, Final, Self
 
 import msgspec
@@ -126,31 +125,6 @@ def _fits(values: NDArray[Any], kind: str) -> bool:
 
 DIGEST_BYTES: Final = 16
 
-
-def prompt_digest(
-    token_ids: Sequence[int],
-    multimodal_hashes: Iterable[str] = (),
-    lora: str | None = None,
-) -> bytes:
-    """Return 16 bytes that equal prompts share and others do not.
-
-    Args:
-        token_ids: the prompt's token ids, each within int64.
-        multimodal_hashes: content hashes of images and the like, in prompt order.
-        lora: name of the adapter; None for the base model.
-
-    A cache salt is left out on purpose: it steers reuse of KV and does not change it.
-    Each part is preceded by its length, so that parts cannot run into one another.
-    """
-    adapter = b"\0" if lora is None else b"\1" + lora.encode("utf-8", "surrogatepass")
-    contents = (item.encode("utf-8", "surrogatepass") for item in multimodal_hashes)
-    digest = blake2b(digest_size=DIGEST_BYTES, person=b"pdcluster-prompt")
-    for part in (np.asarray(token_ids, "<i8").tobytes(), adapter, *contents):
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.digest()
-
-
 # Of the encoded text. A million tokens in four groups need 1.4 MB in the worst case, when their
 # blocks are scattered, and a few hundred bytes when they lie in runs.
 MAX_TICKET_BYTES = 4 * 1024 * 1024
@@ -171,7 +145,7 @@ class Ticket(Struct, frozen=True):
             ``[i * block_size, (i + 1) * block_size)``. Any sequences; decoded ones are BlockIds.
         block_size: tokens in a logical block of the prefill engine.
         tokens: tokens covered, counted from the prompt's start.
-        prompt_digest: of the prompt that the KV belongs to (:func:`prompt_digest`).
+        prompt_digest: of the prompt that the KV belongs to (``PromptDigest``).
         expires_at: when the lease ends unless renewed, Unix seconds of prefill's clock. Decode
             never compares it with its own clock. Prefill says whether the lease stands.
         tensor, pipeline: prefill's parallel sizes.

@@ -4,9 +4,8 @@ Each live request has an :class:`Incoming`. Its ticket is judged when it arrives
 once, and only for the prompt that it was made for. If none of our engines signed it, decode
 contacts no engine because of it: its sender would choose the address.
 
-The lease of a ticket is renewed by :mod:`.decode_leases`. It is released as soon as the KV is no
-longer needed: after the receive (also a failed one), or without one when the request never got that
-far.
+The lease of a ticket is renewed by :mod:`.decode_leases`. It is released when the KV is no longer
+needed: after the receive (also a failed one), or without one if the request never got that far.
 """
 
 import re
@@ -19,15 +18,15 @@ from typing import Any, Final
 from vllm.v1.request import Request, RequestStatus
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.protocol import kv_path, receive_order
+from pdcluster_connector.protocol import kv_path, prompt_outcomes, receive_order
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome, asks_for_local
+from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome
 from pdcluster_connector.protocol.ticket import Ticket, TicketKeys, passed_on, ticket_of
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.vllm import config, metrics, request_spans, step_messages
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_token, smallest_block
-from pdcluster_connector.vllm.scheduler_side import decode_leases, local_prompts, prefill
+from pdcluster_connector.vllm.scheduler_side import decode_leases, local_prompts, prompt_digests
 
 _CHOICE: Final = re.compile(r"[0-9]+_")  # how vLLM begins the id of a choice of ``n``
 
@@ -45,6 +44,7 @@ class Incoming:
     """One live request. ``reason`` says why its KV does not come from a prefill engine.
 
     ``named``: the answer names the engines that its KV moved between.
+    ``digest``: of its prompt, until it was compared with the ticket's.
     ``computed``: tokens of it in this engine's prefix cache when vLLM last asked.
     ``held``: the ticket's lease is renewed, and released when the request no longer needs it.
     ``repeated``: what the answer repeats of the request.
@@ -59,6 +59,7 @@ class Incoming:
     held: bool = False
     repeated: Mapping[str, Any] = field(default_factory=dict)
     counted: bool = False
+    digest: prompt_digests.PromptDigest | None = None
     computed: int = 0
     start: int = 0
     stop: int = 0
@@ -93,6 +94,7 @@ class DecodeRole:
 
     Args:
         keys: gives the keys of which one must have signed a ticket.
+        digests: makes the digests of long prompts.
         key: a request with this key learns in any case between which engines its KV moved; empty
             for no such request.
         recomputes: whether vLLM computes the prompt here if its transfer fails. Else the request
@@ -107,6 +109,7 @@ class DecodeRole:
     clock: Callable[[], float] = time.monotonic
     _: KW_ONLY
     keys: Callable[[], TicketKeys | None]
+    digests: prompt_digests.PromptDigests
     key: str = ""
     recomputes: bool = False
 
@@ -138,47 +141,57 @@ class DecodeRole:
         self.local.arrived(request)
         if incoming.held and incoming.ticket is not None:
             self._tickets.use(incoming.ticket, request.request_id)
+        self._compare(request, incoming)
 
     def _judge(self, request: Request) -> Incoming:
         keys = self.keys()
         ticket = ticket_of(request.kv_transfer_params, keys, self.options.ticket_audience)
         if ticket is None:
-            return Incoming(None, Stage.SETTLED, self._why_no_ticket(request.kv_transfer_params))
+            may_skip = self.options.router_may_skip_prefill
+            why = prompt_outcomes.why_no_ticket(request.kv_transfer_params, may_skip=may_skip)
+            return Incoming(None, Stage.SETTLED, why)
         if isinstance(ticket, Failure):
             return Incoming(None, Stage.SETTLED, ticket.reason, ticket.message)
-        incoming = Incoming(ticket, Stage.WAITING, self._objection(request, ticket))
-        incoming.held = keys is not None or not incoming.reason
-        return incoming
-
-    def _why_no_ticket(self, params: Mapping[str, Any] | None) -> LocalReason:
-        if asks_for_local(params):
-            return LocalReason.REQUESTED
-        # A router that used prefill, or a client that means to, sends parameters.
-        skipped = self.options.router_may_skip_prefill and not params
-        return LocalReason.LOCAL_BY_ROUTER if skipped else LocalReason.NO_TICKET
-
-    def _objection(self, request: Request, ticket: Ticket) -> str:
-        """Return why a true ticket must not be used for a request; empty if it may."""
+        incoming = Incoming(ticket, Stage.WAITING, held=keys is not None)
         if self._tickets.is_spent(ticket):
             # Released by an earlier request of this engine: the blocks may be reused already.
-            return LocalReason.TICKET_SPENT
-        if self._leaves_last_token and ticket.tokens >= request.num_tokens:
-            return LocalReason.TICKET_TOO_LONG
-        if prefill.digest_of_prompt(request, ticket.tokens) != ticket.prompt_digest:
-            return LocalReason.PROMPT_MISMATCH
-        return ""
+            incoming.reason = LocalReason.TICKET_SPENT
+        elif self._leaves_last_token and ticket.tokens >= request.num_tokens:
+            incoming.reason = LocalReason.TICKET_TOO_LONG
+        elif (digest := self.digests.begin(request, ticket.tokens)) is None:
+            incoming.reason = LocalReason.PROMPT_MISMATCH
+        else:
+            incoming.digest = digest
+        return incoming
+
+    def _compare(self, request: Request, incoming: Incoming) -> bool:
+        """Compare the prompt with the ticket's; False while its digest is being made."""
+        if incoming.digest is None or incoming.ticket is None:
+            return True
+        if incoming.digest.left:
+            return False
+        if incoming.digest.value() != incoming.ticket.prompt_digest:
+            incoming.reason = incoming.reason or LocalReason.PROMPT_MISMATCH
+        elif not incoming.held:  # not signed, but at least its client knows the whole prompt
+            self._tickets.use(incoming.ticket, request.request_id)
+            incoming.held = True
+        incoming.digest = None
+        return True
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """(tokens that a transfer brings beyond ``computed``, loaded asynchronously).
 
-        None: the claim of a ticket that another data-parallel rank may use up is not answered, or
-        nothing comes and the prompt has to wait its turn to be computed here, or those that wait
-        have theirs now. vLLM asks again each step until the request is admitted.
+        None: the prompt's digest is still being made, the claim of a ticket that another
+        data-parallel rank may use up is not answered, nothing comes and the prompt has to wait its
+        turn to be computed here, or those that wait have theirs now. vLLM asks again each step
+        until the request is admitted.
         """
         incoming = self._requests.get(request.request_id)
         if incoming is None:
             return 0, False
         incoming.computed = computed
+        if not self._compare(request, incoming):
+            return None, False
         count, loads = self._from_prefill(request, incoming)
         if count == 0 and self.local.must_wait(request, computed):
             if incoming.reason and incoming.stage is Stage.WAITING:
@@ -238,15 +251,10 @@ class DecodeRole:
         # Nothing follows the order: it is given, or the exception fails the request.
         self._orders.append(
             receive_order.ReceiveOrder(
-                request_id=request.request_id,
-                ticket=ticket,
-                blocks=held,
-                start=start,
-                stop=stop,
-                seconds=seconds,
-                claimed=claimed,
+                request_id=request.request_id, ticket=ticket, blocks=held,
+                start=start, stop=stop, seconds=seconds, claimed=claimed,
             )
-        )
+        )  # fmt: skip
 
     def _begin_here(self, request: Request, incoming: Incoming) -> None:
         if incoming.stage is Stage.WAITING:
@@ -389,4 +397,4 @@ class DecodeRole:
         """Nothing will be loaded any more. If the ticket cannot be released, this is repeated."""
         if incoming.ticket is not None and incoming.held:
             self._tickets.done(incoming.ticket, request_id)
-        incoming.stage = Stage.SETTLED
+        incoming.stage, incoming.digest = Stage.SETTLED, None

@@ -20,6 +20,7 @@ from pdcluster_connector.protocol.prompt_outcomes import no_ticket
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.vllm import config, metrics, request_spans, step_messages
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_token
+from pdcluster_connector.vllm.scheduler_side import prompt_digests
 
 logger = logging.getLogger(__name__)
 
@@ -30,24 +31,6 @@ def is_prefill(request: Request) -> bool:
     """Whether the client asked for this request's KV to be handed to another engine."""
     params = request.kv_transfer_params
     return isinstance(params, dict) and params.get("do_remote_decode") is True
-
-
-def digest_of_prompt(request: Request, tokens: int) -> bytes | None:
-    """Return the digest of the first ``tokens`` prompt tokens: what their KV depends on.
-
-    Images and the like count with their content hash and position if they begin within those
-    tokens. Prompts given as embeddings have no digest.
-    """
-    token_ids = request.prompt_token_ids
-    if token_ids is None or request.prompt_embeds is not None or tokens > len(token_ids):
-        return None
-    features = [
-        f"{feature.mm_position.offset}:{feature.mm_hash or feature.identifier}"
-        for feature in request.mm_features
-        if feature.mm_position.offset < tokens
-    ]
-    adapter = request.lora_request.lora_name if request.lora_request else None
-    return ticket.prompt_digest(token_ids[:tokens], features, adapter)
 
 
 def _ends_in_image(request: Request) -> bool:
@@ -64,6 +47,7 @@ class PrefillRole:
         parallel: (tensor, pipeline) sizes.
         leases: shared with the side channel, where releases and renewals come in.
         keys: gives the keys that sign tickets.
+        digests: makes the digests of long prompts.
     """
 
     engine_id: str
@@ -74,15 +58,20 @@ class PrefillRole:
     stats: metrics.StatsCollector
     leases: LeaseDesk
     keys: Callable[[], ticket.TicketKeys | None]
+    digests: prompt_digests.PromptDigests
 
     def __post_init__(self) -> None:
         self._leaves_last_token = leaves_last_token(self.groups)
         self._owed: dict[str, str] = {}  # finished requests whose blocks vLLM keeps, by itself
         self._traces: dict[str, tuple[request_spans.Headers, int]] = {}  # of these; the end in ns
         self._shortened: set[str] = set()
+        self._digests: dict[str, prompt_digests.PromptDigest] = {}
 
     def arrived(self, request: Request) -> None:
-        """Shorten a prompt whose last token is decode's to compute (see ``groups``)."""
+        """Shorten a prompt whose last token is decode's to compute (see ``groups``).
+
+        Then begin with its digest.
+        """
         if (
             self._leaves_last_token
             and request.prompt_token_ids is not None
@@ -96,6 +85,9 @@ class PrefillRole:
             request.num_prompt_tokens -= 1
             request.max_tokens = 1
             self._shortened.add(request.request_id)
+        digest = self.digests.begin(request, request.num_prompt_tokens)
+        if digest is not None:
+            self._digests[request.request_id] = digest
 
     def scheduled(self, request: Request) -> None:
         """Arm the lease of a request that starts to compute; again after a preemption."""
@@ -126,10 +118,10 @@ class PrefillRole:
             and request.num_computed_tokens >= request.num_prompt_tokens
             and any(blocks)
         )
-        digest = None
-        if place is not None and handed_off and not whole:
-            digest = digest_of_prompt(request, request.num_prompt_tokens)
-        if place is None or digest is None:
+        digest = self._digests.pop(request_id, None)
+        if digest is None or digest.tokens != request.num_prompt_tokens:
+            digest = prompt_digests.digest_of_prompt(request, request.num_prompt_tokens)
+        if place is None or digest is None or not handed_off or whole:
             self.leases.drop(request_id)
             why = "LeaseEnded" if place is None else "LastToken" if whole else "NoDigest"
             return False, None, why if handed_off else "NotFinished"
@@ -137,7 +129,7 @@ class PrefillRole:
         try:
             if slot is None:  # decode could not see whether the lease stands
                 raise ValueError("no lease word is free")
-            made = self._ticket(request, token, slot, digest, blocks)
+            made = self._ticket(request, token, slot, digest.value(), blocks)
             params = ticket.kv_transfer_params(made, self.keys())
         except ValueError as error:
             logger.warning("the KV of %s is not handed over: %s", request_id, error)
@@ -187,6 +179,7 @@ class PrefillRole:
         self._owed.pop(request_id, None)
         self._traces.pop(request_id, None)
         self._shortened.discard(request_id)
+        self._digests.pop(request_id, None)
 
     def take(self, orders: step_messages.StepOrders) -> None:
         """Add the requests that every rank reports as sent now, and the words to write before."""

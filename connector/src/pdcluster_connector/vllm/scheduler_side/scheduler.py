@@ -20,7 +20,7 @@ from pdcluster_connector.protocol import kv_path, launcher_documents, ticket
 from pdcluster_connector.sidechannel import lease_client, lease_desk, server, ticket_key_file
 from pdcluster_connector.vllm import config, joined_shape, metrics
 from pdcluster_connector.vllm.kv_caches.groups import cache_groups
-from pdcluster_connector.vllm.scheduler_side import busy_time, decode, prefill
+from pdcluster_connector.vllm.scheduler_side import busy_time, decode, prefill, prompt_digests
 from pdcluster_connector.vllm.step_messages import StepOrders, StepReport, WorkerHandshake
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class SchedulerRole:
         self._ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
         self.stats = metrics.StatsCollector()
         self.busy = busy_time.BusyTime(self.stats)
+        self._digests = prompt_digests.PromptDigests()
         self._orders = [StepOrders()]  # the next ones; here until the very line that returns them
         self._tls = Tls(options.tls, engine_id) if options.tls else None
         self._side_channel: server.SideChannelServer | None = None
@@ -73,6 +74,7 @@ class SchedulerRole:
                 self.stats,
                 self._leases,
                 keys,
+                self._digests,
             )
         if transfer.is_kv_consumer:
             self._lease_client = lease_client.LeaseClient(engine_id, self._tls)
@@ -84,6 +86,7 @@ class SchedulerRole:
                 self._lease_client,
                 self.stats,
                 keys=keys,
+                digests=self._digests,
                 key=kv_path.key_of(os.environ.get(launcher_documents.TOKEN_VARIABLE, "")),
                 recomputes=transfer.kv_load_failure_policy == "recompute",
             )
@@ -150,6 +153,7 @@ class SchedulerRole:
 
     def orders(self) -> StepOrders:
         """What the workers have to do in this step; each order is given out once."""
+        self._digests.step()
         if self.decode is not None:
             self.decode.step(self._orders[0])
         if self.prefill is not None:
