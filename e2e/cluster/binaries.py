@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -117,6 +118,9 @@ KEDA = (
     Program("keda", "keda", f"{_KEDA}/cmd/operator"),
     Program("keda-adapter", "keda", f"{_KEDA}/cmd/adapter"),
 )
+# The kinds of gateways, of which only the CRDs are read. Only a test of `make soak` needs them.
+GATEWAY = Program("gateway", "gateway", "sigs.k8s.io/gateway-api")
+INFERENCE = Program("inference", "gateway", "sigs.k8s.io/gateway-api-inference-extension")
 # Judges a PDCluster's health as Argo CD and Flux do. Only a test of the page about them needs it.
 GITOPS = Program("gitops", "gitops")
 # More names for a person's shell, so that the commands of the chart's notes work.
@@ -154,12 +158,14 @@ def pinned_version(program: Program) -> str:
 def sources(program: Program) -> Path:
     """The folder with the sources of the program's module, at the pinned version.
 
+    Go fetches what its module cache lacks.
+
     Raises:
         ClusterError: Go does not find them.
     """
     module = program.package.partition("/cmd")[0]
     done = subprocess.run(
-        ["go", "list", "-m", "-f", "{{.Dir}}", module],
+        ["go", "mod", "download", "-json", module],
         cwd=TOOLS / program.tool,
         env={**os.environ, **BUILD},
         capture_output=True,
@@ -167,8 +173,8 @@ def sources(program: Program) -> Path:
         check=False,
     )
     if done.returncode:
-        raise ClusterError(f"no sources of {module}: {done.stderr.strip()}")
-    return Path(done.stdout.strip())
+        raise ClusterError(f"no sources of {module}: {done.stderr.strip() or done.stdout.strip()}")
+    return Path(json.loads(done.stdout)["Dir"])
 
 
 def digest(tool: str) -> str:
