@@ -147,10 +147,20 @@ def test_many_descriptors_are_said_with_what_needs_fewer(
 
 
 def test_many_descriptors_because_of_different_block_sizes_need_equal_ones() -> None:
+    """Not to the smaller one: CUTLASS_MLA takes 128 and no smaller one."""
     made = plan(("LBHNC", "LBHNC"), (1, 1), blocks=128, layers=80, decode_blocks=64)
-    equal = plan(("LBHNC", "LBHNC"), (1, 1), 64, 80, 64)
-    assert descriptors(made, 1000)[0] > MANY > descriptors(equal, 1000)[0] == 1280
-    assert cost_notice(made, None).endswith("apart. Set on both engines: --block-size 64")
+    equal = plan(("LBHNC", "LBHNC"), (1, 1), 128, 80, 128)
+    assert descriptors(made, 1000)[0] > MANY > descriptors(equal, 1000)[0] == 640
+    assert cost_notice(made, None).endswith("apart. Set on both engines: --block-size 128")
+
+
+def test_blocks_that_are_larger_than_a_kernel_takes_are_not_said_to_be_too_small() -> None:
+    made = plan(("LBHNC", "LBHNC"), (1, 1), layers=80)
+    for ratio in (1, 4):
+        groups = (GroupShape(LayerKind.FULL_ATTENTION, TOKENS * ratio, ratio),)
+        said = cost_notice(made, "LBHNC", groups)
+        assert ("--block-size 64 (then 1,280), or" in said) == (ratio == 1)
+        assert "transfer.kvLayout BHLNC" in said
 
 
 def test_up_to_the_bound_nothing_is_said() -> None:

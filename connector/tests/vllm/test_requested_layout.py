@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +14,15 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.config import CacheConfig, KVTransferConfig
+from vllm.platforms import cpu
+from vllm.v1.attention import backends as backends_of_vllm
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from pdcluster_connector.compat.supported import LAYOUTS, LAYOUTS_OF
+from pdcluster_connector.compat.supported import CHOSEN_BLOCK, LAYOUTS, LAYOUTS_OF, MOST_BLOCK
 
 pytestmark = pytest.mark.vllm
 
@@ -124,3 +128,50 @@ def test_the_table_of_backends_is_vllms_own() -> None:
     assert told == {name: LAYOUTS_OF.get(name, LAYOUTS) for name in told}
     named = {member.name for member in AttentionBackendEnum}
     assert named >= LAYOUTS_OF.keys()
+
+
+def test_the_tables_of_block_sizes_are_vllms_own() -> None:
+    """On CPUs, the platform chooses."""
+    chosen, most = {}, {}
+    for name, backend in backends():
+        sizes = backend.get_supported_kernel_block_sizes()
+        chosen[name] = backend.get_preferred_block_size(16)
+        most[name] = max(sizes) if all(isinstance(size, int) for size in sizes) else None
+    of_one_model = ("_DSV4", "_DSV41", "_MSA", "_M3_SPARSE")
+    left_out = {"AMX_MLA", "CPU_ATTN", *(one for one in chosen if one.endswith(of_one_model))}
+    assert chosen.keys() >= {"FLASHMLA", "TOKENSPEED_MLA", "FLASH_ATTN", "TRITON_MLA", "B12X"}
+    for name in chosen.keys() - left_out:
+        assert (name, chosen[name]) == (name, CHOSEN_BLOCK.get(name, 16))
+        assert (name, most[name]) == (name, MOST_BLOCK.get(name))
+    named = {member.name for member in AttentionBackendEnum}
+    assert named >= CHOSEN_BLOCK.keys() | MOST_BLOCK.keys()
+
+
+def test_the_block_sizes_of_cpus() -> None:
+    text = Path(cpu.__file__).read_text()
+    assert CHOSEN_BLOCK["CPU_ATTN"] == CHOSEN_BLOCK["AMX_MLA"] == 128
+    usual = (
+        "elif not cache_config.user_specified_block_size:\n            cache_config.block_size = "
+    )
+    assert f"{usual}128\n" in text
+    assert CHOSEN_BLOCK.get("CPU_MLA", 16) == MOST_BLOCK["CPU_MLA"] == 16
+    assert "            cache_config.block_size = 16\n        elif is_deepseek_v4:" in text
+
+
+SOURCES = {
+    "FLASHINFER": ("flashinfer", "[16, 32, 64]"),
+    "FLASHINFER_MLA": ("mla/flashinfer_mla", "[32, 64]"),
+    "CUTLASS_MLA": ("mla/cutlass_mla", "[128]"),
+    "FLASH_ATTN_MLA": ("mla/flashattn_mla", "[MultipleOf(16)]"),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_block_sizes_of_backends_that_need_their_device(name: str) -> None:
+    """vLLM chooses 16 if a backend takes it, or else the least that it takes."""
+    module, sizes = SOURCES[name]
+    text = (Path(backends_of_vllm.__path__[0]) / f"{module}.py").read_text()
+    assert f"        return {sizes}\n" in text
+    taken = [int(number) for number in re.findall(r"\d+", sizes)]
+    assert CHOSEN_BLOCK.get(name, 16) == (16 if 16 in taken else min(taken))
+    assert MOST_BLOCK.get(name) == (None if "Multiple" in sizes else max(taken))

@@ -58,7 +58,7 @@ ELSEWHERE = {
     ),
     "model.py: The model's config.json does not say how its layers keep their KV{}.": "no remedy",
     "model.py: The model has {} with KV or states: {} bytes for one token, {} for {}. Where both "
-    "roles split it alike, these are about {} descriptors in blocks of {} tokens{}.": "no remedy",
+    "roles split it alike, these are about {} descriptors in blocks of {} tokens{}{}.": "no remedy",
     **dict.fromkeys(
         (
             "validate.py: Set maxPercentOfDecode to at least this number.",

@@ -152,9 +152,44 @@ def test_what_moves_for_a_prompt_is_told_before_a_pod_starts() -> None:
     assert "about 1,024 descriptors in blocks of 32 tokens" in said, "32 layers x 32 blocks"
     assert ", 512 in blocks of 64, 32 with spec.transfer.kvLayout BLHNC." in said
     outermost = judged(holding(LLAMA), transfer={"kvLayout": "BLHNC"})
-    assert "about 63 descriptors in blocks of 16 tokens." in accepted(outermost).message
+    said = accepted(outermost).message
+    assert "63 descriptors in blocks of 16 tokens (as most attention backends have them)." in said
     eight_bits = judged(holding(LLAMA), engine={"kvCacheDtype": "fp8_e4m3"}).model
     assert "65,536 bytes for one token" in eight_bits
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "said"),
+    [
+        ({}, "CUDA", "3,843 in 16 (as most attention backends have them), 976 in blocks of 64,"),
+        ({"attentionBackend": "FLASH_ATTN_MLA"}, "CUDA", "3,843 in 16, 976 in blocks of 64,"),
+        ({"attentionBackend": "TRITON_MLA"}, "CUDA", "3,843 in 16, 976 in blocks of 64,"),
+        ({"attentionBackend": "FLASHINFER_MLA"}, "CUDA", "1,952 in 32, 976 in blocks of 64,"),
+        ({"attentionBackend": "FLASHMLA"}, "CUDA", "976 in 64, 16 with"),
+        ({"attentionBackend": "CUTLASS_MLA"}, "CUDA", "488 in 128, 8 with"),
+        ({"extraArgs": ["--attention-backend=FLASHMLA"]}, "CUDA", "976 in 64, 16 with"),
+        ({"blockSize": 32}, "CUDA", "1,952 in 32, 976 in blocks of 64,"),
+        ({"attentionBackend": "FLASHMLA", "blockSize": 128}, "CUDA", "976 in 64, 16 with"),
+        ({}, "CPU", "3,843 in 16, 63 with"),
+        ({"attentionBackend": "AMX_MLA"}, "CPU", "488 in 128, 8 with"),
+    ],
+)
+def test_a_deepseek_is_counted_in_the_blocks_that_its_backend_has(
+    engine: dict[str, Any], device: str, said: str
+) -> None:
+    config = holding(MODELS["DeepSeek-V3"]["config"])
+    found = judged(config, engine=engine, transfer={"device": device}).model
+    short = found.replace(" descriptors in blocks of ", " in ").replace(" tokens", "")
+    assert f"about {said}" in short
+
+
+def test_a_deepseek_whose_roles_have_other_backends_moves_in_the_smaller_blocks() -> None:
+    roles = {
+        role: {"replicas": 1, "engine": {"attentionBackend": backend}}
+        for role, backend in (("prefill", "FLASHMLA"), ("decode", "FLASH_ATTN_MLA"))
+    }
+    found = judged(holding(MODELS["DeepSeek-V3"]["config"]), **roles)
+    assert "about 3,843 descriptors in blocks of 16 tokens, 976 in blocks of 64," in found.model
 
 
 def test_what_the_model_rules_out_is_refused_with_its_config_map() -> None:

@@ -115,6 +115,27 @@ LAYOUTS_OF: Final[Mapping[str, tuple[str, ...]]] = {
 _OLD_NAMES: Final = {"HND": "LBHNC", "NHD": "LBNHC"}
 
 
+# Tokens of a block if nobody asks for a size, from vLLM 0.32 get_preferred_block_size, and for CPUs
+# check_and_update_config. Others have 16; FLASH_ATTN has more for some heads and types.
+CHOSEN_BLOCK: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("FLASHINFER_MLA", "FLASHINFER_MLA_SPARSE", "TOKENSPEED_MLA"), 32),
+    **dict.fromkeys(("FLASHMLA", "FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE", "HPC_ATTN"), 64),
+    **dict.fromkeys(("FLASHINFER_MLA_SPARSE_SM90", "FLASHINFER_MLA_SPARSE_SM120"), 64),
+    **dict.fromkeys(("ROCM_AITER_UNIFIED_ATTN", "ULTRAQUANT"), 64),
+    **dict.fromkeys(("AMX_MLA", "B12X", "CPU_ATTN", "CUTLASS_MLA"), 128),
+}
+# The largest block that a kernel takes. vLLM cuts larger ones into such blocks, and each of them
+# needs a descriptor (vLLM 0.32 get_supported_kernel_block_sizes). Others take all multiples.
+# FLASHINFER takes more than 64 on some GPUs. CPU_MLA has blocks of 16 whatever is asked for.
+MOST_BLOCK: Final[Mapping[str, int]] = {
+    "CPU_MLA": 16,
+    "ROCM_AITER_FA": 32,
+    **dict.fromkeys(("FLASHINFER", "FLASHINFER_MLA", "FLASHMLA", "HPC_ATTN"), 64),
+    **dict.fromkeys(("TOKENSPEED_MLA",), 64),
+    **dict.fromkeys(("B12X", "CUTLASS_MLA", "TURBOQUANT"), 128),
+}
+
+
 def layout_name(name: str | None) -> str | None:
     """Return the name of a layout that vLLM has two names for."""
     return _OLD_NAMES.get(name or "", name)

@@ -186,11 +186,12 @@ def cost_notice(plan: PeerPlan, layout: str | None, groups: Sequence[GroupShape]
     if taken <= MANY or not blocks:
         return ""
     unit, ways = min(one.key.unit for _, one in blocks), list[str]()
-    size = max(unit, LARGE_BLOCK)
     sides = {(one.key.prefill.block_tokens, one.key.decode.block_tokens) for _, one in blocks}
-    if sides != {(unit, unit)}:
+    size = max(LARGE_BLOCK, *map(max, sides))  # some backends take no smaller one than they have
+    whole = all(one.kernel_blocks_per_block == 1 for one in groups)  # or cut for the kernel
+    if whole and sides != {(unit, unit)}:
         ways.append(f"--block-size {size}")
-    elif unit < size:
+    elif whole and unit < size:
         count = sum(
             one.prefill_first.size * _units(one.key, size, NOTICE_TOKENS, groups)
             for _, one in blocks

@@ -8,10 +8,12 @@ found. Nothing that is wrong with it refuses a manifest: engines do not read it.
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from math import gcd
 
 from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.shape import LayerKind, LayerShape
+from pdcluster_connector.compat.shape import EngineShape, LayerKind, LayerShape, Memory
+from pdcluster_connector.compat.supported import CHOSEN_BLOCK, MOST_BLOCK
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.rules.variables import variables
 from pdcluster_operator.api.spec import model_config as configs, pod_templates
@@ -34,7 +36,7 @@ MODELSCOPE = "VLLM_USE_MODELSCOPE"
 LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 REF = "spec.model.configMapRef"
 BLOCK, LARGE, PROMPT = 16, 64, 1000
-"""Tokens of a block if the manifest names none, of a larger one, and of the prompt counted."""
+"""Tokens of a block if no backend is named, of a larger one, and of the prompt counted."""
 
 
 def model_of(cluster: Cluster, found: FoundConfig) -> tuple[Model | None, tuple[FieldError, ...]]:
@@ -93,11 +95,13 @@ def moves(cluster: Cluster, model: Model) -> str:
     if model.layers is None or is_replaced(engine):
         why = "" if is_replaced(engine) else f": {model.untold}"
         return f"The model's config.json does not say how its layers keep their KV{why}."
-    block = engine.block_size or BLOCK
+    found = [_block(engine_shape(cluster, resolve_engine(cluster, one)), model) for one in Role]
+    block, large = gcd(*(one for one, _, _ in found)), min(LARGE, *(most for _, most, _ in found))
+    usual = "" if all(said for _, _, said in found) else " (as most attention backends have them)"
     pieces, whole = _pieces(model.layers, block), -(-PROMPT // block)
     alike = len({(layer.kind, layer.window) for layer in model.layers}) == 1  # one group of blocks
     joins = alike and model.layers[0].kind is not LayerKind.MAMBA and not model.layers[0].window
-    others = f", {_pieces(model.layers, LARGE):,} in blocks of {LARGE}" if block < LARGE else ""
+    others = f", {_pieces(model.layers, large):,} in blocks of {large}" if block < large else ""
     if joins and cluster.spec.transfer.kv_layout in (KvLayout.BLHNC, KvLayout.BHLNC):
         pieces, others = whole, ""
     elif joins:
@@ -106,8 +110,18 @@ def moves(cluster: Cluster, model: Model) -> str:
         f"The model has {counted(len(model.layers), 'layer')} with KV or states: "
         f"{model.kv_bytes(1):,} bytes for one token, {model.kv_bytes(PROMPT):,} for {PROMPT:,}. "
         f"Where both roles split it alike, these are about {pieces:,} descriptors in blocks of "
-        f"{block} tokens{others}."
+        f"{block} tokens{usual}{others}."
     )
+
+
+def _block(shape: EngineShape, model: Model) -> tuple[int, int, bool]:
+    """Return the tokens of an engine's blocks, of its largest ones, and whether it is known."""
+    mla = any(layer.kind is LayerKind.MLA for layer in model.layers or ())
+    of_cpu = {(Memory.DRAM, True): "CPU_MLA", (Memory.DRAM, False): "CPU_ATTN"}
+    backend = shape.backend or of_cpu.get((shape.memory or Memory.VRAM, mla), "")
+    size = shape.block_size or CHOSEN_BLOCK.get(backend, BLOCK)
+    most = MOST_BLOCK.get(backend, max(size, LARGE))
+    return min(size, most), most, bool(shape.block_size or backend)
 
 
 def _pieces(layers: Iterable[LayerShape], block: int) -> int:

@@ -262,7 +262,8 @@ class EngineOverride:
     block_size: Annotated[
         int | None,
         Example(64),
-        "is the number of tokens in a KV cache block. Without it vLLM chooses.",
+        "is the number of tokens in a KV cache block. Without it vLLM chooses: mostly 16, 32 with "
+        "FLASHINFER_MLA, 64 with FLASHMLA, 128 with CUTLASS_MLA, and on CPUs 128, or 16 with MLA.",
         # Far above 1024: vLLM grows a hybrid's attention blocks until their page holds a Mamba
         # state, as 66 kernel blocks x 16 tokens = 1056 (vLLM's PR #42097).
         Whole(1, 65_536),
