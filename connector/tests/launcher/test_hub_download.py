@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 
 from pdcluster_connector.launcher import hub_download
+from pdcluster_connector.launcher.before_start import cache_problems
 
 pytestmark = pytest.mark.process
 
@@ -213,8 +215,13 @@ def test_two_jobs_that_share_a_claim_download_a_file_once(hub, tmp_path):
     assert {first.end()[0], second.end()[0]} == {0}
     assert len(asked_for(hub, LARGE, "GET")) == 1
     assert all((snapshot(tmp_path) / name).read_bytes() == FILES[name] for name in READ)
+    engine = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    words = [(REPO,), (REPO, "--revision", COMMIT)]
+    assert not [problem for one in words for problem in cache_problems(one, engine)]
     marks = {path.name for path in (tmp_path / "hub" / hub_download.MARKS).iterdir()}
     assert marks == {f"some-lab--tiny--{revision}" for revision in ("main", COMMIT)}
+    shutil.rmtree(tmp_path / "hub")
+    assert len([problem for one in words for problem in cache_problems(one, engine)]) == 2
 
 
 def test_marks_that_are_written_at_once_are_whole(tmp_path):

@@ -21,6 +21,7 @@ from pdcluster_connector.launcher import before_start, installed_versions
 from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
 from pdcluster_connector.launcher.before_start import (
     Port,
+    cache_problems,
     libfabric_plugins,
     libfabric_problems,
     memory_problems,
@@ -75,6 +76,51 @@ def test_a_folder_without_weights(model):
     (problem,) = model_problems(str(model))
     assert "holds no weights" in problem
     assert list(model_problems(str(model), "dummy")) == []
+
+
+# The cache of a model that a Job has downloaded.
+
+
+def snapshot(cache: Path, model: Path, revision: str, commit: str) -> Path:
+    """Put a model into a cache as huggingface_hub does: its files are links to blobs."""
+    home = cache / "models--org--llama"
+    for folder in ("refs", "blobs", f"snapshots/{commit}"):
+        (home / folder).mkdir(parents=True, exist_ok=True)
+    (home / "refs" / revision).write_text(commit)
+    for file in model.iterdir():
+        shutil.copy(file, home / "blobs" / file.name)
+        (home / "snapshots" / commit / file.name).symlink_to(f"../../blobs/{file.name}")
+    return home
+
+
+@pytest.mark.parametrize("revision", ["main", "v1", "c0ffee"])
+def test_a_cache_that_was_emptied_is_named_before_vllm_cannot_reach_the_hub(
+    model, tmp_path, revision
+):
+    words = ("org/llama", *(() if revision == "main" else ("--revision", revision)))
+    offline = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+
+    def told(**other):
+        return list(cache_problems(words, {**offline, **other}))
+
+    [problem] = told()
+    of = "" if revision == "main" else f", revision {revision}"
+    assert f"hub does not hold the weights of org/llama{of}, and HF_HUB_OFFLINE" in problem
+    assert "delete that Job" in problem
+    assert told(HF_HUB_OFFLINE="0") == told(HF_HUB_CACHE="") == []
+    named = {"main": "main", "v1": "v1", "c0ffee": "main"}[revision]
+    home = snapshot(tmp_path / "hub", model, named, "c0ffee")
+    assert told() == []
+    (home / "blobs" / "model.safetensors").unlink()
+    assert told() == [problem], "the link is left"
+    assert list(cache_problems((*words, "--load-format", "dummy"), offline)) == []
+    assert list(cache_problems((*words, "--download-dir", "/x"), offline)) == []
+
+
+def test_a_cache_is_not_asked_for_a_folder_or_a_bucket(model, tmp_path):
+    offline = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    for other in (str(model), "s3://bucket/llama", "org/llama:Q4_K_M"):
+        assert list(cache_problems((other,), offline)) == []
 
 
 NOBODY = 65534

@@ -202,6 +202,14 @@ def test_an_engine_that_starts_again_does_not_only_start(
     assert remedies.find("Starting", message) is table()["Starting"]
 
 
+def emptied(cache: Path) -> str:
+    """What an engine says whose weights were removed after the Job had downloaded them."""
+    [problem] = before_start.cache_problems(
+        ("org/llama",), {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+    )
+    return problem
+
+
 def test_a_symptom_is_found_in_what_our_programs_say(tmp_path: Path) -> None:
     killed = {"exitCode": 137, "reason": "OOMKilled"}
     said = {
@@ -213,6 +221,10 @@ def test_a_symptom_is_found_in_what_our_programs_say(tmp_path: Path) -> None:
         "PortInUse": (port_in_use(),),
         "WeightsTruncated": (truncated(tmp_path), str(last_words.choose([TRUNCATED_WEIGHTS]))),
         "ModelNotFound": ("; ".join(before_start.model_problems("/no/such/folder")),),
+        "WeightsGone": (
+            "the engine died: " + emptied(tmp_path),
+            "starting again; its last process ended: " + emptied(tmp_path) + " (exit code 78)",
+        ),
         "SharedMemoryTooSmall": ("; ".join(before_start.shm_problems(Path("/dev/shm"), 10**6)),),
         "UnknownArgument": (
             str(last_words.choose(["vllm serve: error: unrecognized arguments: --no-such-flag"])),

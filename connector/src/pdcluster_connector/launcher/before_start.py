@@ -9,13 +9,16 @@ of a long traceback. Which vLLM, NIXL and torch an image holds is found without 
 import errno
 import json
 import os
+import re
 import socket
 import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +29,7 @@ from pdcluster_connector.protocol import api_key
 
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _CONFIGS: Final = ("config.json", "params.json")
+_REPOSITORY: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # vLLM's message rings between its processes are sparse files of up to 240 MiB; this much of them
 # is in use once an engine serves.
 _SHM_PER_PROCESS: Final = 24 * MIB
@@ -64,6 +68,7 @@ def problems(
     if key is not None and (wrong := api_key.problem(key)) is not None:
         told.append(wrong)
     told += model_problems(command.model, command.load_format)
+    told += cache_problems(command.arguments, environment)
     for port in (*launcher, *_engine_ports(command)):
         told += port_problems(port)
     workers = command.tensor * command.pipeline * command.data // command.nodes or 1
@@ -117,6 +122,39 @@ def model_problems(model: str, load_format: str = "auto") -> Iterator[str]:
             f"the model folder {model} holds no weights ({', '.join(_WEIGHTS)}); copy them "
             "there, or pass --load-format dummy for random ones"
         )
+
+
+def cache_problems(arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
+    """Whether the Hub's cache holds a model that may not be downloaded now.
+
+    vLLM says only that it cannot reach the Hub. Only a cache that ``HF_HUB_CACHE`` names is looked
+    at, as for engines whose weights a Job has downloaded.
+
+    Args:
+        arguments: for ``vllm serve``: the model first.
+    """
+    model, cache = arguments[0], environment.get("HF_HUB_CACHE", "")
+    offline = environment.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+    flags = dict(pairwise(arguments))
+    elsewhere = "--download-dir" in flags or os.path.exists(model)
+    if not (cache and offline and _REPOSITORY.fullmatch(model)) or elsewhere:
+        return
+    home = Path(cache) / f"models--{model.replace('/', '--')}"
+    revision = flags.get("--revision", "main")
+    with suppress(OSError):  # else it is a commit
+        revision = (home / "refs" / revision).read_text().strip()
+    folder = home / "snapshots" / revision
+    # A snapshot consists of links, which stay if what they point to is removed.
+    found = [path for path in _weights(folder) if path.exists()]
+    dummy = flags.get("--load-format") == "dummy"
+    if any((folder / name).exists() for name in _CONFIGS) and (found or dummy):
+        return
+    of = f", revision {flags['--revision']}" if "--revision" in flags else ""
+    yield (
+        f"the cache {cache} does not hold the weights of {model}{of}, and HF_HUB_OFFLINE forbids "
+        "to download them; if a Job downloads them (model.cache.downloadedBy), delete that Job: "
+        "the operator makes it again"
+    )
 
 
 def port_problems(port: Port) -> Iterator[str]:
