@@ -76,6 +76,17 @@ def hybrids() -> Iterator[Way]:
         yield Way(f"hybrid 34 and 66, TP {tensors}", case, 1504 * PAIR + states)
 
 
+def gated() -> Iterator[Way]:
+    """As of a gated delta net: 2 heads of queries and of keys, 4 of values and recurrent states."""
+    names = {"conv.q": (2, 6), "conv.k": (2, 6), "conv.v": (4, 9), "ssm": (4, 32)}
+    arrays = tuple(Array(name, heads, unit) for name, (heads, unit) in names.items())
+    groups = [group(), Group(MAMBA, ("linear.0", "linear.1"), arrays)]
+    for tensors in ((2, 1), (1, 2)):
+        case = paired(groups, [same(16), same(16)], tensors, tokens=50)
+        states = 2 * sum(array.heads * array.unit for array in arrays)
+        yield Way(f"gated states, TP {tensors}", case, 64 * PAIR + states)
+
+
 def sizes() -> Iterator[Way]:
     """Prefix hits of 128 and of 80 tokens, the second one inside of prefill's block."""
     for blocks, start in (((16, 64), 128), ((64, 16), 80)):
@@ -192,11 +203,10 @@ def whole() -> Iterator[Way]:
         yield Way(f"whole blocks, {kind}, TP {tensors}", case, 48 * 2 * heads * 24 * times)
 
 
-WAYS = [
-    way
-    for ways in (latents, windows, hybrids, sizes, stages, coverage, quantized, outermost, whole)
-    for way in ways()
-]
+MAKERS = (
+    latents, windows, hybrids, sizes, stages, coverage, quantized, outermost, whole, gated
+)  # fmt: skip
+WAYS = [way for ways in MAKERS for way in ways()]
 
 
 @pytest.fixture(scope="module")

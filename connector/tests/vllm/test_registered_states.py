@@ -12,6 +12,14 @@ pytest.importorskip("vllm")
 
 import torch
 from registered_caches import BLOCK, BLOCKS, NAMES, copy, page_views, vllm_config
+from vllm.model_executor.layers.mamba import mamba_utils
+from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn, olmo_gdn_linear_attn
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import (
+    OlmoHybridGatedDeltaNetAttention,
+)
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
@@ -122,7 +130,8 @@ def layer_states(view: Any, slot: int, tensor: int) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _channels_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "is_conv_state_dim_first", lambda: True)
+    for module in (states, mamba_utils):  # vLLM's own gives the shapes
+        monkeypatch.setattr(module, "is_conv_state_dim_first", lambda: True)
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
@@ -228,29 +237,132 @@ def test_more_arrays_than_mamba2_has_are_moved_whole() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("order", [True, False], ids=["DS", "SD"])
-@pytest.mark.parametrize("kind", ["gated_delta_net", "kda"])
-def test_states_of_linear_attention_go_between_equal_tensor_sizes_alone(
-    kind: str, order: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(states, "is_conv_state_dim_first", lambda: order)
-    shapes = []
-    for tensor in (1, 2):
-        calculate = MambaStateShapeCalculator
-        sizes = (
-            calculate.gated_delta_net_state_shape(tensor, 2, 4, 8, 16, 4)
-            if kind == "gated_delta_net"
-            else calculate.kda_state_shape(tensor, 4, 16)
-        )
-        spec = MambaSpec(
-            block_size=BLOCK, shapes=sizes, dtypes=(torch.float32, torch.float32),
-            page_size_padded=32768, mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
-        )  # fmt: skip
+# Linear attention: queries, keys and values of a rank, one after the other.
+
+KEYS, VALUES, KEY, VALUE = 4, 8, 8, 16
+LINEAR = {
+    "qwen": (QwenGatedDeltaNetAttention, KEYS, KEY, VALUE),
+    "olmo": (OlmoHybridGatedDeltaNetAttention, KEYS, KEY, VALUE),
+    "kimi": (KimiGatedDeltaNetAttention, VALUES, VALUE, VALUE),
+}
+
+
+def linear_spec(kind: str, tensor: int, keys: int = 0) -> MambaSpec:
+    """What one of ``tensor`` ranks keeps, by vLLM's own arithmetic."""
+    _, count, key, value = LINEAR[kind]
+    calculate = MambaStateShapeCalculator
+    sizes = (
+        calculate.kda_state_shape(tensor, VALUES, value)
+        if kind == "kimi"
+        else calculate.gated_delta_net_state_shape(tensor, keys or count, VALUES, key, value, 4)
+    )
+    return MambaSpec(
+        block_size=BLOCK, shapes=sizes, dtypes=(torch.float32, torch.float32),
+        page_size_padded=65536, mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+    )  # fmt: skip
+
+
+def linear(
+    kind: str, tensor: int, mixer: type | None = None, keys: int = 0
+) -> list[tuple[Registration, dict[str, Any]]]:
+    """Every rank of an engine whose layers are of vLLM's class, or of ``mixer``."""
+    found = []
+    for rank in range(tensor):
+        spec = linear_spec(kind, tensor, keys)
         views, placed = page_views(spec)
+        config = vllm_config(tensor=tensor)
+        module = object.__new__(mixer or LINEAR[kind][0])
+        config.compilation_config.static_forward_context = dict.fromkeys(NAMES, module)
         caches = KVCacheConfig(BLOCKS, [placed], [KVCacheGroupSpec(NAMES, spec)])
-        made = register(views, caches, vllm_config(tensor=tensor), (0, 0), "digest")
-        assert refused(check(made.shape, made.shape)) is None
-        shapes.append(made.shape)
+        found.append((register(views, caches, config, (0, rank), "digest"), views))
+    return found
+
+
+def linear_states(kind: str, view: Any, slot: int, tensor: int) -> tuple[Any, Any]:
+    """A rank's conv state (channels, rows) and its recurrent state, in its page."""
+    conv, heads = linear_spec(kind, tensor).shapes
+    page, size = view.squeeze(dim=(1, 2))[slot], np.prod(conv) * 4
+    rest = page[size : size + np.prod(heads) * 4]
+    return page[:size].view(torch.float32).view(conv), rest.view(torch.float32).view(heads)
+
+
+def loaded(kind: str, whole: Any, tensor: int, rank: int) -> Any:
+    """The channels that vLLM's own loader gives a rank of a weight of the conv."""
+    _, keys, key, value = LINEAR[kind]
+    sizes = [keys * key, keys * key, VALUES * value]
+    param = torch.nn.Parameter(torch.empty(whole.shape[0] // tensor, 1, whole.shape[1]), False)
+    if kind == "qwen":
+        mamba_v2_sharded_weight_loader([(size, 0, False) for size in sizes], tensor, rank)(
+            param, whole
+        )
+    else:
+        module = kimi_gdn_linear_attn if kind == "kimi" else olmo_gdn_linear_attn
+        load = module._make_fused_conv1d_weight_loader(sizes, tensor, rank)
+        for number, part in enumerate(whole.split(sizes)):
+            load(param, part, number)
+    return param.data.squeeze(1)
+
+
+@pytest.mark.parametrize("kind", LINEAR)
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (4, 2), (1, 4), (2, 2)])
+def test_states_of_linear_attention_arrive_at_other_tensor_sizes(
+    kind: str, prefill: int, decode: int
+) -> None:
+    """Each rank of decode holds the channels that vLLM's loader gives it; slot 4 goes to 2."""
+    random = torch.Generator().manual_seed(11)
+    channels, rows = linear_spec(kind, 1).shapes[0]
+    conv = {name: torch.randn(channels, rows, generator=random) for name in NAMES}
+    state = {name: torch.randn(linear_spec(kind, 1).shapes[1], generator=random) for name in NAMES}
+    ours, theirs = linear(kind, prefill), linear(kind, decode)
+
+    def share(name: str, tensor: int, rank: int) -> tuple[Any, Any]:
+        heads = VALUES // tensor
+        return loaded(kind, conv[name], tensor, rank), state[name][rank * heads :][:heads]
+
+    for rank, (_, views) in enumerate(ours):
+        for name in NAMES:
+            held = linear_states(kind, views[name], 4, prefill)
+            for place, content in zip(held, share(name, prefill, rank), strict=True):
+                place.copy_(content)
+    shapes = ours[0][0].shape, theirs[0][0].shape
+    assert refused(check(*shapes)) is None
+    for made, _ in theirs:
+        plan = plan_peer(made.shard, [peer.shard for peer, _ in ours])
+        lists = [
+            EngineBlocks(groups_of(shape), [GroupBlocks((slot,))])
+            for shape, slot in zip(shapes, (4, 2), strict=True)
+        ]
+        for part in plan_request(plan, *lists, start=0, stop=9, tokens=9):
+            copy(plan, part)
+    for rank, (_, views) in enumerate(theirs):
+        for name in NAMES:
+            held = linear_states(kind, views[name], 2, decode)
+            for place, content in zip(held, share(name, decode, rank), strict=True):
+                assert torch.equal(place, content), name
+            pages = views[name].squeeze(dim=(1, 2))
+            used = linear_spec(kind, decode).state_content_size_bytes
+            assert not pages[[s for s in range(BLOCKS) if s != 2]].any()
+            assert not pages[2, used:].any(), "behind the states"
+
+
+class Stranger(torch.nn.Module):
+    """A layer of linear attention whose order nobody has looked at."""
+
+
+@pytest.mark.parametrize("why", ["order", "class", "half a head"])
+@pytest.mark.parametrize("kind", LINEAR)
+def test_states_that_cannot_be_cut_go_between_equal_tensor_sizes_alone(
+    kind: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why == "half a head" and kind == "kimi":
+        return  # its keys are as many as its values, and vLLM divides these
+    for module in (states, mamba_utils):
+        monkeypatch.setattr(module, "is_conv_state_dim_first", lambda: why != "order")
+    mixer = Stranger if why == "class" else None
+    keys = 1 if why == "half a head" else 0
+    shapes = [linear(kind, tensor, mixer, keys)[0][0].shape for tensor in (1, 2)]
+    for shape in shapes:
+        assert refused(check(shape, shape)) is None
     for pair in (shapes, shapes[::-1]):
         found = refused(check(*pair))
         assert found is not None

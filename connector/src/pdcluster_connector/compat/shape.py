@@ -57,9 +57,10 @@ class PartShape(Struct, frozen=True, array_like=True):
     """One of several arrays that a layer's KV consists of, over all ranks of the engine.
 
     Attributes:
-        name: equal on both engines: ``conv.x``, ``conv.b``, ``conv.c``, ``ssm``. A conv state
-            that cannot be cut by head is one part, ``conv``, with one head for each rank, so
-            engines of different tensor sizes are refused.
+        name: equal on both engines: ``conv.x``, ``conv.b``, ``conv.c``, ``ssm``, or ``conv.q``,
+            ``conv.k``, ``conv.v``, ``ssm``. A state that cannot be cut by head is one part,
+            ``state0.DS``, with one head for each rank, so engines of different tensor sizes are
+            refused.
         heads: what tensor parallelism divides, or replicates where there are more ranks:
             Mamba heads for ``conv.x`` and ``ssm``, B/C groups for ``conv.b`` and ``conv.c``.
         head_bytes: bytes of one head's state (all of its channels, rows and elements).

@@ -77,7 +77,7 @@ def _lacking(
         if not engine.max_model_len and not engine.last("--max-model-len"):
             flags += ["--max-model-len", "auto"]  # the model's own, or less if it has no room
     # bfloat16 ends engines with SIGILL on CPUs that claim to have it. A gated delta net needs it.
-    if not engine.last("--dtype") and not (model and model.has_whole_states):
+    if not engine.last("--dtype") and not (model and model.has_gated_states):
         flags += ["--dtype", "float32"]
         if model and not model.kv_heads and not _has_backend(engine):
             flags += ["--attention-backend", "CPU_MLA"]  # the other one takes bfloat16 alone

@@ -15,8 +15,9 @@ in their windows, and draft models. With one head here, the total could then be 
 conv state and the SSM state. ``VLLM_SSM_CONV_STATE_LAYOUT=DS`` makes the conv state (channels,
 rows). Its channels are then those of x by head, and those of B and C by group. So states can be cut
 for engines of different tensor sizes. With one group and several ranks, each rank has a copy of the
-group beside its heads. Any other state is one part that cannot be cut. Both engines then need the
-same tensor parallel size. The comparison of the parts ensures this.
+group beside its heads. The channels of a gated delta net, and of KDA, are those of the rank's
+queries, keys and values, each by head. Any other state is one part that cannot be cut. Both engines
+then need the same tensor parallel size. The comparison of the parts ensures this.
 """
 
 import math
@@ -276,12 +277,36 @@ def describe_states(
     return tuple(parts), regions
 
 
+# Layers of linear attention that give rank r of t the heads from ``r * total // t`` on, and keep
+# channels of queries, keys and values in this order. Source: vLLM 0.32 model_executor/layers/mamba/
+# gdn (mamba_v2_sharded_weight_loader, _make_fused_conv1d_weight_loader).
+QUERIES_KEYS_VALUES: Final = frozenset(
+    {
+        "KimiGatedDeltaNetAttention",
+        "OlmoHybridGatedDeltaNetAttention",
+        "QwenGatedDeltaNetAttention",
+    }
+)
+
+
 def _arrays(
     spec: interface.MambaSpec, mixer: Any, tensor: int
 ) -> list[tuple[str, torch.dtype, int, int]]:
     """Return (name, dtype, heads over all ranks, bytes of a head) in the order of the page."""
-    mamba2 = spec.mamba_type is MambaAttentionBackendEnum.MAMBA2 and len(spec.shapes) == 2
-    if mamba2 and is_conv_state_dim_first():
+    mamba2 = spec.mamba_type is MambaAttentionBackendEnum.MAMBA2
+    cut = len(spec.shapes) == 2 and is_conv_state_dim_first()
+    if cut and not mamba2 and type(mixer).__name__ in QUERIES_KEYS_VALUES:
+        (channels, rows), (heads, value, key) = spec.shapes
+        local, rest = divmod(channels - heads * value, 2 * key)
+        if local > 0 and rest == 0:  # no rank has a part of a head
+            row, state = rows * spec.dtypes[0].itemsize, key * spec.dtypes[1].itemsize
+            return [
+                ("conv.q", spec.dtypes[0], local * tensor, key * row),
+                ("conv.k", spec.dtypes[0], local * tensor, key * row),
+                ("conv.v", spec.dtypes[0], heads * tensor, value * row),
+                ("ssm", spec.dtypes[1], heads * tensor, value * state),
+            ]
+    if cut and mamba2:
         (channels, rows), (heads, head_dim, state) = spec.shapes
         local, rest = divmod(channels - heads * head_dim, 2 * state)
         groups = _groups(local, mixer, tensor)

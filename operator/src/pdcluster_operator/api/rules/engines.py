@@ -204,7 +204,7 @@ def _shape_of(cluster: Cluster, engine: Engine, model: Model | None) -> EngineSh
         return shape
     # vLLM takes any other type as it sees fit, and a quantized checkpoint may bring its own.
     dtype = shape.kv_dtype or (model.dtype if model.dtype == "bfloat16" else None)
-    layers, hybrid = model.shapes(shape.tensor), shape.hybrid or model.hybrid
+    layers, hybrid = model.layers, shape.hybrid or model.hybrid
     return structs.replace(shape, kv_dtype=dtype, layers=layers, hybrid=hybrid)
 
 

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec.structs import replace
-
 from pdcluster_connector.compat import supported
 from pdcluster_connector.compat.shape import LayerKind, LayerShape, PartShape
 from pdcluster_operator.api.findings import quoted
@@ -72,7 +70,8 @@ UNSCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama
 """Kinds of RoPE whose ``factor`` is part of ``max_position_embeddings`` (vLLM 0.32)."""
 QUANTIZED_KV = ("kv_cache_scheme", "kv_cache_quant_algo")
 """Fields of a checkpoint that brings a type of its own for the KV cache."""
-WHOLE = "conv"
+GATED = "conv.v"
+"""A part of the states of a gated delta net only."""
 INDEXER = "attention backend=DEEPSEEK_V32_INDEXER"
 INDEXER_BLOCK = 128
 """Elements of a scale in the cache of DeepSeek V3.2's indexer; each scale has 4 bytes."""
@@ -138,21 +137,9 @@ class Model:
     untold: str = ""
 
     @property
-    def has_whole_states(self) -> bool:
-        """Whether some states cannot be cut by head: those of a gated delta net."""
-        return any(layer.name.endswith(WHOLE) for layer in self.layers or ())
-
-    def shapes(self, tensor: int) -> tuple[LayerShape, ...] | None:
-        """Return the layers as engines of this tensor parallel size state them.
-
-        A conv state that cannot be cut by head has one part for each rank.
-        """
-        return self.layers and tuple(
-            replace(layer, parts=(PartShape(WHOLE, tensor, layer.token_bytes // tensor, "model"),))
-            if layer.name.endswith(WHOLE)
-            else layer
-            for layer in self.layers
-        )
+    def has_gated_states(self) -> bool:
+        """Whether some layers keep states of a gated delta net."""
+        return any(part.name == GATED for layer in self.layers or () for part in layer.parts)
 
     def kv_bytes(self, tokens: int) -> int:
         """Return the bytes of a prompt: of a window, its tokens alone; of a state, one."""
@@ -282,7 +269,6 @@ def _layers(
         name = f"layers.{index}"
         if kind is STATE:
             size, parts = _state(known, state_bytes)
-            name = name if parts else f"{name}.{WHOLE}"
             yield LayerShape(name, STATE, 0, 1, size, parts=parts)
         elif kind is not None:
             window = number(known, "sliding_window") if kind is WINDOW else None
@@ -296,9 +282,9 @@ def _layers(
 
 
 def _state(known: Mapping[str, Any], size: int) -> tuple[int, tuple[PartShape, ...]]:
-    """Return the bytes of a layer's states, and the part that is cut by head."""
-    cut = "linear_num_value_heads" not in known
-    if not cut:  # gated delta net
+    """Return the bytes of a layer's states, and parts that are cut by head."""
+    gated = "linear_num_value_heads" in known
+    if gated:
         heads, value = _numbers(known, "linear_num_value_heads", "linear_value_head_dim")
         groups, state = _numbers(known, "linear_num_key_heads", "linear_key_head_dim")
         kernel = number(known, "linear_conv_kernel_dim")
@@ -311,8 +297,8 @@ def _state(known: Mapping[str, Any], size: int) -> tuple[int, tuple[PartShape, .
     dtype = str(known.get("mamba_ssm_dtype") or known.get("mamba_ssm_cache_dtype") or "")
     head = value * state * (BYTES.get(dtype, 2) if dtype else size)
     conv = (kernel - 1) * (heads * value + 2 * groups * state) * size
-    parts = (PartShape("ssm", heads, head, dtype or "model"),)
-    return conv + heads * head, parts if cut else ()
+    of_values = (PartShape(GATED, heads, (kernel - 1) * value * size, "model"),) if gated else ()
+    return conv + heads * head, (*of_values, PartShape("ssm", heads, head, dtype or "model"))
 
 
 def _longest(known: Mapping[str, Any]) -> int:
