@@ -245,3 +245,41 @@ def test_an_init_container_that_ends_has_no_probes() -> None:
     assert (
         judge(template=engine(init=(sidecar(livenessProbe=probe, restartPolicy="Always"),))) == []
     )
+
+
+OURS = {
+    ("router", "router"): {"/pdcluster": "connector"},
+    ("decode", "engine"): {"/pdcluster": "connector", "/pdcluster-keys": "ticket-key"},
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "container", "folder", "volume"),
+    [(*place, *one) for place, mounts in OURS.items() for one in mounts.items()],
+)
+def test_what_is_mounted_of_ours_stays_as_it_is(
+    part: str, container: str, folder: str, volume: str
+) -> None:
+    def mounted(*names: str, **fields: Any) -> list[tuple[str, str, bool]]:
+        mounts = [{"mountPath": folder, **fields}]
+        volumes = [{"name": name, "emptyDir": {}} for name in names]
+        spec = {"volumes": volumes, "containers": [{"name": container, "volumeMounts": mounts}]}
+        return judge(part, {"spec": spec}, router={"apiKeySecretRef": {"name": "api"}})
+
+    wrong = [("spec.containers[0].volumeMounts[0].mountPath", "ConflictingSettings", True)]
+    assert mounted("mine", name="mine") == wrong
+    assert mounted(name=volume, subPath="a") == mounted(subPathExpr="$(POD_NAME)") == wrong
+    replaced = [("spec.volumes[0].name", "ConflictingSettings", True)]
+    assert mounted(volume, name=volume, mountPath="/elsewhere") == replaced
+    for harmless in ({"readOnly": True}, {"name": volume, "subPath": "a", "mountPath": "/copy"}):
+        assert mounted(**harmless) == []
+
+
+def test_without_a_key_no_volume_of_the_router_is_ours() -> None:
+    mounts = [{"name": "connector", "mountPath": "/pdcluster"}]
+    spec = {
+        "volumes": [{"name": "connector", "emptyDir": {}}],
+        "containers": [{"name": "router", "volumeMounts": mounts}],
+    }
+    assert judge("router", {"spec": spec}) == []
+    assert judge("router", {"spec": spec}, router={"apiKeySecretRef": {"name": "api"}})

@@ -210,8 +210,7 @@ WEIGHTS = "model"
 def _replaced_volumes(pod: _Pod) -> Iterator[FieldError]:
     """Yield volumes with the name of one of ours, which are taken instead of it."""
     for place, volume in pod_templates.mappings(pod.template, "volumes"):
-        name = volume.get("name")
-        if name in {*pod.outline.mounts.values()} - REPLACEABLE - {WEIGHTS}:
+        if (name := volume.get("name")) in {*pod.outline.mounts.values()} - REPLACEABLE - {WEIGHTS}:
             message = f"replaces the operator's volume, which the container {pod.ours} needs"
             where, remedy = f"{pod.path}.{place}.name", "Choose another name."
             yield _wrong(where, name, Rule.CONFLICTING_SETTINGS, message, remedy)
@@ -232,8 +231,9 @@ def _mounts(place: str, container: Mapping[str, Any], own: Outline) -> Iterator[
             message, remedy = f"is the folder of {seen[folder]}, too", "Mount one volume there."
             yield _wrong(f"{here}.mountPath", written, Rule.DUPLICATE, message, remedy)
         ours, name = own.mounts.get(written, "shm"), mount.get("name")
+        part = ours != WEIGHTS and (mount.get("subPath") or mount.get("subPathExpr"))
         # CertificateHidden reports mounts over the certificate.
-        if ours not in {*REPLACEABLE, "certificate", name} and name is not None:
+        if ours not in {*REPLACEABLE, "certificate"} and (part or name not in (None, ours)):
             message = f"replaces the operator's mount of its volume {ours}, which is needed there"
             remedy = "Mount it at another folder."
             yield _wrong(f"{here}.mountPath", written, Rule.CONFLICTING_SETTINGS, message, remedy)
