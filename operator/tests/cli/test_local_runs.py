@@ -106,6 +106,19 @@ def test_a_run_that_does_not_answer_leads_to_no_other_cluster(base: Path) -> Non
     assert "kubectl" not in str(told.exception)
 
 
+@pytest.mark.parametrize(("name", "here"), [("tiny", True), ("other", False)])
+def test_who_forgets_local_is_reminded_of_the_run(
+    name: str, here: bool, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_of(base, "tiny", 1, os.getpid())
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    told = CliRunner().invoke(pdcluster, ["status", name]).exception
+    assert isinstance(told, UserError)
+    assert told.exit is Exit.MACHINE
+    reminder = "; a `pdcluster up` of tiny runs on this machine: --local reads it"
+    assert str(told).endswith(reminder) is here
+
+
 def test_a_run_that_somebody_else_may_have_planted_is_not_found(base: Path) -> None:
     ours = run_of(base, "tiny", 1, os.getpid())
     run_of(base, "tiny", 2, os.getpid()).chmod(0o777)

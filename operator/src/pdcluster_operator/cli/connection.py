@@ -17,7 +17,7 @@ from pdcluster_operator.adapters.api_server.kubeconfig import (
 from pdcluster_operator.api.remedies import find, next_step
 from pdcluster_operator.cli.commands import Target, in_context
 from pdcluster_operator.cli.exits import Exit, UserError
-from pdcluster_operator.cli.runs import find_run
+from pdcluster_operator.cli.runs import find_run, is_running
 from pdcluster_operator.runtime.interfaces import ApiError, Key
 
 MOST_NAMES = 10
@@ -74,9 +74,15 @@ def with_cluster(
     kubeconfig = run and run.kubeconfig
     namespace = target.namespace or namespace_of_context(target.context, kubeconfig)
     key = Key(namespace, run.cluster if run else target.name)
-    return connected(
-        target.context, key, lambda client: command(client, key, *words, **options), kubeconfig
-    )
+    try:
+        return connected(
+            target.context, key, lambda client: command(client, key, *words, **options), kubeconfig
+        )
+    except UserError as error:
+        if run is None and is_running(target.name):
+            here = f"a `pdcluster up` of {target.name} runs on this machine: --local reads it"
+            raise UserError(f"{error}; {here}", error.exit) from error
+        raise
 
 
 async def read_named(client: KubeClient, key: Key) -> dict[str, Any]:

@@ -82,6 +82,11 @@ def find_run(named: str = "") -> Run:
     )
 
 
+def is_running(cluster: str) -> bool:
+    """Whether a `pdcluster up` of this PDCluster runs on this machine."""
+    return any(run.cluster == cluster for run in _reachable())
+
+
 def _base() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdcluster"
     return Path(os.environ.get("PDCLUSTER_CACHE") or cache).expanduser() / "runs"
