@@ -15,7 +15,7 @@ from pdcluster_connector.transfer.options import ReceiverOptions
 
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 HOME = pdcluster_connector.__path__[0]
-MOST_FILES = 8
+MOST_FILES = 9
 OF_NIXL = "Fabric."  # stands in for what NIXL does by itself
 
 

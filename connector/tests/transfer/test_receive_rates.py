@@ -48,8 +48,8 @@ class World:
         return name
 
     def land(self, name: str) -> None:
-        prefill, receive, nbytes = self.under_way.pop(name)
-        self.rates.landed(prefill, receive, nbytes, self.now)
+        prefill, receive, _ = self.under_way.pop(name)
+        self.rates.landed(prefill, receive, self.now)
 
     def fail(self, name: str) -> None:
         prefill, _, _ = self.under_way.pop(name)
@@ -217,6 +217,25 @@ def test_small_ones_beside_a_large_one_share_the_wire(world: World) -> None:
             world.land(small)
         world.now += LARGE_BYTES / SLOW
         world.land(large)
+    found = world.told
+    assert found is not None
+    assert found.best == pytest.approx(SLOW)
+
+
+def test_small_ones_that_had_nearly_landed_make_no_link_fast(world: World) -> None:
+    """A wire serves all in turn, so those that came before a large one may land just after it."""
+    for landing in (world.land, world.fail):
+        for _ in range(MEASUREMENTS):
+            small = [world.begin(LARGE_BYTES - 1) for _ in range(15)]
+            world.now += 15 * LARGE_BYTES / SLOW * 0.9
+            large = world.begin(LARGE_BYTES)
+            world.now += 15 * LARGE_BYTES / SLOW * 0.1
+            for name in small:
+                landing(name)
+            world.now += LARGE_BYTES / SLOW
+            world.land(large)
+        assert world.told is None
+    world.one(LARGE_BYTES, LARGE_BYTES / SLOW, LEAST_MEASUREMENTS)
     found = world.told
     assert found is not None
     assert found.best == pytest.approx(SLOW)

@@ -85,6 +85,7 @@ MEASUREMENTS, LEAST_MEASUREMENTS, STANDS_SECONDS = 16, 8, 3600.0
 @dataclass(slots=True, eq=False)
 class _Link:
     under_way: dict[str, int] = field(default_factory=dict)  # bytes of large receives
+    small: dict[str, int] = field(default_factory=dict)  # and of others
     since: float = 0.0  # when the measurement began
     busy: float = 0.0  # this link's share of the seconds since then
     landed: int = 0
@@ -115,27 +116,28 @@ class ReceiveRates:
 
     def began(self, prefill: str, request_id: str, nbytes: int, now: float) -> None:
         """Note that a receive of ``nbytes`` is about to be posted."""
-        if nbytes < LARGE_BYTES:
-            return
         self._pass(now)
         link = self._links.setdefault(prefill, _Link())
+        if nbytes < LARGE_BYTES:
+            link.small[request_id] = nbytes
+            return
         if not link.under_way:
             _begin(link, now)
         link.under_way[request_id] = nbytes
 
-    def landed(self, prefill: str, receive: Receive, nbytes: int, now: float) -> None:
+    def landed(self, prefill: str, receive: Receive, now: float) -> None:
         """Note that all KV of a receive has landed."""
         link = self._links.get(prefill)
-        if link is None or not link.under_way:
+        if link is None:
             return
         self._pass(now)
-        if receive.request_id not in link.under_way:  # a small one, or one beside which one failed
-            link.landed += nbytes if nbytes < LARGE_BYTES else 0
+        link.landed += link.small.pop(receive.request_id, 0)
+        if receive.request_id not in link.under_way:  # or it is one beside which one failed
             return
         link.landed += link.under_way.pop(receive.request_id)
         posted, entered = receive.posted_at or now, receive.entered[State.POSTED]
         link.shows &= posted - entered < POSTING_BOUND * (now - entered)
-        around = max(link.carried, sum(link.under_way.values()))
+        around = max(link.carried, _ahead(link))
         if link.busy > 1e-6 and link.landed >= AHEAD * around:
             shows = link.shows and now - link.since >= LEAST_SECONDS
             link.measured.append((now, link.landed / link.busy, link.landed, shows))
@@ -144,8 +146,9 @@ class ReceiveRates:
     def failed(self, prefill: str, request_id: str, now: float) -> None:
         """Note that a receive has ended. If it had not landed, those beside it are not measured."""
         link = self._links.get(prefill)
-        if link is not None and request_id in link.under_way:
+        if link is not None and (request_id in link.small or request_id in link.under_way):
             self._pass(now)
+            link.small.pop(request_id, None)
             link.under_way.clear()
 
     def told(self, prefill: str, now: float) -> ReceiveRate | UnsetType:
@@ -185,4 +188,8 @@ class ReceiveRates:
 
 def _begin(link: _Link, now: float) -> None:
     link.since, link.busy, link.landed, link.shows = now, 0.0, 0, True
-    link.carried = sum(link.under_way.values())
+    link.carried = _ahead(link)
+
+
+def _ahead(link: _Link) -> int:
+    return sum(link.under_way.values()) + sum(link.small.values())

@@ -159,7 +159,7 @@ class ReceiveExecutor:
                     self._read(job, partial(plan_reads, groups=self._groups, limit=limit))
                 case receive_machine.Action.FENCE:
                     engine_id = job.request.ticket.engine_id
-                    self.connections.rates.landed(engine_id, job.machine, job.nbytes, now)
+                    self.connections.rates.landed(engine_id, job.machine, now)
                     self._read(job, partial(plan_fence, words=self.connections.fence_words))
                 case receive_machine.Action.DESTROY_AGENT:
                     self._agent_rebuild.ask(job)
