@@ -34,10 +34,8 @@ from pdcluster_connector.protocol.messages import Malformed, Rank, RankNumber, T
 URL_VARIABLE = "PDCLUSTER_CONTROL_URL"
 TOKEN_VARIABLE = "PDCLUSTER_CONTROL_TOKEN"  # noqa: S105 - a variable's name
 
-MAX_DOCUMENT_BYTES = 1024 * 1024
-"""For documents that the launcher reads."""
-MAX_ANSWER_BYTES = 4 * 1024 * 1024
-"""For documents that the operator reads."""
+MAX_DOCUMENT_BYTES = 1024 * 1024  # of what the launcher reads
+MAX_ANSWER_BYTES = 4 * 1024 * 1024  # of what the operator reads
 MAX_SIDE_CHANNELS = 4096  # of all peers together: each data-parallel rank has one
 MAX_MESSAGE = 1024
 MAX_LINKS = 4096
@@ -82,8 +80,7 @@ class CanaryState(_State):
 class EngineState(_State):
     """The state of an engine. The states are in the order in which an engine goes through them.
 
-    Failed: it was ready, and its API answers errors, or refuses connections. Frozen: it was ready,
-    its processes run, and its API answers nothing.
+    The API of a Failed one answers errors, or refuses connections; that of a Frozen one, nothing.
     """
 
     STARTING = "Starting"
@@ -343,8 +340,6 @@ PARTS: Final[dict[tuple[type[Struct], str], type[Struct]]] = {
     (LinkReport, "canary"): CanaryReport,
     (LinkReport, "receives"): ReceiveRate,
 }
-
-
 _CHANGES = field_by_field.reader_of(ChangesReport, PARTS, MAX_LINKS)
 
 
