@@ -180,8 +180,6 @@ def test_another_draft_model_on_one_role_is_refused_naming_both(prefill, decode,
         (args(), spec(method="ngram", prompt_lookup_max=2)),
         (spec(method="ngram"), spec(model="ngram")),
         (args(), spec(model="o/e", method="eagle3")),  # the handshake compares the layers
-        (args(), args("--speculative-config", "{")),
-        (spec(model="o/e"), args("--speculative-config", "[" * 16_000)),
         (spec(model="o/e"), spec(model="o/f", method=["eagle"])),
         (spec(model="o/e"), args("--speculative-config", "7")),
     ],

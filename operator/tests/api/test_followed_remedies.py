@@ -119,6 +119,7 @@ OF_SAMPLES = (
     "ClusterFirst",
     "NVLink",
     "spec.os.name: is missing",
+    "serviceAccountName",
 )
 """What is said of the sample itself, wherever it stands."""
 SAMPLES = {"str": "x", "int": 1, "bool": True, "any": "x"}

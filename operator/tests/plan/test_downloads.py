@@ -306,8 +306,11 @@ def test_local_mode_makes_no_job():
             {"extraArgs": ["--speculative-config", '{"model": "org/draft", "method": "eagle"}']},
             "engine.extraArgs",
         ),
-        ({"extraArgs": ["--lora-modules", "a=/adapters/a", "b=org/b"]}, "engine.extraArgs"),
-        ({"extraArgs": ["--lora-modules", '{"name": "b", "path": "org/b"}']}, "engine.extraArgs"),
+        ({"extraArgs": ["--enable-lora", "--lora-modules", "a=/a", "b=o/b"]}, "engine.extraArgs"),
+        (
+            {"extraArgs": ["--enable-lora", "--lora-modules", '{"path": "org/b"}']},
+            "engine.extraArgs",
+        ),
         ({"extraArgs": ["--generation-config", "org/other"]}, "engine.extraArgs"),
         ({"extraArgs": ["--tokenizer-revision", "main"]}, "engine.extraArgs"),
         ({"extraArgs": ["--code-revision", "v2"]}, "engine.extraArgs"),
@@ -316,7 +319,10 @@ def test_local_mode_makes_no_job():
         ({"env": [{"name": "VLLM_USE_MODELSCOPE", "value": "0"}]}, ""),
         ({"extraArgs": ["--tokenizer", "/models/tokenizer"]}, ""),
         ({"extraArgs": ["--tokenizer", "org/llama"]}, ""),
-        ({"extraArgs": ["--lora-modules", "a=/adapters/a", '{"name": "b", "path": "/b"}']}, ""),
+        (
+            {"extraArgs": ["--enable-lora", "--lora-modules", "a=/a", '{"path": "/b"}']},
+            "",
+        ),
         ({"extraArgs": ["--generation-config", "vllm", "--code-revision", "v1"]}, ""),
     ],
 )
@@ -342,6 +348,29 @@ def test_the_job_has_what_its_variables_name_and_those_of_the_template():
         one["name"] for one in box["env"] if one["name"] in "PORT MIRROR NO HF_ENDPOINT https_proxy"
     ]
     assert given == ["PORT", "MIRROR", "HF_ENDPOINT", "https_proxy"]
+
+
+def test_the_job_has_the_certificates_that_its_variables_name():
+    env = [{"name": "SSL_CERT_FILE", "value": "/ca/bundle.crt"}]
+    mounts = [{"name": name, "mountPath": f"/{name}"} for name in ("ca", "c", "scratch")]
+    template = {
+        "spec": {
+            "volumes": [
+                {"name": "ca", "configMap": {"name": "company"}},
+                {"name": "c", "secret": {"secretName": "other"}},
+                {"name": "scratch", "emptyDir": {}},
+            ],
+            "containers": [{"name": "engine", "volumeMounts": mounts}],
+        }
+    }
+    found = world(engine={"env": env}, prefill={"podTemplate": template})
+    found.step()
+    pod = job(found)["spec"]["template"]["spec"]
+    given = pod["containers"][0]["volumeMounts"]
+    assert [one for one in given if one["name"] in ("ca", "c", "scratch")] == [
+        {"name": "ca", "mountPath": "/ca", "readOnly": True}
+    ]
+    assert {"name": "ca", "configMap": {"name": "company"}} in pod["volumes"]
 
 
 def test_no_template_replaces_the_claim_of_the_job():

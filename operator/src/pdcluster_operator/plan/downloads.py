@@ -36,10 +36,14 @@ COMPONENT = "weights"
 MODULE = "pdcluster_connector.launcher.hub_download"
 SHARED_WITH_PREFILL = ("imagePullSecrets", "nodeSelector", "tolerations", "securityContext")
 """Fields of the prefill engines' ``podTemplate.spec`` that the Job's pods have, too."""
-HUB_VARIABLES = ("HF_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_")
+HUB_VARIABLES = (
+    "HF_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_", "REQUESTS_CA_",
+    "CURL_CA_",
+)  # fmt: skip
 """Beginnings of the prefill engines' variables that the Job has, in upper or lower case.
 
-It also has those that their values name, as in ``http://$(MIRROR)``.
+It also has those that their values name, as in ``http://$(MIRROR)``, and the template's mounts of
+folders that values name, such as those of certificates.
 """
 REFERENCE = re.compile(r"\$\(([^()]+)\)")
 ATTEMPTS = 6
@@ -139,17 +143,20 @@ def build_job(cluster: Cluster, digest: str) -> dict[str, Any]:
     shared = object_names.connector_name(digest)
     python_path = {"name": "PYTHONPATH", "value": connectors.CONNECTOR_PATH}
     revision = ["--revision", source.revision] if source.revision else []
+    env = _env(cluster, engine)
+    mounts, volumes = _named_folders(cluster, env)
     container = {
         "name": pod_templates.DOWNLOAD_CONTAINER,
         "image": engine.image,
         "command": ["python3", "-m", MODULE],
         "args": [source.repo, *revision],
-        "env": [*_env(cluster, engine), *([python_path] if bundled else [])],
+        "env": [*env, *([python_path] if bundled else [])],
         "resources": RESOURCES,
         "volumeMounts": [
             *([connectors.connector_mount()] if bundled else []),
             {**weights.model_mounts(cluster)[0], "readOnly": False},
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a mount of the pod's own
+            *mounts,
         ],
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -177,6 +184,7 @@ def build_job(cluster: Cluster, digest: str) -> dict[str, Any]:
             *([connectors.connector_volume(shared)] if bundled else []),
             *weights.model_volumes(cluster),
             {"name": "tmp", "emptyDir": {}},
+            *volumes,
         ],
     }
     template = pod_templates.as_mapping(cluster.spec.prefill.pod_template)
@@ -203,6 +211,28 @@ def build_job(cluster: Cluster, digest: str) -> dict[str, Any]:
     }
     name = f"{cluster.name}-{COMPONENT}-{short_hash(what)}"
     return child_object(cluster, "batch/v1", "Job", name, labels, spec=spec)
+
+
+def _named_folders(
+    cluster: Cluster, env: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the prefill template's ConfigMaps and Secrets that values name: mounts, volumes."""
+    template = cluster.spec.prefill.pod_template
+    box = pod_templates.engine_container(cluster, Role.PREFILL)[1]
+    volumes = {
+        one["name"]: {**one}
+        for _, one in pod_templates.mappings(template, "volumes")
+        if one["name"] not in ("tmp", weights.CACHE)
+        and {"configMap", "secret", "projected"} & one.keys()
+    }
+    values = [f"{one.get('value')}/" for one in env]
+    mounts = [
+        {**one, "readOnly": True}
+        for one in pod_templates.as_list(box.get("volumeMounts"))
+        if one.get("name") in volumes
+        and any(value.startswith(one["mountPath"].rstrip("/") + "/") for value in values)
+    ]
+    return mounts, [volumes[name] for name in dict.fromkeys(one["name"] for one in mounts)]
 
 
 def _env(cluster: Cluster, engine: resolve.Engine) -> list[dict[str, Any]]:

@@ -277,7 +277,9 @@ def one_sided_warnings(cluster: Cluster) -> Iterator[FieldError]:
             Rule.SET_ON_ONE_ROLE,
             f"only the {role} engines have it; vLLM chooses a value for the others, and engines "
             "with different values refuse each other",
-            f"Set the same engine.{name} on both roles, in spec.engine.",
+            f"Set the same {flag} on both roles, in spec.engine.extraArgs."
+            if flag == "--dtype"
+            else f"Set the same engine.{name} on both roles, in spec.engine.",
             (f"spec.engine.{name}", *(f"spec.{other}.engine.{name}" for other in Role)),
         )
 

@@ -6,13 +6,15 @@ flags that contradict a field of the spec.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 
 from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.compat.supported import REFUSED_FLAGS
 from pdcluster_operator.api.findings import FieldError, Rule, did_you_mean, shown
 from pdcluster_operator.api.spec.fields import camel
 from pdcluster_operator.api.spec.flags import (
+    FLAG_VALUES,
     OWNED_FLAGS,
     OWNED_ROUTER_FLAGS,
     TYPED_ROUTER_FLAGS,
@@ -48,6 +50,7 @@ def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
                 yield from _abbreviated(f"{path}.extraArgs[{flag.place}]", flag)
     for role in Role:
         yield from _contradictions(cluster, role)
+    yield from dict.fromkeys(found for role in Role for found in _alone(cluster, role))
 
 
 def _words(path: str, words: tuple[str, ...], ours: Mapping[str, str]) -> Iterator[FieldError]:
@@ -109,7 +112,8 @@ def _unreadable(path: str, value: str, message: str, remedy: str) -> FieldError:
 def _two_words(word: str) -> str:
     """Return what to do about a flag that stands in one word with its value; empty for others."""
     name, blank, value = word.partition(" ")
-    two = ", ".join(json.dumps(part) for part in (name, value) if part)
+    parts = word.split() if " -" in word else (name, value)
+    two = ", ".join(json.dumps(part) for part in parts if part)
     return f"Write each as a word of its own: {two}." if blank and name.startswith("-") else ""
 
 
@@ -149,6 +153,8 @@ def _unknown(path: str, flag: Flag) -> Iterator[FieldError]:
         message = f"{written} is the beginning of {len(longer)} flags of vLLM {VLLM_RELEASE}"
         remedy = f"Write the whole name of one: {', '.join(longer[:6])}."
     others = "" if count is None and len(longer) == 1 else " Another version of vLLM may know it."
+    if words := _two_words(written):
+        message, remedy, others = "is one word, which vLLM reads as one name", words, ""
     words = " ".join(flag.words)
     yield FieldError(path, shown(words), Rule.UNKNOWN_FLAG, message, remedy + others)
 
@@ -165,6 +171,8 @@ def _miscounted(cluster: Cluster, releases: Releases) -> Iterator[tuple[bool, Fi
             if (count := VLLM_FLAGS.get(flag.head)) and not owned_flag(flag):
                 count = "1" if "." in flag.name else count.removesuffix("!")
                 for found in _surplus(f"{path}.extraArgs", flag, count):
+                    yield certain, found
+                for found in _unfit(f"{path}.extraArgs[{flag.place}]", flag):
                     yield certain, found
 
 
@@ -183,6 +191,49 @@ def _surplus(path: str, flag: Flag, count: str) -> Iterator[FieldError]:
         message = f"is neither a flag nor the value of one: {takes}"
         remedy = _two_words(word) or ("Remove it." if place else "Write the flag alone.")
         yield _unreadable(f"{path}[{flag.place + place}]", word, message, remedy)
+
+
+READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "json": (json.loads, "JSON, with double quotes around keys and texts"),
+}
+
+
+def _unfit(path: str, flag: Flag) -> Iterator[FieldError]:
+    """Yield a value that vLLM's parser does not read. A JSON flag may also take a word."""
+    known, value = FLAG_VALUES.get(flag.name, ""), flag.value
+    if not known or len(flag.values) != 1 or (known == "json" and value[:1] not in ("{", "[")):
+        return
+    read, what = READERS.get(known, (known.split("|").index, f"one of {known.replace('|', ', ')}"))
+    with suppress(ValueError, RecursionError):
+        number = read(value)
+        if not flag.name.endswith("memory-utilization") or 0 < float(str(number)) <= 1:
+            return
+        what = "a number above 0 and at most 1"
+    text, message = shown(" ".join(flag.words)), f"{flag.head} must be {what}"
+    yield FieldError(path, text, Rule.UNREADABLE_FLAG, message, f"Write {what}.")
+
+
+NEEDS = {
+    "--enable-auto-tool-choice": "--tool-call-parser",
+    "--enable-log-outputs": "--enable-log-requests",
+    "--lora-modules": "--enable-lora",
+}
+"""Flag -> another one, without which vLLM does not start."""
+
+
+def _alone(cluster: Cluster, role: Role) -> Iterator[FieldError]:
+    engine = resolve_engine(cluster, role)
+    for name, other in NEEDS.items():
+        flag, needed = engine.last(name), engine.last(other)
+        if flag is not None and not flag.negated and (needed is None or needed.negated):
+            where, text = flag_path(cluster, role, name), shown(" ".join(flag.words))
+            message, remedy = (
+                f"needs {other}: vLLM does not start",
+                f"Add {other}, or remove {name}.",
+            )
+            yield FieldError(where, text, Rule.CONFLICTING_SETTINGS, message, remedy)
 
 
 def _contradictions(cluster: Cluster, role: Role) -> Iterator[FieldError]:

@@ -215,6 +215,25 @@ def backend_errors(cluster: types.Cluster) -> Iterator[FieldError]:
         )
 
 
+def device_errors(cluster: types.Cluster) -> Iterator[FieldError]:
+    """Yield GPUs where engines run on CPUs, or in the place of RDMA devices."""
+    rdma = cluster.spec.transfer.rdma
+    if rdma is not None and resources.is_accelerator(rdma.resource):
+        message = "is a resource of accelerators, and not of RDMA devices"
+        remedy = "Name the resource of your RDMA device plugin, e.g. rdma/ib."
+        where, rule = "spec.transfer.rdma.resource", Rule.CONFLICTING_SETTINGS
+        yield FieldError(where, rdma.resource, rule, message, remedy)
+    for role in Role if cluster.spec.transfer.device is types.Device.CPU else ():
+        given = resources.device_limits(cluster, role)
+        for name in filter(resources.is_accelerator, given):
+            if str(given[name]) not in ("0", "None"):
+                why = f"is for engines that run on CPUs, and the {role} engines have {name}"
+                remedy = f"Remove {name}, or spec.transfer.device for GPUs of NVIDIA or AMD."
+                yield FieldError(
+                    "spec.transfer.device", "CPU", Rule.CONFLICTING_SETTINGS, why, remedy
+                )
+
+
 def rdma_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
     """Yield a warning if engines span machines without RDMA: their KV goes over TCP."""
     transfer = cluster.spec.transfer

@@ -342,7 +342,7 @@ def _wrong(path: str, value: object, word: str, remedy: str) -> FieldError:
 HOST_FIELDS = {
     "hostPID": "see all processes of the node, and can stop those of the same user",
     "hostIPC": "can read shared memory of all processes on the node that also use hostIPC",
-    "hostNetwork": "use the node's network: two engines on one node need the same ports, and "
+    "hostNetwork": "use the node's network: two of them on one node need the same ports, and "
     "NetworkPolicies do not protect them",
 }
 

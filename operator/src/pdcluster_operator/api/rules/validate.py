@@ -163,6 +163,7 @@ def _errors(cluster: Cluster) -> Iterator[FieldError]:
     yield from network.router_errors(cluster)
     yield from network.service_errors(cluster)
     yield from network.backend_errors(cluster)
+    yield from network.device_errors(cluster)
     yield from resources.gang_errors(cluster)
     yield from engines.autoscaling_errors(cluster)
 
@@ -175,6 +176,7 @@ def _warnings(cluster: Cluster) -> Iterator[FieldError]:
     yield from pod_template.pod_template_warnings(cluster)
     yield from extra_args.flag_warnings(cluster, images_and_weights.releases(cluster))
     yield from variables.variable_warnings(cluster)
+    yield from variables.user_warnings(cluster)
     yield from pod_template.overlay_warnings(cluster)
     yield from whole_pods.pod_warnings(cluster)
     yield from engines.idle_warnings(cluster)

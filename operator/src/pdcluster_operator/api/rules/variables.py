@@ -4,17 +4,31 @@ They are judged alike in engine.env and in pod templates. What containers of the
 theirs. Refused are those that the operator sets itself, and those with which vLLM does not start.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.compat.supported import ANY_VERSION
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.rules import network
 from pdcluster_operator.api.rules.pod_template import env_source_errors
 from pdcluster_operator.api.spec import engine_types, pod_templates
-from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER
-from pdcluster_operator.api.spec.resolve import downloads_by_job, engine_places
+from pdcluster_operator.api.spec.pod_templates import (
+    ENGINE_CONTAINER,
+    ROUTER_CONTAINER,
+    as_list,
+    as_mapping,
+    engine_container,
+    pod_spec,
+)
+from pdcluster_operator.api.spec.resolve import (
+    downloads_by_job,
+    engine_places,
+    resolve_engine,
+    workers_per_pod,
+)
 from pdcluster_operator.api.spec.resources import gpu_transports
 from pdcluster_operator.api.spec.types import Cluster, Device, Role
 
@@ -109,6 +123,62 @@ def variable_errors(cluster: Cluster) -> Iterator[FieldError]:
             )
 
 
+DEVICES = frozenset({"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"})
+OFFLINE = frozenset({"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"})
+OWN_IMAGE = re.compile(r"(.*/)?vllm/vllm-openai[:@].*")
+
+
+def user_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield users and folders with which vLLM does not start: it writes to /tmp and to a cache."""
+    for role in Role:
+        engine, (path, box) = resolve_engine(cluster, role), engine_container(cluster, role)
+        pod = as_mapping(pod_spec(cluster.spec.role(role).pod_template).get("securityContext"))
+        own = as_mapping(box.get("securityContext"))
+        names = {one.name for one in variables(cluster) if role in one.roles}
+        mounts = {str(as_mapping(one).get("mountPath")) for one in as_list(box.get("volumeMounts"))}
+        cached = "HOME" in names or any(one == "/root" or "/.cache" in one for one in mounts)
+        missing = [] if "TMPDIR" in names or "/tmp" in mounts else ["/tmp"]  # noqa: S108
+        missing += [] if cached else ["/root/.cache"]
+        if own.get("readOnlyRootFilesystem") is True and missing:
+            where = f"{path}.securityContext.readOnlyRootFilesystem"
+            why = f"leaves vLLM no place to write at {' and '.join(missing)}"
+            remedy = "Mount an emptyDir there, or name other folders in TMPDIR and HOME."
+            yield _conflict(where, "true", why, remedy)
+        if not OWN_IMAGE.fullmatch(str(box.get("image") or engine.image)):
+            continue  # its user is not known
+        user = own.get("runAsUser", pod.get("runAsUser"))
+        for given, at in ((own, path), (pod, f"spec.{role}.podTemplate.spec")):
+            where = f"{at}.securityContext"
+            if given.get("runAsNonRoot") is True and user is None:
+                why = "stops vLLM's image, whose user is root, unless OpenShift names another one"
+                remedy = "Write runAsUser, and HOME in spec.engine.env; or leave it out."
+                yield _conflict(f"{where}.runAsNonRoot", "true", why, remedy)
+            if given.get("runAsUser") and not cached:
+                why = "has / for HOME if the image does not know it, and no cache can be written"
+                remedy = "Set HOME in spec.engine.env to a folder that this user may write to."
+                yield _conflict(f"{where}.runAsUser", str(user), why, remedy)
+
+
+def _conflict(path: str, value: str, message: str, remedy: str) -> FieldError:
+    return FieldError(path, value, Rule.CONFLICTING_SETTINGS, message, remedy)
+
+
+def _unseen(cluster: Cluster, one: Variable) -> Iterator[FieldError]:
+    """Yield variables that hide the pod's GPUs, or the Hub without which nothing is found."""
+    where, value, model = f"{one.path}.value", (one.value or "").strip(), cluster.spec.model
+    on_gpus = one.name in DEVICES and value and cluster.spec.transfer.device is Device.CUDA
+    needed = [workers_per_pod(resolve_engine(cluster, role)) for role in one.roles if on_gpus]
+    if (seen := value.count(",") + 1) < max(needed, default=0):
+        why = f"leaves {counted(seen, 'GPU')} of the {max(needed)} that an engine's pod needs"
+        remedy = f"Remove {one.name}: a pod sees just the GPUs that it has."
+        yield FieldError(where, shown(value), Rule.GPU_COUNT_MISMATCH, why, remedy)
+    cold = model.source.hugging_face and not model.cache.persistent_volume_claim and one.roles
+    if one.name in OFFLINE and cold and value.lower() in ("1", "on", "yes", "true"):
+        why = "keeps engines from downloading weights, and spec.model.cache names no claim of them"
+        remedy = f"Remove {one.name}, or name a claim with the weights."
+        yield _conflict(where, shown(value), why, remedy)
+
+
 def _owned_variables(cluster: Cluster) -> dict[str, frozenset[str]]:
     """Return the variables that the operator sets in each of its containers."""
     hub, storage = cluster.spec.model.source.hugging_face, cluster.spec.model.source.object_storage
@@ -168,6 +238,7 @@ def variable_warnings(cluster: Cluster) -> Iterator[FieldError]:
     """Yield variables that UCX or vLLM accept, but that harm or have no effect here."""
     yield from (found for certain, found in _transports(cluster) if not certain)
     for one in variables(cluster):
+        yield from _unseen(cluster, one)
         if one.roles and one.name.startswith("VLLM_NIXL_SIDE_CHANNEL_"):
             yield FieldError(
                 f"{one.path}.name",

@@ -42,17 +42,20 @@ SHORT_NAMES = {
 _NUMBER = re.compile(r"-\d")
 
 
-def _read_flags() -> tuple[str, dict[str, str]]:
-    """Return the release and the flags of the table, which ``dev/vllm_flags.py`` writes."""
+def _read_flags() -> tuple[str, dict[str, str], dict[str, str]]:
+    """Return the release, the flags and their values, which ``dev/vllm_flags.py`` writes."""
     lines = files(__package__).joinpath("vllm_flags.txt").read_text().splitlines()
     release, *rows = (line for line in lines if not line.startswith("#"))
-    return release, dict(row.split(" ") for row in rows)
+    words = [row.split(" ") for row in rows]
+    return release, {one[0]: one[1] for one in words}, {one[0]: one[2] for one in words if one[2:]}
 
 
 _TABLE = _read_flags()
 VLLM_RELEASE: Final = _TABLE[0]
 VLLM_FLAGS: Final[Mapping[str, str]] = _TABLE[1]
 """Flag of that release -> how many values it takes. The table's head explains them."""
+FLAG_VALUES: Final[Mapping[str, str]] = _TABLE[2]
+"""Flag -> int, float, json or the words that its value may be."""
 
 
 @dataclass(frozen=True, slots=True)

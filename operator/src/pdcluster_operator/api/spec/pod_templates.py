@@ -161,7 +161,7 @@ _ONCE = (
 _Row = tuple[str, Callable[[Mapping[str, Any]], Any], Rule, str, str]
 # Type, or the field that holds the object -> (field, whether it is wrong beside others, why).
 _TOGETHER: Mapping[str, tuple[_Row, ...]] = {
-    "V1AppArmorProfile": _PROFILE,
+    **dict.fromkeys(("V1AppArmorProfile", "V1SeccompProfile"), _PROFILE),
     "V1Container": (
         ("volumeMounts",
          lambda one: not as_mapping(one["securityContext"]).get("privileged")
@@ -170,20 +170,20 @@ _TOGETHER: Mapping[str, tuple[_Row, ...]] = {
          _CONFLICT, "need privileged: true for mountPropagation Bidirectional",
          "Write HostToContainer."),
     ),
-    "V1LabelSelectorRequirement": _SELECTOR,
-    "V1NodeSelectorRequirement": _SELECTOR,
+    **dict.fromkeys(("V1LabelSelectorRequirement", "V1NodeSelectorRequirement"), _SELECTOR),
     "V1PodSpec": (
         ("dnsPolicy",
          lambda one: one["dnsPolicy"] == "None"
          and not as_mapping(one["dnsConfig"]).get("nameservers"),
          Rule.REQUIRED, "needs dnsConfig.nameservers", "Write one, or another policy."),
+        ("serviceAccount", lambda one: one["serviceAccount"], _CONFLICT,
+         "is ignored beside the operator's serviceAccountName", "Write serviceAccountName."),
         ("hostPID", lambda one: one["hostPID"] and one["shareProcessNamespace"], _CONFLICT,
          "is not allowed beside shareProcessNamespace", "Remove one of them."),
         *((field, lambda one, field=field: one[field] and one["hostUsers"] is False, _CONFLICT,
            "is not allowed beside hostUsers: false", "Remove one of them.")
           for field in ("hostPID", "hostIPC")),
     ),
-    "V1SeccompProfile": _PROFILE,
     "V1Toleration": (
         ("operator", lambda one: not one["key"] and one["operator"] != "Exists", _CONFLICT,
          "must be Exists in a toleration without a key", "Write a key, or operator: Exists."),
@@ -199,6 +199,8 @@ _TOGETHER: Mapping[str, tuple[_Row, ...]] = {
          _CONFLICT, "is not allowed without whenUnsatisfiable DoNotSchedule", _REMOVE),
     ),
     "V1VolumeMount": (
+        ("subPath", lambda one: "$(" in str(one["subPath"]), _CONFLICT,
+         "is taken as it is written", "Write subPathExpr."),
         ("recursiveReadOnly",
          lambda one: one["recursiveReadOnly"] in ("IfPossible", "Enabled") and not one["readOnly"],
          _CONFLICT, "needs readOnly: true", "Write readOnly: true, or leave it out."),
