@@ -276,6 +276,23 @@ def test_scales_of_each_token_and_head_survive_the_first_use_of_the_cache() -> N
                 assert torch.equal(sent[from_].view(torch.uint8), got[to].view(torch.uint8))
 
 
+def test_a_layer_that_shares_the_cache_of_another_sets_no_scale_later() -> None:
+    """As in Gemma 3n and 4: it has a backend of its own, and vLLM hands over its cache again."""
+    spec, shared = per_token(), "model.layers.2.attn"
+    made = engine((spec, spec), (TOKEN, TOKEN))
+    modules = {name: layer(spec, TOKEN) for name in (*NAMES, shared)}
+    views = made.views | {shared: made.views[NAMES[0]]}
+    again = register(
+        views, KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(NAMES, spec)]),
+        _settings(modules), (0, 0), "digest",
+    ).shape  # fmt: skip
+    assert [one.name for one in again.layers or ()] == NAMES
+    scales = modules[NAMES[0]].impl._k_scale_cache
+    scales.fill_(2.0)  # as they are received
+    modules[shared].impl._pth_key_value_caches(views[shared])  # its first step
+    assert bool((scales == 2.0).all())
+
+
 def test_a_backend_whose_scales_are_set_at_another_time_is_refused() -> None:
     spec = per_token()
     made = engine((spec, spec), (TOKEN, TOKEN))

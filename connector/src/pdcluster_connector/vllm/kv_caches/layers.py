@@ -78,7 +78,7 @@ def whole_block(attention: Any, spec: Any, cache: torch.Tensor, dtype: str) -> s
         for name, strides in orders.items()
         if all(a == b for a, b, n in zip(inside, strides, cache.shape[1:], strict=True) if n > 1)
     ]
-    if not names or (dtype.endswith("per_token_head") and not _scales_are_set(attention, cache)):
+    if not names or (dtype.endswith(_SCALES_WITHIN) and not _scales_are_set(attention, cache)):
         return ""
     facts = {
         "attention backend": backend,
@@ -89,6 +89,15 @@ def whole_block(attention: Any, spec: Any, cache: torch.Tensor, dtype: str) -> s
         "kind of device": _device(),
     }
     return ",".join(f"{name}={value}" for name, value in facts.items())
+
+
+_SCALES_WITHIN: Final = "per_token_head"
+
+
+def share_cache(attention: Any, cache: torch.Tensor) -> None:
+    """Prepare a layer that reads another's cache. Its backend, too, would set the scales later."""
+    if str(getattr(attention, "kv_cache_dtype", "")).endswith(_SCALES_WITHIN):
+        _scales_are_set(attention, cache)
 
 
 def _scales_are_set(attention: Any, cache: torch.Tensor) -> bool:

@@ -31,6 +31,7 @@ from pdcluster_connector.vllm.kv_caches.layers import (
     kind_of,
     layer_dtype,
     layer_scales,
+    share_cache,
     token_bytes,
     whole_block,
 )
@@ -72,6 +73,8 @@ def register(
 
     of_groups = cache_groups(kv_cache_config)
     specs = [(n, *item) for n, held in enumerate(of_groups) for item in held.layers.items()]
+    for name in kv_caches.keys() - {name for _, name, _ in specs}:
+        share_cache(modules.get(name), kv_caches[name])
     for group, name, spec in specs:
         cache = kv_caches.get(name)
         if cache is None:
