@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -196,3 +197,22 @@ def test_the_router_sends_no_request_again_whatever_its_flags_of_retries_say() -
     with two_and_two(seen, status=503) as engines, router(engines, *flags(), *again) as url:
         assert not answers(f"{url}/v1/completions", prompt(0))
     assert seen.total() == 1
+
+
+@needs_router
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_request_at_an_engine_that_freezes_ends_after_the_routers_timeout(role: str) -> None:
+    with two_and_two(Counter()) as engines, router(engines, "--request-timeout-secs", "1") as url:
+        for one in engines:
+            if one.name.startswith(role):
+                one.free.clear()
+        body = json.dumps(prompt(0)).encode()
+        request = urllib.request.Request(
+            f"{url}/v1/completions", body, {"content-type": "application/json"}
+        )
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=30)
+    assert refused.value.code == 500
+    said = refused.value.read().decode()
+    assert f"{role.capitalize()} request" in said
+    assert "timed out" in said
