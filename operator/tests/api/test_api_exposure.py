@@ -166,6 +166,31 @@ def test_a_null_that_removes_what_the_operator_writes_is_told(part: str) -> None
     assert [one for one in fields if nulled(part, one)] == [*GONE, *of_engines, *of_routers]
 
 
+ROOT = "securityContext.readOnlyRootFilesystem"
+USERS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], set[str]]] = [
+    ({}, {}, {"readOnlyRootFilesystem": True}, {ROOT}),
+    ({"env": [{"name": "HOME", "value": "/h"}]}, {}, {"readOnlyRootFilesystem": True}, {ROOT}),
+    ({"env": [{"name": "HOME", "value": "/h"}, {"name": "TMPDIR", "value": "/h"}]}, {},
+     {"readOnlyRootFilesystem": True}, set()),
+    ({}, {}, {"runAsNonRoot": True}, {"securityContext.runAsNonRoot"}),
+    ({}, {"runAsUser": 7}, {"runAsNonRoot": True}, {"securityContext.runAsUser"}),
+    ({}, {"runAsUser": 0}, {}, set()),
+    ({"env": [{"name": "HOME", "value": "/tmp"}]}, {"runAsUser": 7}, {}, set()),
+    ({"image": "registry.example/team/vllm:1"}, {"runAsUser": 7}, {"runAsNonRoot": True}, set()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("engine", "pod", "own", "told"), USERS)
+def test_users_with_whom_vllm_does_not_start_are_told(engine, pod, own, told) -> None:
+    """Of other images the user is not known. HOME and TMPDIR may name folders that it may write."""
+    spec = {"securityContext": pod, "containers": [{"name": "engine", "securityContext": own}]}
+    found = findings(engine=engine, decode={"podTemplate": {"spec": spec}}).warnings
+    said = {
+        one.path.partition("securityContext")[2] for one in found if "securityContext" in one.path
+    }
+    assert {f"securityContext{one}" for one in said} == told
+
+
 def test_a_null_for_all_pods_is_told_where_it_was_written() -> None:
     found = findings(podTemplate={"spec": {"terminationGracePeriodSeconds": None}}).warnings
     (said,) = [one for one in found if one.rule == "OwnFieldRemoved"]

@@ -20,6 +20,7 @@ from pdcluster_operator.api.spec.types import Cluster, Role
 MOVING_TAGS = frozenset({"latest", "nightly", "main", "master", "edge", "dev", "stable"})
 # vLLM's own images, also in a mirror: their tags are vLLM's releases.
 RELEASED = re.compile(r"(.*/)?vllm/vllm-openai(-[a-z0-9]+)*")
+OTHERS = re.compile("sglang|/nim/|text-generation-inference|tensorrt|triton|lmdeploy|ollama")
 _RELEASE = re.compile(r"v?(\d{1,4})\.(\d{1,4})(\.\d.*|[^.\d].*)?")
 
 
@@ -126,6 +127,10 @@ def image_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
         if vllm and not (place.strict and RELEASED.fullmatch(image.repository)):
             yield from _version(place)
         yield from _moving(place.path, place.reference)
+        if OTHERS.search(place.reference) and "vllm" not in place.reference:
+            why = "holds another server by its name, and engines need vLLM with NIXL"
+            remedy = "Use an image of vLLM, such as docker.io/vllm/vllm-openai:v0.32.0."
+            yield FieldError(place.path, place.reference, Reason.VERSION_UNSUPPORTED, why, remedy)
     router = cluster.spec.router
     # The default tag moves too, because no release of the router is published (docs/images.md). A
     # warning about our own default would appear for every manifest.

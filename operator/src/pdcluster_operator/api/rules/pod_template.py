@@ -166,11 +166,27 @@ def overlay_warnings(cluster: Cluster) -> Iterator[FieldError]:
                         "Remove it." if init else pod_templates.extra_args_instead(path, field),
                     )
             yield from () if init else _removed(f"{path}.{place}", entry, _REMOVED_FROM_CONTAINER)
+            yield from _short_start(f"{path}.{place}", entry) if ours == "engine" else ()
             signal = pod_templates.as_mapping(entry.get("lifecycle")).get("stopSignal")
             if signal not in (None, "SIGTERM"):
                 where = f"{path}.{place}.lifecycle.stopSignal"
                 why = f"ends the {name} at once: it drains on SIGTERM only", "Remove it."
                 yield FieldError(where, shown(signal), Rule.GRACE_TOO_SHORT, *why)
+
+
+LEAST_START, PERIOD = 180, 2
+"""Seconds: what most models need at least until they serve, and the period of our own probe."""
+
+
+def _short_start(path: str, container: Mapping[str, Any]) -> Iterator[FieldError]:
+    """Yield a startupProbe that gives up early. Its period is ours, not Kubernetes' 10 seconds."""
+    probe = pod_templates.as_mapping(container.get("startupProbe"))
+    times, every = probe.get("failureThreshold"), probe.get("periodSeconds") or PERIOD
+    if isinstance(times, int) and isinstance(every, int) and times * every < LEAST_START:
+        why = f"restarts an engine that does not serve within {times} x {every} seconds"
+        remedy = "Remove it, and set engine.startupTimeoutSeconds."
+        where = f"{path}.startupProbe.failureThreshold"
+        yield FieldError(where, str(times), Rule.PROBE_FAILS, why, remedy)
 
 
 def sidecar_of(cluster: Cluster, path: str) -> str:

@@ -1,7 +1,6 @@
 """Rules of what the scheduler judges, and of how much the API server stores of a PDCluster.
 
 Requests and limits are those of the spec, with those that the operator and a pod template add.
-``engine.kvOffload`` needs engines that can have it, and memory for it.
 With ``spec.scheduling.gang``, the API server has to serve PodGroups, and the pods of a PodGroup
 have one priority.
 """
@@ -15,7 +14,7 @@ from pdcluster_connector.compat.findings import counted
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.spec import pod_templates, resources
 from pdcluster_operator.api.spec.engine_types import Switch
-from pdcluster_operator.api.spec.pod_templates import as_mapping
+from pdcluster_operator.api.spec.pod_templates import as_list, as_mapping
 from pdcluster_operator.api.spec.resolve import (
     Engine,
     offloaded_mebibytes,
@@ -66,6 +65,7 @@ def resource_warnings(cluster: Cluster) -> Iterator[FieldError]:
         engine = resolve_engine(cluster, role)
         yield from _beside_claims(cluster, engine)
         pod = pod_templates.pod_spec(cluster.spec.role(role).pod_template)
+        yield from _nowhere(role, pod)
         given = [{*_amounts(cluster, engine, kind), *_written(pod, "", kind)} for kind in KINDS]
         if not any("memory" in names for names in given):
             yield FieldError(
@@ -94,6 +94,22 @@ def _beside_claims(cluster: Cluster, engine: Engine) -> Iterator[FieldError]:
             f"it is for something else, write {gpu}: {added} in {limits}.",
             (limits, f"spec.{engine.role}.parallelism", "spec.transfer.device"),
         )
+
+
+def _nowhere(role: Role, pod: Mapping[str, object]) -> Iterator[FieldError]:
+    """Yield a nodeSelector that no term of the required node affinity allows."""
+    affinity = as_mapping(as_mapping(pod.get("affinity")).get("nodeAffinity"))
+    needed = as_mapping(affinity.get("requiredDuringSchedulingIgnoredDuringExecution"))
+    terms = map(as_mapping, as_list(needed.get("nodeSelectorTerms")))
+    wanted = [as_list(term.get("matchExpressions")) for term in terms]
+    for key, value in as_mapping(pod.get("nodeSelector")).items():
+        meant = [[one for one in map(as_mapping, term) if one.get("key") == key
+                  and one.get("operator") == "In" and value not in as_list(one.get("values"))]
+                 for term in wanted]  # fmt: skip
+        if meant and all(meant):
+            why = "contradicts the required nodeAffinity: no node fits both", "Keep one of them."
+            selector = f"spec.{role}.podTemplate.spec.nodeSelector"
+            yield FieldError(f"{selector}.{key}", shown(value), Rule.CONFLICTING_SETTINGS, *why)
 
 
 def _amounts(cluster: Cluster, engine: Engine, kind: str) -> dict[str, Amount]:

@@ -123,7 +123,7 @@ def variable_errors(cluster: Cluster) -> Iterator[FieldError]:
             )
 
 
-DEVICES = frozenset({"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"})
+DEVICES = re.compile("(CUDA|HIP|ROCR|NVIDIA)_VISIBLE_DEVICES")
 OFFLINE = frozenset({"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"})
 OWN_IMAGE = re.compile(r"(.*/)?vllm/vllm-openai[:@].*")
 
@@ -166,9 +166,13 @@ def _conflict(path: str, value: str, message: str, remedy: str) -> FieldError:
 def _unseen(cluster: Cluster, one: Variable) -> Iterator[FieldError]:
     """Yield variables that hide the pod's GPUs, or the Hub without which nothing is found."""
     where, value, model = f"{one.path}.value", (one.value or "").strip(), cluster.spec.model
-    on_gpus = one.name in DEVICES and value and cluster.spec.transfer.device is Device.CUDA
+    on_gpus = (
+        DEVICES.fullmatch(one.name)
+        and value not in ("", "all")
+        and cluster.spec.transfer.device is Device.CUDA
+    )
     needed = [workers_per_pod(resolve_engine(cluster, role)) for role in one.roles if on_gpus]
-    if (seen := value.count(",") + 1) < max(needed, default=0):
+    if (seen := value.count(",") + (value not in ("none", "void", "-1"))) < max(needed, default=0):
         why = f"leaves {counted(seen, 'GPU')} of the {max(needed)} that an engine's pod needs"
         remedy = f"Remove {one.name}: a pod sees just the GPUs that it has."
         yield FieldError(where, shown(value), Rule.GPU_COUNT_MISMATCH, why, remedy)
