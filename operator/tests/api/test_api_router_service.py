@@ -96,6 +96,19 @@ def test_a_load_balancer_that_lets_in_certain_addresses_is_not_open_to_everybody
     assert warned({"type": "LoadBalancer", "loadBalancerSourceRanges": ["10.0.0.0/8"]}) == []
 
 
+@pytest.mark.parametrize("cidr", ["0.0.0.0/0", "::/0"])
+def test_a_range_of_all_addresses_keeps_nobody_out(cidr: str) -> None:
+    exposed = [("spec.router.service.type", "RouterExposed")]
+    ranges, peers = ["10.0.0.0/8", cidr], [{"podSelector": {}}, {"ipBlock": {"cidr": cidr}}]
+    service = {"type": "LoadBalancer", "loadBalancerSourceRanges": ranges}
+    assert warned(service) == exposed
+    assert warned({"type": "LoadBalancer"}, allowFrom=peers) == exposed
+    assert warned(service, allowFrom=peers) == exposed
+    assert warned(service, allowFrom=[{"ipBlock": {"cidr": "10.0.0.0/8"}}]) == []
+    assert warned({**service, "loadBalancerSourceRanges": ranges[:1]}, allowFrom=peers) == []
+    assert warned(service, apiKeySecretRef={"name": "api"}) == []
+
+
 def test_a_service_for_outside_that_lets_in_only_pods_is_named() -> None:
     pods = {"podSelector": {"matchLabels": {"app": "chat"}}}
     outside = {"ipBlock": {"cidr": "10.0.0.0/8"}}

@@ -77,6 +77,11 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
         return None
 
 
+def _is_everybody(cidr: str) -> bool:
+    found = _network(cidr)
+    return found is not None and found.prefixlen == 0
+
+
 def _no_cidr(path: str, value: str) -> FieldError:
     message = "is not a range of addresses in CIDR form: first address, slash, prefix length"
     return FieldError(
@@ -177,7 +182,11 @@ def service_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
             "Add an ipBlock with the clients' addresses to spec.router.allowFrom.",
             ("spec.router.allowFrom", here),
         )
-    if router.api_key_secret_ref or router.allow_from or service.load_balancer_source_ranges:
+    blocks = [peer.ip_block.cidr for peer in router.allow_from or () if peer.ip_block]
+    ranges = service.load_balancer_source_ranges
+    limits = (router.allow_from, blocks), (ranges, ranges)
+    limited = any(given and not any(map(_is_everybody, cidrs)) for given, cidrs in limits)
+    if router.api_key_secret_ref or limited:
         return
     yield FieldError(
         f"{here}.type",
