@@ -18,7 +18,9 @@ Alerts and the status link to these lines by the reason's name in lower case, as
 [#localprefill](#localprefill).
 
 In a command, `NAME` and `NAMESPACE` are those of the PDCluster, and `FILE` is its manifest. `POD`
-is the pod that the message names. The operator is in the namespace `pdcluster-system` here.
+is the pod that the message names. The operator is in the namespace `pdcluster-system` here. For a
+`pdcluster up` on this machine, `pdcluster status NAME --local` says what is wrong, and the next
+command.
 
 | sign | meaning |
 |---|---|
