@@ -107,6 +107,9 @@ def test_a_cache_that_was_emptied_is_named_before_vllm_cannot_reach_the_hub(
     of = "" if revision == "main" else f", revision {revision}"
     assert f"hub does not hold the weights of org/llama{of}, and HF_HUB_OFFLINE" in problem
     assert "delete that Job" in problem
+    engine = command(*words)
+    found = installed_versions.installed()
+    assert problem in before_start.problems(engine, found, offline, [])
     assert told(HF_HUB_OFFLINE="0") == told(HF_HUB_CACHE="") == []
     named = {"main": "main", "v1": "v1", "c0ffee": "main"}[revision]
     home = snapshot(tmp_path / "hub", model, named, "c0ffee")
