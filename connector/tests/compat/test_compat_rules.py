@@ -876,7 +876,7 @@ def test_a_manifest_s_types_with_their_own_scales_are_judged_by_what_it_says() -
     assert (found.rule, found.field) == ("BlockInteriorOpaque/whole", "backend")
 
 
-@pytest.mark.parametrize("dtype", ["float13", "turboquant_k8v4", "int4_per_token_head"])
+@pytest.mark.parametrize("dtype", ["float13", "uint8", "turboquant_k8v4", "int4_per_token_head"])
 def test_what_a_newer_engine_states_of_a_type_that_is_not_known_here_does_not_count(
     dtype: str,
 ) -> None:

@@ -71,7 +71,7 @@ def _data_nodes(shape: EngineShape) -> str | None:
 
 def _quantized(shape: EngineShape) -> str | None:
     dtype = shape.kv_dtype or ""
-    if dtype and dtype not in CARRIED_DTYPES | WHOLE.keys():
+    if dtype and dtype not in CARRIED_DTYPES | WHOLE.keys() - {BYTES}:
         return f"KV dtype {dtype}"
     if shape.backend and shape.backend not in WHOLE.get(dtype, {shape.backend}):
         return f"KV dtype {dtype} with {shape.backend}"
