@@ -203,12 +203,20 @@ ROWS = (
         "channels is cut for each row; each rank's states are moved whole between equal sizes",
     ),
     Row(
-        "states that every tensor rank holds whole (`tp_replicated`)",
-        rule="LayoutUnsupported/layers",
-        note="a cut by head would take a part of each copy",
+        "states that every tensor rank holds whole (`tp_replicated`), any tensor parallel sizes",
+        (HYBRID, "case.prefill.tensor, case.decode.tensor"),
+        processes=("hybrids",),
+        note="one head that all ranks have, as a B/C group of which there is one; vLLM's own spec: "
+        "`test_registered_states`",
     ),
     Row(
-        "chunked local attention",
+        "chunked local attention, as vLLM keeps it by default",
+        (ATTENTION, "FULL"),
+        note="vLLM turns its hybrid manager off for such a model, and all blocks are kept as those "
+        "of full attention (`test_registration`); only the mask differs",
+    ),
+    Row(
+        "chunked local attention with VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1",
         rule="LayoutUnsupported/layers",
         note="vLLM frees the blocks before the chunk of the next token; which blocks decode needs "
         "follows another rule than a window",
@@ -306,7 +314,7 @@ FAMILIES = {
     "DeepSeek V4": ("several tokens in one state",),
     "Granite 4, with Mamba2": (STATES, CUT_STATES),
     "Nemotron-H": (STATES, CUT_STATES),
-    "Llama 4": ("chunked local attention",),
+    "Llama 4": ("chunked local attention, as", "chunked local attention with"),
 }
 FAMILY_WORDS = """
 ## By model family

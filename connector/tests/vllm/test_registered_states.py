@@ -345,6 +345,48 @@ def test_states_of_linear_attention_arrive_at_other_tensor_sizes(
             assert not pages[2, used:].any(), "behind the states"
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 4), (4, 2)])
+def test_a_state_that_every_rank_holds_whole_comes_from_one_of_them(
+    prefill: int, decode: int
+) -> None:
+    """A short conv of which vLLM does not divide the channels (``tp_replicated``)."""
+    spec = MambaSpec(
+        block_size=BLOCK, shapes=MambaStateShapeCalculator.short_conv_state_shape(1, 64, 4),
+        dtypes=(torch.float32,), tp_replicated=True, page_size_padded=1024,
+        mamba_type=MambaAttentionBackendEnum.SHORT_CONV,
+    )  # fmt: skip
+
+    def side(tensor: int) -> list[tuple[Registration, dict[str, Any]]]:
+        found = []
+        for rank in range(tensor):
+            views, placed = page_views(spec)
+            caches = KVCacheConfig(BLOCKS, [placed], [KVCacheGroupSpec(NAMES, spec)])
+            config = vllm_config(tensor=tensor)
+            found.append((register(views, caches, config, (0, rank), "digest"), views))
+        return found
+
+    ours, theirs = side(prefill), side(decode)
+    content = torch.randint(0, 100, (spec.state_content_size_bytes,), dtype=torch.int8) + 1
+    for _, views in ours:
+        for name in NAMES:
+            views[name].squeeze(dim=(1, 2))[4, : content.numel()] = content
+    shapes = ours[0][0].shape, theirs[0][0].shape
+    assert refused(check(*shapes)) is None
+    for made, views in theirs:
+        plan = plan_peer(made.shard, [peer.shard for peer, _ in ours])
+        assert len(plan.sources) == 1
+        lists = [
+            EngineBlocks(groups_of(shape), [GroupBlocks((slot,))])
+            for shape, slot in zip(shapes, (4, 2), strict=True)
+        ]
+        for part in plan_request(plan, *lists, start=0, stop=9, tokens=9):
+            copy(plan, part)
+        for name in NAMES:
+            pages = views[name].squeeze(dim=(1, 2))
+            assert torch.equal(pages[2, : content.numel()], content)
+            assert not pages[[s for s in range(BLOCKS) if s != 2]].any()
+
+
 class Stranger(torch.nn.Module):
     """A layer of linear attention whose order nobody has looked at."""
 

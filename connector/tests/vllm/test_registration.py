@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,16 +22,18 @@ from registered_caches import (
     page_views,
     vllm_config,
 )
+from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
+from vllm.v1.core.kv_cache_utils import unify_hybrid_kv_cache_specs
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from pdcluster_connector.compat.check import check, refused
 from pdcluster_connector.compat.shape import GroupShape, LayerKind, Memory
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.vllm.kv_caches.registration import register
@@ -120,7 +123,6 @@ def test_head_intervals(total: int, tensor: int, rank: int, expected: tuple[int,
                           sliding_window=128, extra_retained_tokens=2),
         MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=96, dtype=torch.float32,
                          model_version="deepseek_v4"),
-        MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,), tp_replicated=True),
         full(num_head_slots=1),
         ChunkedLocalAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=HEAD,
                                   dtype=torch.float32, attention_chunk_size=128),
@@ -137,6 +139,34 @@ def test_kinds_with_rules_of_their_own_are_described_and_get_no_region(spec: Any
     assert [layer.kind for layer in made.shape.layers] == [LayerKind.OTHER] * 2
     assert made.shard.regions == ()
     assert made.memory == ()
+
+
+@pytest.mark.parametrize("is_hybrid", [True, False], ids=["hybrid manager", "as by default"])
+def test_llama_4_is_carried_where_vllm_keeps_all_of_its_blocks(is_hybrid: bool) -> None:
+    """vLLM turns the hybrid manager off for a model with chunked local attention, unless
+    VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE is set. Its layers then keep KV as those of
+    full attention do."""
+    settings = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK))
+    local = SimpleNamespace(
+        attention_chunk_size=128, num_kv_heads=2, head_size=HEAD, kv_cache_dtype="auto",
+        kv_cache_torch_dtype=torch.float32,
+    )  # fmt: skip
+    specs = {NAMES[0]: ChunkedLocalAttention.get_kv_cache_spec(local, settings), NAMES[1]: full()}
+    if not is_hybrid:
+        unify_hybrid_kv_cache_specs(specs)
+    views, config = caches(KVCacheLayout.LBHNC)
+    config.kv_cache_groups = [KVCacheGroupSpec([name], spec) for name, spec in specs.items()]
+    made = register(views, config, vllm_config(backend="FLASH_ATTN"), (0, 0), "digest").shape
+    kinds = [layer.kind for layer in made.layers or ()]
+    found = refused(check(made, made))
+    if is_hybrid:
+        assert kinds == [LayerKind.OTHER, LayerKind.FULL_ATTENTION]
+        assert found is not None
+        assert found.rule == "LayoutUnsupported/layers"
+        assert NAMES[0] in found.message
+    else:
+        assert kinds == [LayerKind.FULL_ATTENTION] * 2
+        assert found is None
 
 
 def test_the_latent_is_one_head_that_every_rank_holds() -> None:

@@ -44,7 +44,7 @@ def kind_of(spec: Any) -> LayerKind:
     # Subclasses (sinks, recycled windows, …) add their own rules to the same pages.
     if spec.tokens_per_state not in {1, -1}:
         return LayerKind.OTHER
-    if type(spec) is interface.MambaSpec and not spec.tp_replicated:
+    if type(spec) is interface.MambaSpec:
         return LayerKind.MAMBA
     if type(spec) is interface.MLAAttentionSpec and spec.model_version is None:
         return LayerKind.MLA
@@ -303,7 +303,7 @@ def _arrays(
 ) -> list[tuple[str, torch.dtype, int, int]]:
     """Return (name, dtype, heads over all ranks, bytes of a head) in the order of the page."""
     mamba2 = spec.mamba_type is MambaAttentionBackendEnum.MAMBA2
-    cut = len(spec.shapes) == 2 and is_conv_state_dim_first()
+    cut = len(spec.shapes) == 2 and is_conv_state_dim_first() and not spec.tp_replicated
     if cut and not mamba2 and type(mixer).__name__ in QUERIES_KEYS_VALUES:
         (channels, rows), (heads, value, key) = spec.shapes
         local, rest = divmod(channels - heads * value, 2 * key)
@@ -328,8 +328,9 @@ def _arrays(
                 ("ssm", spec.dtypes[1], heads * tensor, head_dim * state * spec.dtypes[1].itemsize),
             ]
     order = "DS" if is_conv_state_dim_first() else "SD"
+    heads = 1 if spec.tp_replicated else tensor  # one copy on every rank, or one share for each
     return [
-        (f"state{i}.{order}", dtype, tensor, prod(shape) * dtype.itemsize)
+        (f"state{i}.{order}", dtype, heads, prod(shape) * dtype.itemsize)
         for i, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True))
     ]
 
