@@ -86,10 +86,13 @@ def test_a_class_has_a_name_with_or_without_a_domain() -> None:
 
 @pytest.mark.parametrize("kind", ["NodePort", "LoadBalancer"])
 def test_a_router_that_everybody_outside_may_use_is_named(kind: str) -> None:
-    assert warned({"type": kind}) == [("spec.router.service.type", "RouterExposed")]
+    [(path, rule)] = warned({"type": kind})
+    assert path == "spec.router.service.type"
+    assert rule == "RouterExposed"
     assert warned({"type": kind}, apiKeySecretRef={"name": "api"}) == []
     assert warned({"type": kind}, allowFrom=[{"ipBlock": {"cidr": "10.0.0.0/8"}}]) == []
     assert warned({"type": "ClusterIP"}) == []
+    assert warned({"type": kind}, type="None") == [], "there is no such Service"
 
 
 def test_a_load_balancer_that_lets_in_certain_addresses_is_not_open_to_everybody() -> None:

@@ -171,7 +171,7 @@ def service_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
     """Yield a router that everybody outside of the cluster may use, or nobody outside."""
     router = cluster.spec.router
     service, here = router.service, "spec.router.service"
-    if service is None or service.type is router_types.ServiceType.CLUSTER_IP:
+    if service is None or service.type is router_types.ServiceType.CLUSTER_IP or not router.pods:
         return
     if router.allow_from and not any(peer.ip_block for peer in router.allow_from):
         yield FieldError(
