@@ -183,11 +183,12 @@ def _no_network() -> str:
     """A pair of network devices, one of them in a named namespace, as ``test_cut_network`` has."""
     device = f"pdp{os.getpid()}"
     cable = f"ip link add {device} type veth peer name {device} netns {device}"
+    slow = f"tc -n {device} qdisc add dev {device} root tbf rate 1mbit burst 9kb latency 1ms"
     if refusal := _refusal("ip", "netns", "add", device):
         return f"no network namespace can be made ({refusal})"
-    refusal = _refusal(*cable.split())
+    refusal = _refusal(*cable.split()) or _refusal(*slow.split())
     _refusal("ip", "netns", "del", device)
-    return refusal and f"no pair of network devices can be made ({refusal})"
+    return refusal and f"no pair of network devices can be made, or none is slow ({refusal})"
 
 
 def _no_pid1() -> str:
@@ -237,7 +238,7 @@ SHOWS = {
     "fp8": "engines with an fp8 or int8 KV cache",
     "cgroup": "an engine that the kernel kills because memory is short",
     "quota": "a prefill engine that gets a twentieth of a core",
-    "network": "KV over a network that drops packets",
+    "network": "KV over a network that drops packets, or is slow",
     "pid1": "a launcher that is process 1 of its namespace",
     "shm": "NIXL beside a /dev/shm with little room",
     "files": "a side channel with thousands of connections",

@@ -49,7 +49,7 @@ def test_skips_by_itself():
     pytest.skip("another reason")
 """
 LISTED = """\
-- KV over a network that drops packets: there is no cable (2 tests in test_sample.py)
+- KV over a network that drops packets, or is slow: there is no cable (2 tests in test_sample.py)
 - a side channel with thousands of connections: PDCLUSTER_WITHOUT names files (1 test in \
 test_sample.py)
 - another reason (1 test in test_sample.py)

@@ -1,4 +1,4 @@
-"""Real NIXL over TCP through a network that drops every packet for a while."""
+"""Real NIXL over TCP through a network that drops every packet for a while, or grows slow."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import Any
 
 import nixl_prefill
 import pytest
+from msgspec import UNSET
 from nixl_prefill import Agents, PrefillProcess
 from transfer_rig import Decode, FakePeers, eventually
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.nixl_io.reading_agent import ProbeResult
+from pdcluster_connector.transfer.measures import LARGE_BYTES, LEAST_MEASUREMENTS, MEASUREMENTS
 from pdcluster_connector.transfer.options import ReceiverOptions
 
 pytestmark = [pytest.mark.nixl, pytest.mark.needs("network")]
@@ -106,4 +109,46 @@ def test_a_peer_that_is_cut_off_costs_no_other_peer_and_comes_back(
     finally:
         assert receiver.close()
         near.end()
+        far.end()
+
+
+def test_a_link_that_grows_slow_after_its_probe_is_found_by_its_receives(
+    space: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight receives of 8 MiB through 50 MB/s, and as many when the wire is fast again."""
+    large = CACHE | {"token_bytes": 2048}
+    blocks = LARGE_BYTES // (4 * 2 * 16 * 2048)
+    with monkeypatch.context() as patch:
+        patch.setattr(nixl_prefill, "serve", serve_inside)
+        far = PrefillProcess({"far/1": 1}, large)
+    peers = FakePeers()
+    peers.table.update(far.metadata)
+    decode = Decode(Agents(), peers, options=nixl_prefill.patient(), **large)
+    ticket = far.ticket("far/1", 5, range(1, 1 + blocks), 16 * blocks)
+
+    def probed(*, check: bool = True) -> ProbeResult:
+        result = decode.receiver.probe(far.metadata["far/1"], check=check).result(timeout=120)
+        assert result.failure is None
+        return result
+
+    def receive(name: str, count: int) -> None:
+        for number in range(count):
+            request_id = f"{name}{number}"
+            decode.receive(decode.request(request_id, ticket, range(1, 1 + blocks)))
+            assert decode.wait(request_id).received[request_id].nbytes == LARGE_BYTES
+
+    try:
+        assert probed(check=False).receives is UNSET
+        run(f"tc -n {space} qdisc add dev {space} root tbf rate 400mbit burst 256kb latency 50ms")
+        receive("slow", LEAST_MEASUREMENTS)
+        slow = probed().receives
+        assert slow is not UNSET
+        assert (slow.count, slow.bytes) == (LEAST_MEASUREMENTS, LEAST_MEASUREMENTS * LARGE_BYTES)
+        assert slow.best < 53e6, "faster than the wire: some of it did not move in this time"
+        run(f"tc -n {space} qdisc del dev {space} root")
+        receive("fast", MEASUREMENTS)
+        fast = probed().receives
+        assert fast is UNSET or fast.best > 53e6
+    finally:
+        assert decode.receiver.close()
         far.end()
