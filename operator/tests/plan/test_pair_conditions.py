@@ -143,7 +143,27 @@ def test_a_link_that_was_found_slow_recovers_once_half_of_its_receives_are_fast(
 def test_a_slow_probe_comes_before_slow_receives_and_a_link_counts_once() -> None:
     both = replace(received(1, 300), bytes_per_second=5e6)
     found = healthy(received(0, 300), both)
-    assert found.message == f"2 of 2 links slower than 1000 MB/s; {label(1)}"
+    assert found.message == (
+        f"2 of 2 links slower than 1000 MB/s; {label(1)}; slow receives also over {label(0)}"
+    )
+
+
+def test_each_of_several_slow_links_recovers_once_half_of_its_receives_are_fast() -> None:
+    """All links of a node fall back at once, and one of them is fast by chance."""
+    links = [received(index, 300, 250) for index in (1, 2, 10)]
+    slow = healthy(*links)
+    assert slow.message.endswith(f" of KV; slow receives also over {label(2)}, {label(10)}")
+    for lucky in range(3):
+        links = [received(n, 1200 if i == lucky else 300, 250) for i, n in enumerate((1, 2, 10))]
+        assert healthy(*links, before=slow) == slow
+    later = healthy(received(1, 5000), received(2, 5000), received(10, 1200, 250), before=slow)
+    assert later.message.startswith(f"1 of 3 links slower than 1000 MB/s; {label(10)}: its rec")
+    alone = healthy(received(2, 1200, 250), before=healthy(received(10, 300), received(20, 300)))
+    assert alone.status == Status.TRUE, "it was not found slow"
+    crowd = healthy(*(received(index, 300) for index in range(64)))
+    assert crowd.message.startswith("64 of 64 links")
+    assert len(crowd.message) < 4096
+    assert healthy(*(received(index, 300) for index in range(64)), before=crowd) == crowd
 
 
 def test_a_link_that_is_not_measured_keeps_the_speed_unknown() -> None:

@@ -77,11 +77,6 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
         return None
 
 
-def _is_everybody(cidr: str) -> bool:
-    found = _network(cidr)
-    return found is not None and found.prefixlen == 0
-
-
 def _no_cidr(path: str, value: str) -> FieldError:
     message = "is not a range of addresses in CIDR form: first address, slash, prefix length"
     return FieldError(
@@ -182,10 +177,9 @@ def service_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
             "Add an ipBlock with the clients' addresses to spec.router.allowFrom.",
             ("spec.router.allowFrom", here),
         )
-    blocks = [peer.ip_block.cidr for peer in router.allow_from or () if peer.ip_block]
-    ranges = service.load_balancer_source_ranges
-    limits = (router.allow_from, blocks), (ranges, ranges)
-    limited = any(given and not any(map(_is_everybody, cidrs)) for given, cidrs in limits)
+    peers = [peer.ip_block.cidr if peer.ip_block else "" for peer in router.allow_from or ()]
+    limits = peers, service.load_balancer_source_ranges  # none with a range of all addresses
+    limited = any(one and all(c.rstrip("0")[-1:] != "/" for c in one) for one in limits)
     if router.api_key_secret_ref or limited:
         return
     yield FieldError(
@@ -226,11 +220,11 @@ def backend_errors(cluster: types.Cluster) -> Iterator[FieldError]:
 
 def device_errors(cluster: types.Cluster) -> Iterator[FieldError]:
     """Yield GPUs where engines run on CPUs, or in the place of RDMA devices."""
-    rdma = cluster.spec.transfer.rdma
+    rdma, rule = cluster.spec.transfer.rdma, Rule.CONFLICTING_SETTINGS
     if rdma is not None and resources.is_accelerator(rdma.resource):
         message = "is a resource of accelerators, and not of RDMA devices"
         remedy = "Name the resource of your RDMA device plugin, e.g. rdma/ib."
-        where, rule = "spec.transfer.rdma.resource", Rule.CONFLICTING_SETTINGS
+        where = "spec.transfer.rdma.resource"
         yield FieldError(where, rdma.resource, rule, message, remedy)
     for role in Role if cluster.spec.transfer.device is types.Device.CPU else ():
         given = resources.device_limits(cluster, role)
@@ -238,9 +232,7 @@ def device_errors(cluster: types.Cluster) -> Iterator[FieldError]:
             if str(given[name]) not in ("0", "None"):
                 why = f"is for engines that run on CPUs, and the {role} engines have {name}"
                 remedy = f"Remove {name}, or spec.transfer.device for GPUs of NVIDIA or AMD."
-                yield FieldError(
-                    "spec.transfer.device", "CPU", Rule.CONFLICTING_SETTINGS, why, remedy
-                )
+                yield FieldError("spec.transfer.device", "CPU", rule, why, remedy)
 
 
 def rdma_warnings(cluster: types.Cluster) -> Iterator[FieldError]:

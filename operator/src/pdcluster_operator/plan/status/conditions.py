@@ -114,6 +114,7 @@ CANARY_STANDS_SECONDS = 3600.0  # what a canary showed, after the next one was d
 MEGABYTE = 1_000_000
 # Slower than this over RDMA hardware means that another transport was taken.
 RDMA_LEAST_MBPS = 1000
+ALSO, MOST_NAMED = "; slow receives also over ", 32  # links
 
 
 def links_established(pairs: Sequence[PairView], before: Mapping[str, Any]) -> Verdict:
@@ -167,8 +168,8 @@ def transport_healthy(
     """Whether every link is as fast as was asked for, by its probe and by its receives.
 
     Receives show that a link is slow once none of the latest was fast enough. The link is healthy
-    again once half of them are, so one that was fast by chance changes nothing. The message keeps
-    the numbers that were true when the link was found slow.
+    again once half of them are, so one that was fast by chance changes nothing. So the message
+    names each such link, and the first with the numbers that were true when it was found slow.
 
     Args:
         before: the condition as it is now.
@@ -187,21 +188,28 @@ def transport_healthy(
     reason = StatusReason.PROBABLE_TCP_FALLBACK
     was_slow = (before.get("status"), before.get("reason")) == (Status.FALSE, reason)
     told = str(before.get("message")) if was_slow else ""
+    others = told.rpartition(ALSO)[2].split(", ")
     slow = [(pair.label, "") for pair in measured if pair.bytes_per_second < least * MEGABYTE]
+    named = []
     for pair in pairs:
         rate, words = pair.receives, f"{pair.label}: its receives reached"
         if rate is None or pair.state is not LinkState.ESTABLISHED or (pair.label, "") in slow:
             continue
-        if (rate.median if words in told else rate.best) < least * MEGABYTE:
+        known = words in told or pair.label in others
+        if (rate.median if known else rate.best) < least * MEGABYTE:
             numbers = (
                 f" {rate.median / MEGABYTE:,.0f} MB/s, and at most {rate.best / MEGABYTE:,.0f}"
                 f" MB/s, in {rate.count} measurements with {rate.bytes / MEGABYTE:,.0f} MB of KV"
             )
             slow.append((words, joined(numbers, pair.message)))
+            named.append(pair.label)
     if slow:
         first, numbers = slow[0]
         head = f"{len(slow)} of {counted(len(pairs), 'link')} slower than {least} MB/s; {first}"
-        return no(reason, told if numbers and told.startswith(head) else head + numbers)
+        more = named[1:] if numbers else named
+        also = ALSO + ", ".join(more[:MOST_NAMED]) if more else ""
+        same = numbers and told.startswith(head) and told.endswith(also)
+        return no(reason, told if same else head + numbers + also)
     if not pairs or len(measured) < len(pairs):
         return unknown(StatusReason.BANDWIDTH_UNMEASURED, "not every link is measured")
     return yes(StatusReason.BANDWIDTH_SUFFICIENT, f"all links reach {least} MB/s")
