@@ -866,6 +866,7 @@ def test_a_manifest_s_types_with_their_own_scales_are_judged_by_what_it_says() -
     for change, field, rule in (
         ({"block_size": 32}, "block_size", "BlockInteriorOpaque/whole"),
         ({"backend": "FLASH_ATTN"}, "kv_dtype", "LayoutUnsupported/quantized"),
+        ({"memory": Memory.DRAM}, "kv_dtype", "LayoutUnsupported/quantized"),
     ):
         found = refused(check(spec, replace(spec, **change)))
         assert found is not None

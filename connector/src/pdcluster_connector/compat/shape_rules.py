@@ -7,7 +7,7 @@ values of both sides.
 from collections.abc import Callable
 
 from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict, counted
-from pdcluster_connector.compat.shape import EngineShape, LayerKind
+from pdcluster_connector.compat.shape import EngineShape, LayerKind, Memory
 from pdcluster_connector.compat.supported import (
     BYTES,
     CARRIED_DTYPES,
@@ -75,6 +75,8 @@ def _quantized(shape: EngineShape) -> str | None:
         return f"KV dtype {dtype}"
     if shape.backend and shape.backend not in WHOLE.get(dtype, {shape.backend}):
         return f"KV dtype {dtype} with {shape.backend}"
+    if dtype in WHOLE and shape.layers is None and shape.memory is Memory.DRAM:
+        return f"KV dtype {dtype} on CPUs"  # in a spec: all of these backends need a GPU
     for layer in shape.layers or ():
         own = layer.dtype or dtype
         known = CARRIED_DTYPES | WHOLE.keys() if layer.whole else CARRIED_DTYPES
