@@ -8,7 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+from turn_by_turn import LEASE, Bench
 
+from pdcluster_connector.plan.block_pairs import GroupBlocks
+from pdcluster_connector.protocol.receive_order import ReceiveOrder
+from pdcluster_connector.testing.nixl import Behaviour, Transfer
+from pdcluster_connector.transfer.options import ReceiverOptions
 from pdcluster_connector.transfer.planned_reads import FENCE_WORDS, FenceWords, Job, Read
 from pdcluster_connector.transfer.posting import Transfers
 from pdcluster_connector.transfer.receive_executor import ReceiveExecutor
@@ -61,3 +67,27 @@ def test_what_fails_before_it_is_posted_holds_nothing() -> None:
     posting = Posting(1.0, fails)
     assert posting.machine.state is State.FAILED
     assert posting.nothing_is_held()
+
+
+@pytest.mark.parametrize("renewed", [True, False])
+def test_posting_may_last_longer_than_a_lease_that_is_renewed(renewed: bool) -> None:
+    """Why no request is refused for the time that its posting will take: leases are renewed."""
+    bench = Bench(ReceiverOptions(descriptors_per_transfer=1))
+    prefill = bench.prefill("p")
+    bench.send(prefill)  # makes the connection
+    began, behave = bench.now, bench.fabric.behave
+
+    def slowly(transfer: Transfer) -> Behaviour:
+        bench.now += LEASE / 4
+        return behave(transfer)
+
+    bench.fabric.behave = slowly
+    ticket = prefill.ticket(2, range(2, 10), 32)
+    blocks = (GroupBlocks(list(range(22, 30))),)
+    bench.receive(ReceiveOrder("long", ticket, blocks, 0, 32, LEASE, claimed=True))
+    while "long" in bench.executor.jobs:
+        bench.executor.turn()
+        if renewed:
+            bench.acknowledge(["long"], bench.now + LEASE)
+    assert ("long" in bench.take().received) == renewed
+    assert (bench.now - began > 4 * LEASE) == renewed

@@ -14,6 +14,7 @@ from turn_by_turn import CACHE, PROBE_SECONDS, Bench
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import NixlErrorKind
 from pdcluster_connector.nixl_io.reading_agent import ProbeResult
+from pdcluster_connector.plan import peer_plan
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.testing.nixl import Behaviour
@@ -394,3 +395,15 @@ def test_one_rank_with_fewer_lease_words_bounds_the_ticket(bench: Bench) -> None
         assert failure.message == f"the ticket names lease word {few + 1}, the engine has 1"
         gone = Failure(Reason.PEER_RESTARTED, "so that it is connected anew")
         bench.connections.break_off(bench.connections.by_engine["p/1"], gone)
+
+
+def test_a_probe_tells_that_its_link_takes_many_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    few = bench.probe(bench.prefill("few")).result(0)
+    assert (few.notice, few.descriptors) == ("", 2 * 250), "two layers, blocks of four tokens"
+    monkeypatch.setattr(peer_plan, "MANY", 499)
+    many = bench.probe(bench.prefill("many")).result(0)
+    assert "1,000 tokens take up to 500 descriptors" in many.notice
+    assert "--block-size 64" in many.notice
