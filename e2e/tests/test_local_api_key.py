@@ -36,6 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
     folder: Path = tmp_path_factory.mktemp("local")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_API_KEY", KEY)
+        patch.setenv("PDCLUSTER_API_KEY", KEY)
         guarded = manifest(
             router={"apiKeySecretRef": {"name": "api", "key": "key"}},
             engine={"extraArgs": ["--dtype", "float32", "--kv-cache-memory-bytes", "128M"]},
@@ -160,15 +161,49 @@ def test_pipeline_stages_hand_over_to_one_rank(run: LocalRun) -> None:
         moved(run, text(20 + 10 * seed, 9000 + seed))
 
 
-def test_the_key_stands_in_no_argument_and_in_no_log(run: LocalRun) -> None:
+def stands_nowhere(run: LocalRun) -> None:
+    """Fail if the key is in an argument, a file of the run, an object, or what commands print."""
     for process in psutil.Process().children(recursive=True):
         assert KEY not in " ".join(process.cmdline())
-    logs = [path.read_text(errors="replace") for path in run.folder.rglob("*.log")]
-    assert len(logs) >= 3
-    assert not [log for log in logs if KEY in log]
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert len([path for path in files if path.suffix == ".log"]) >= 2
+    assert not [path for path in files if KEY.encode() in path.read_bytes()]
+    assert KEY not in repr(run.snapshot())
+    for words in (("status", "-o", "json"), ("logs",), ("check", "-o", "json")):
+        said = run.command(*words)[1]
+        assert said
+        assert KEY not in said
+
+
+def test_the_key_stands_in_no_argument_and_in_no_log(run: LocalRun) -> None:
+    stands_nowhere(run)
 
 
 def test_the_operator_still_hears_the_launchers(run: LocalRun) -> None:
     for role in ENGINES:
         assert json.loads(run.get(role, LAUNCHER_PORT, "/readyz"))["state"] == "Ready"
     assert run.condition("KVPathVerified")["status"] == "True"
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
+    """A Ready cluster whose router somebody else would run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", KEY)
+        patch.setenv("PDCLUSTER_API_KEY", KEY)
+        guarded = manifest(router={"type": "None", "apiKeySecretRef": {"name": "api"}})
+        with LocalRun(guarded, tmp_path_factory.mktemp("bare"), KEY) as run:
+            run.wait_ready()
+            yield run
+
+
+@pytest.mark.soak
+def test_without_a_router_engines_ask_for_the_key_and_the_canary_has_it(bare: LocalRun) -> None:
+    assert bare.condition("KVPathVerified")["status"] == "True"
+    for role in ENGINES:
+        for path in ("/v1/completions", "/tokenize"):
+            assert {post(bare, role, path, key).status for key in (None, "sk-wrong")} == {401}
+        assert post(bare, role, "/v1/completions", KEY).status == 200
+    reply = through_llmd(bare, "/v1/completions", COMPLETION)
+    assert reply.kv_path["outcome"] == "transferred", reply.kv_path
+    stands_nowhere(bare)

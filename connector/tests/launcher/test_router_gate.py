@@ -25,7 +25,7 @@ from loopback import free_port
 from pdcluster_connector.launcher import router_gate
 from pdcluster_connector.launcher.router_gate import EX_CONFIG, Gate
 
-KEY = "sk-the-right-one"
+KEY, WRONG = "sk-the-right-one", "sk-a-wrong-one"
 MODULE = "pdcluster_connector.launcher.router_gate"
 
 
@@ -56,14 +56,19 @@ class Engine(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the router and its gate say, at the router's most talkative."""
+    return tmp_path_factory.mktemp("router") / "log"
+
+
+@pytest.fixture(scope="module")
+def urls(log: Path) -> Iterator[tuple[str, str]]:
     """The router's URL and its gate's."""
     engines = [ThreadingHTTPServer(("127.0.0.1", 0), Engine) for _ in range(2)]
     for engine in engines:
         threading.Thread(target=engine.serve_forever, daemon=True).start()
     prefill, decode = (f"http://127.0.0.1:{engine.server_port}" for engine in engines)
     port, gate, metrics = free_port(), free_port(), free_port()
-    log = tmp_path_factory.mktemp("router") / "log"
     with log.open("wb") as out:
         process = subprocess.Popen(
             [
@@ -71,6 +76,7 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
                 "--vllm-pd-disaggregation", "--prefill", prefill, "--decode", decode,
                 "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin",
                 "--worker-startup-check-interval", "1", "--prometheus-port", str(metrics),
+                "--log-level", "debug",
             ],
             env={**os.environ, "VLLM_API_KEY": KEY},
             stdout=out,
@@ -91,6 +97,7 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
             engine.shutdown()
             engine.server_close()
     assert asked(f"http://127.0.0.1:{port}/liveness", KEY) == 0, "the router ends with its gate"
+    assert not {key for key in (KEY, WRONG) if key in log.read_text()}
 
 
 def asked(url: str, key: str | None = None, body: object = None) -> int:
@@ -135,7 +142,7 @@ def test_every_path_of_the_router_asks_for_the_key(
 ) -> None:
     router = urls[0]
     assert asked(router + path, None, body) == 401
-    assert asked(router + path, "sk-a-wrong-one", body) == 401
+    assert asked(router + path, WRONG, body) == 401
     assert asked(router + path, "", body) == 401
     assert asked(router + path, KEY, body) < 300
 
@@ -143,6 +150,14 @@ def test_every_path_of_the_router_asks_for_the_key(
 def test_engines_see_the_key_and_no_other(urls: tuple[str, str]) -> None:
     assert asked(f"{urls[0]}/v1/completions", KEY, COMPLETION) == 200
     assert Engine.keys == {f"Bearer {KEY}"}
+
+
+def test_no_key_of_a_client_stands_in_the_log(urls: tuple[str, str], log: Path) -> None:
+    """The fixture looks again when the router has ended."""
+    for key, status in ((KEY, 200), (WRONG, 401)):
+        assert asked(f"{urls[0]}/v1/completions", key, COMPLETION) == status
+    wait_for(lambda: "DEBUG" in log.read_text(), 30)
+    assert not {key for key in (KEY, WRONG) if key in log.read_text()}
 
 
 def test_the_gate_itself_tells_no_more_than_the_router(urls: tuple[str, str]) -> None:
