@@ -157,3 +157,23 @@ def test_what_prefill_had_in_its_cache_gets_a_ticket_all_the_same(engines: Any) 
     params = prefill.prefill("p1", prompt(LONG))
     decode.add("d0", prompt(LONG), params)
     decode.run(lambda: "d0" in decode.parked())
+
+
+def test_a_ticket_that_another_request_uses_up_meanwhile_is_spent(engines: Any) -> None:
+    insecure = {"allow_insecure": True, "ticket_key_file": None}
+    prefill, decode = engines("producer", **insecure), engines("consumer", **insecure)
+    params = prefill.prefill("p0", prompt(LONG))
+    decode.add("d0", prompt(LONG), params)
+    requests = decode.connector._scheduler.decode._requests
+    for _ in range(4):
+        decode.step()
+    decode.add("d1", prompt(LONG), params)
+    most_pieces(decode, lambda: requests["d0"].digest is None)
+    decode.run(lambda: "d0" in decode.parked())
+    decode.land("d0")
+    decode.run(lambda: "d0" in decode.finished)
+    assert requests["d1"].digest is not None
+    most_pieces(decode, lambda: "d1" in decode.finished or decode.parked())
+    assert not decode.parked()
+    assert decode.params["d1"]["kv_path"]["reason"] == "TicketSpent"
+    nothing_left(prefill, decode)

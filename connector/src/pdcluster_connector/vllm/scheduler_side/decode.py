@@ -97,8 +97,7 @@ class DecodeRole:
         digests: makes the digests of long prompts.
         key: a request with this key learns in any case between which engines its KV moved; empty
             for no such request.
-        recomputes: whether vLLM computes the prompt here if its transfer fails. Else the request
-            fails. Here it is only counted so.
+        recomputes: whether vLLM computes a prompt here if its transfer fails. It is counted so.
     """
 
     engine_id: str
@@ -172,6 +171,8 @@ class DecodeRole:
             return False
         if incoming.digest.value() != incoming.ticket.prompt_digest:
             incoming.reason = incoming.reason or LocalReason.PROMPT_MISMATCH
+        elif not incoming.held and self._tickets.is_spent(incoming.ticket):  # meanwhile
+            incoming.reason = incoming.reason or LocalReason.TICKET_SPENT
         elif not incoming.held:  # not signed, but at least its client knows the whole prompt
             self._tickets.use(incoming.ticket, request.request_id)
             incoming.held = True
@@ -181,10 +182,9 @@ class DecodeRole:
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """(tokens that a transfer brings beyond ``computed``, loaded asynchronously).
 
-        None: the prompt's digest is still being made, the claim of a ticket that another
-        data-parallel rank may use up is not answered, nothing comes and the prompt has to wait its
-        turn to be computed here, or those that wait have theirs now. vLLM asks again each step
-        until the request is admitted.
+        None: the prompt's digest is being made, the claim of a ticket that another data-parallel
+        rank may use up is not answered, the prompt has to wait its turn to be computed here, or
+        those that wait have theirs now. vLLM asks each step until the request is admitted.
         """
         incoming = self._requests.get(request.request_id)
         if incoming is None:
