@@ -98,3 +98,12 @@ def test_a_flag_that_a_field_sets_too_is_refused(field: str, value: str, words: 
 def test_the_policy_of_both_roles_is_a_field_alone() -> None:
     [error] = findings(extraArgs=["--policy", "random"]).errors
     assert (error.rule, error.remedy) == ("OwnedFlag", "Use spec.router.policy.")
+
+
+@pytest.mark.parametrize("word", ["$(VLLM_API_KEY)", "a$(VLLM_API_KEY)b", "$$$(VLLM_API_KEY)"])
+def test_the_api_key_is_no_argument(word: str) -> None:
+    key = {"apiKeySecretRef": {"name": "api"}}
+    assert refused(extraArgs=["--request-id-headers", word], **key) == [
+        ("spec.router.extraArgs[1]", "NotAllowed")
+    ]
+    assert refused(extraArgs=["--request-id-headers", "$$(VLLM_API_KEY)"], **key) == []

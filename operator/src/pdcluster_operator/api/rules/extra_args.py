@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from pdcluster_connector.compat.findings import counted
 from pdcluster_connector.compat.supported import REFUSED_FLAGS
+from pdcluster_connector.protocol.api_key import VARIABLE
 from pdcluster_operator.api.findings import FieldError, Rule, did_you_mean, shown
 from pdcluster_operator.api.spec.fields import camel
 from pdcluster_operator.api.spec.flags import (
@@ -65,6 +66,11 @@ def _words(path: str, words: tuple[str, ...], ours: Mapping[str, str]) -> Iterat
     for flag in flags:
         if owned := owned_flag(flag, ours):
             yield _owned(f"{path}[{flag.place}]", flag, owned, ours[owned])
+    for place, word in enumerate(words):
+        if f"$({VARIABLE})" in word.replace("$$", ""):
+            message = "puts the API key into the arguments, which every process can read"
+            where, remedy = f"{path}[{place}]", "Remove it: the container has the variable."
+            yield FieldError(where, shown(word), Rule.NOT_ALLOWED, message, remedy)
 
 
 def _said_twice(router: Router) -> Iterator[FieldError]:
