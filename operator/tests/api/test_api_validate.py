@@ -458,6 +458,13 @@ def test_a_key_that_only_the_engines_know_is_refused_in_a_pod_template_too():
     assert findings(decode={"podTemplate": template}).ok, "a sidecar may have a key of its own"
 
 
+def test_a_value_that_the_kubelet_replaces_is_not_judged():
+    env = [{"name": "SEED", "value": "7"}]
+    assert findings(engine={"extraArgs": ["--seed", "$(SEED)"], "env": env}).ok
+    found = error("spec.engine.extraArgs[0]", engine={"extraArgs": ["--seed", "x"]})
+    assert found.message == "--seed must be a whole number"
+
+
 def test_a_word_that_belongs_to_no_flag():
     assert error("spec.engine.extraArgs[0]", engine={"extraArgs": ["my-model"]}).rule == (
         "UnreadableFlag"

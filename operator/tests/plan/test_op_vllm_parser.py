@@ -12,7 +12,7 @@ from vllm_child import ask
 import pdcluster_operator
 from pdcluster_operator.api.rules.extra_args import CHECKED_FLAGS
 from pdcluster_operator.api.rules.validate import check_manifest
-from pdcluster_operator.api.spec.flags import OWNED_FLAGS, SHORT_NAMES
+from pdcluster_operator.api.spec.flags import FLAG_VALUES, OWNED_FLAGS, SHORT_NAMES
 
 HERE = Path(__file__).parent
 # Words after the model, and what vLLM's parser takes them for: True where it refuses them.
@@ -47,6 +47,10 @@ UNKNOWN = (
 # vLLM reads these as the flag that they begin.
 BEGUN = (("--max-num-seq", "1"), ("--max-logp", "2"))
 WORDS = [*REFUSED, *UNKNOWN, *BEGUN]
+VALUES = (
+    "", "None", "none", "auto", "1", "-1", "0.5", "8k", "1K", "1.5k", "1_000", " 7", "1e3", "inf",
+    "0x10", "true", "a,b", "{}", '{"a": 1}', "[]", "[1]",
+)  # fmt: skip
 CHILD = """
 import importlib.metadata, json, sys
 sys.path[:0] = json.loads(sys.argv[1])
@@ -75,6 +79,14 @@ for words in json.loads(sys.argv[2]):
         answer["refused"].append(False)
     except SystemExit:
         answer["refused"].append(True)
+taken = answer["taken"] = []
+for name, action in parser._option_string_actions.items():
+    for value in json.loads(sys.argv[3]) if action.nargs is None else ():
+        try:
+            parser._check_value(action, parser._get_value(action, value))
+            taken.append([name, value])
+        except Exception:
+            pass
 print("ANSWER" + json.dumps(answer, default=str))
 """
 
@@ -93,7 +105,7 @@ def vllm():
     overlaid = [name for name, words in lines.items() if words == ["/other"]]
     for name in overlaid:
         del lines[name]
-    answer = ask(CHILD, list(lines.values()), json.dumps(WORDS))
+    answer = ask(CHILD, list(lines.values()), json.dumps(WORDS), json.dumps(VALUES))
     return dict(zip(lines, answer["read"], strict=True)), answer["flags"], answer
 
 
@@ -144,6 +156,15 @@ def test_our_picture_of_vllms_flags_is_true(vllm):
 def test_the_table_of_flags_is_vllms_own(vllm):
     table = Path(pdcluster_operator.api.spec.flags.__file__).with_name("vllm_flags.txt")
     assert table.read_text() == vllm[2]["table"], "run python -m dev.vllm_flags"
+
+
+@pytest.mark.vllm
+def test_no_value_that_vllm_reads_is_refused(vllm):
+    known = {one for one in FLAG_VALUES if not one.endswith("memory-utilization")}  # up to 1
+    taken = [(name, value) for name, value in vllm[2]["taken"] if name in known]
+    assert len(taken) > 300
+    found = {words: [str(one.rule) for one in judged(words).errors] for words in taken}
+    assert [words for words, rules in found.items() if "UnreadableFlag" in rules] == []
 
 
 @pytest.mark.vllm

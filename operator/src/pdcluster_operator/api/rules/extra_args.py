@@ -207,9 +207,15 @@ READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
 
 
 def _unfit(path: str, flag: Flag) -> Iterator[FieldError]:
-    """Yield a value that vLLM's parser does not read. A JSON flag may also take a word."""
+    """Yield a value that vLLM's parser does not read. A JSON flag may also take a word.
+
+    Nothing is known of a value that the kubelet replaces. vLLM reads some flags' ``None`` and empty
+    text as no value.
+    """
     known, value = FLAG_VALUES.get(flag.name, ""), flag.value
     if not known or len(flag.values) != 1 or (known == "json" and value[:1] not in ("{", "[")):
+        return
+    if "$(" in value or value in ("", "None"):
         return
     read, what = READERS.get(known, (known.split("|").index, f"one of {known.replace('|', ', ')}"))
     with suppress(ValueError, RecursionError):
