@@ -158,11 +158,16 @@ def test_what_its_request_no_longer_holds_is_not_digested(monkeypatch: pytest.Mo
     assert steps.step() == 0
 
 
-def test_a_digest_that_raises_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_with_a_token_that_is_none_equals_no_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its request does not wait for ever, and the others go on."""
     steps = Steps(monkeypatch, pieces_in_a_step=4)
-    other, wrong = steps.begin(40), steps.begin(30)
-    wrong._token_ids = [2**63] * 30 * PIECE  # type: ignore[assignment]
-    with pytest.raises(OverflowError):
-        steps.step()
+    other, *wrong = steps.begin(40), steps.begin(30), steps.begin(30)
+    for one in wrong:
+        one._token_ids = [2**63] * 30 * PIECE  # type: ignore[assignment]
     while other.left:
         steps.step()
+    assert [one.left for one in wrong] == [0, 0]
+    assert wrong[0].value() != wrong[1].value()
+    assert prompt_digest([1, 2**63]) != prompt_digest([1, 2**63])

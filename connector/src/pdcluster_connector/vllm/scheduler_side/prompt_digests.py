@@ -8,6 +8,7 @@ lets vLLM ask again until it has the whole digest.
 
 from __future__ import annotations
 
+import os
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +35,7 @@ class PromptDigest:
     Each part is preceded by its length, so that parts cannot run into one another.
 
     Args:
-        token_ids: begin with the prompt; each within int64, and never changed.
+        token_ids: begin with the prompt, and are never changed.
         tokens: how many of them count.
         contents: hashes of images and the like, in prompt order.
         lora: name of the adapter; None for the base model.
@@ -59,9 +60,14 @@ class PromptDigest:
         self._digest.update((8 * tokens).to_bytes(8, "little"))
 
     def take(self) -> None:
-        """Take in the next tokens, ``PIECE`` at most."""
+        """Take in the next tokens, ``PIECE`` at most. With one that is none, no digest is equal."""
         first = self.tokens - self.left
-        piece = array("q", self._token_ids[first : first + min(PIECE, self.left)])
+        try:
+            piece = array("q", self._token_ids[first : first + min(PIECE, self.left)])
+        except (OverflowError, TypeError):
+            self._digest.update(os.urandom(DIGEST_BYTES))
+            self.left = 0
+            return
         self._digest.update(np.asarray(piece, "<i8").data)
         self.left -= len(piece)
 
@@ -124,7 +130,7 @@ class PromptDigests:
         for digest in sorted(self._unfinished, key=lambda one: one.left):
             if self._seconds <= 0:
                 return
-            self._unfinished.discard(digest)  # if it raises, the others go on in the next step
+            self._unfinished.discard(digest)
             self._take(digest, self._seconds)
 
     def _take(self, digest: PromptDigest, seconds: float) -> None:
