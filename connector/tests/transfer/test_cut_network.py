@@ -23,7 +23,9 @@ from pdcluster_connector.transfer.options import ReceiverOptions
 pytestmark = [pytest.mark.nixl, pytest.mark.needs("network")]
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 64, "block_tokens": 16, "token_bytes": 32}
 NEW_NETWORK = 0x40000000
-NEAR, FAR = "10.213.7.1", "10.213.7.2"
+# Each process of the test run has a network of its own.
+NETWORK = 4 * (os.getpid() % (1 << 14))
+NEAR, FAR = (f"10.213.{(NETWORK + n) >> 8}.{(NETWORK + n) & 255}" for n in (1, 2))
 serve_outside = nixl_prefill.serve
 
 
@@ -37,9 +39,12 @@ def run(line: str) -> None:
     subprocess.run(line.split(), check=True)
 
 
-@pytest.fixture
-def space(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A network namespace; both ends of its cable have one name, since UCX looks it up in /sys."""
+@pytest.fixture(scope="module")
+def cable() -> Iterator[str]:
+    """A network namespace; both ends of its cable have one name, since UCX looks it up in /sys.
+
+    One for all tests here: UCX reads the table of routes once in a process.
+    """
     space = device = f"pd{os.getpid()}"
     run(f"ip netns add {space}")
     try:
@@ -48,11 +53,16 @@ def space(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         run(f"ip link set {device} up")
         run(f"ip -n {space} addr add {FAR}/30 dev {device}")
         run(f"ip -n {space} link set {device} up")
-        monkeypatch.setenv("UCX_TLS", "tcp")
-        monkeypatch.setenv("UCX_NET_DEVICES", device)
         yield space
     finally:
         run(f"ip netns del {space}")
+
+
+@pytest.fixture
+def space(cable: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", cable)
+    return cable
 
 
 def cut(space: str) -> None:
