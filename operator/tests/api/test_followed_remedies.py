@@ -120,6 +120,7 @@ OF_SAMPLES = (
     "NVLink",
     "spec.os.name: is missing",
     "serviceAccountName",
+    "setHostnameAsFQDN",
 )
 """What is said of the sample itself, wherever it stands."""
 SAMPLES = {"str": "x", "int": 1, "bool": True, "any": "x"}

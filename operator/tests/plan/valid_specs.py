@@ -11,7 +11,7 @@ NAMES = st.from_regex(r"[a-z]([-a-z0-9]{0,32}[a-z0-9])?", fullmatch=True)
 FREE_ARGS = (
     ["--seed", "7"], ["--max-num-seqs=16"], ["--disable-log-stats"],
     ["--max_num_batched_tokens", "64"], ["--generation-config", '{"a": "b=c -d"}'],
-    ["--no-enable-chunked-prefill"],
+    ["--no-enable-log-requests"],
 )  # fmt: skip
 
 

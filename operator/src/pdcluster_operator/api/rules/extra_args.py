@@ -140,6 +140,10 @@ def flag_warnings(cluster: Cluster, releases: Releases) -> Iterator[FieldError]:
             here = f"{path}.extraArgs[{flag.place}]"
             if not (owned_flag(flag) or flag.head == "--" or [*_abbreviated(here, flag)]):
                 yield from _unknown(here, flag)
+            if flag.name == "--download-dir" and cluster.spec.model.cache.persistent_volume_claim:
+                message = "has the weights downloaded to this folder, and not to spec.model.cache"
+                text, remedy = shown(" ".join(flag.words)), "Remove --download-dir."
+                yield FieldError(here, text, Rule.CONFLICTING_SETTINGS, message, remedy)
 
 
 def _unknown(path: str, flag: Flag) -> Iterator[FieldError]:
@@ -246,6 +250,17 @@ def _alone(cluster: Cluster, role: Role) -> Iterator[FieldError]:
                 f"Add {other}, or remove {name}.",
             )
             yield FieldError(where, text, Rule.CONFLICTING_SETTINGS, message, remedy)
+    chunked, most = engine.last("--enable-chunked-prefill"), engine.last("--max-num-batched-tokens")
+    tokens, longest = _meant(most.value if most else ""), str(engine.max_model_len or "")
+    if chunked is None or not chunked.negated or most is None:
+        return
+    if tokens.isdigit() and longest.isdigit() and int(tokens) < int(longest):
+        where, text = flag_path(cluster, role, most.name), shown(" ".join(most.words))
+        message = (
+            f"is less than maxModelLen {longest}, and prompts are not cut: vLLM does not start"
+        )
+        remedy = f"Write {longest}, or remove --no-enable-chunked-prefill."
+        yield FieldError(where, text, Rule.CONFLICTING_SETTINGS, message, remedy)
 
 
 def _contradictions(cluster: Cluster, role: Role) -> Iterator[FieldError]:

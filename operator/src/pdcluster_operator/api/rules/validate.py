@@ -177,6 +177,7 @@ def _warnings(cluster: Cluster) -> Iterator[FieldError]:
     yield from extra_args.flag_warnings(cluster, images_and_weights.releases(cluster))
     yield from variables.variable_warnings(cluster)
     yield from variables.user_warnings(cluster)
+    yield from variables.mount_warnings(cluster)
     yield from pod_template.overlay_warnings(cluster)
     yield from whole_pods.pod_warnings(cluster)
     yield from engines.idle_warnings(cluster)

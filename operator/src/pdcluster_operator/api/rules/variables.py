@@ -29,7 +29,7 @@ from pdcluster_operator.api.spec.resolve import (
     resolve_engine,
     workers_per_pod,
 )
-from pdcluster_operator.api.spec.resources import gpu_transports
+from pdcluster_operator.api.spec.resources import gpu_transports, parse_quantity
 from pdcluster_operator.api.spec.types import Cluster, Device, Role
 
 OWNED_PREFIX = "PDCLUSTER_"
@@ -125,6 +125,14 @@ def variable_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 DEVICES = re.compile("(CUDA|HIP|ROCR|NVIDIA)_VISIBLE_DEVICES")
 OFFLINE = frozenset({"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"})
+TOKEN_NAMES = frozenset({
+    "HUGGINGFACE_TOKEN", "HUGGING_FACE_TOKEN", "HF_API_TOKEN", "HF_HUB_TOKEN",
+    "HUGGINGFACEHUB_API_TOKEN", "HUGGINGFACE_HUB_TOKEN",
+})  # fmt: skip
+"""Names of variables that others read, and the Hub's library does not."""
+SYSTEM = re.compile("/|/(usr(/local)?/)?(bin|sbin|lib|lib64)|/usr|/usr/local|/etc|/opt")
+QUEUE_BYTES = 160 << 20
+"""Of vLLM's queue between the processes of one pod (shm_broadcast: ten pieces of 16 MiB)."""
 OWN_IMAGE = re.compile(r"(.*/)?vllm/vllm-openai[:@].*")
 
 
@@ -159,6 +167,36 @@ def user_warnings(cluster: Cluster) -> Iterator[FieldError]:
                 yield _conflict(f"{where}.runAsUser", str(user), why, remedy)
 
 
+def mount_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield mounts and volumes with which an engine does not start."""
+    for role in Role:
+        path, box = engine_container(cluster, role)
+        for place, given in enumerate(as_list(box.get("volumeMounts"))):
+            mount, where = as_mapping(given), f"{path}.volumeMounts[{place}]"
+            folder = str(mount.get("mountPath")).rstrip("/") or "/"
+            if SYSTEM.fullmatch(folder) and "subPath" not in mount:
+                why = "hides what the image has in this folder, such as Python"
+                yield _conflict(
+                    f"{where}.mountPath", folder, why, "Mount it at a folder of its own."
+                )
+            elif folder in ("/root", "/root/.cache", "/tmp") and mount.get("readOnly") is True:  # noqa: S108
+                why = f"leaves vLLM no place to write at {folder}"
+                yield _conflict(f"{where}.readOnly", "true", why, "Mount it at another folder.")
+        here = f"spec.{role}.podTemplate.spec"
+        pod = pod_spec(cluster.spec.role(role).pod_template)
+        if pod.get("setHostnameAsFQDN") is True:
+            why = "is for names of 64 letters with their domain; the kubelet starts no longer ones"
+            yield _conflict(f"{here}.setHostnameAsFQDN", "true", why, "Remove it.")
+        for place, volume in enumerate(as_list(pod.get("volumes"))):
+            given = as_mapping(as_mapping(volume).get("emptyDir")).get("sizeLimit")
+            size = parse_quantity(str(given)) if as_mapping(volume).get("name") == "shm" else None
+            several = workers_per_pod(resolve_engine(cluster, role)) > 1
+            if several and size is not None and size < QUEUE_BYTES:
+                why = "is too small for /dev/shm: vLLM's processes of one pod alone need 160Mi"
+                where = f"{here}.volumes[{place}].emptyDir.sizeLimit"
+                yield _conflict(where, str(given), why, "Leave it out, or write 1Gi or more.")
+
+
 def _conflict(path: str, value: str, message: str, remedy: str) -> FieldError:
     return FieldError(path, value, Rule.CONFLICTING_SETTINGS, message, remedy)
 
@@ -176,7 +214,12 @@ def _unseen(cluster: Cluster, one: Variable) -> Iterator[FieldError]:
         why = f"leaves {counted(seen, 'GPU')} of the {max(needed)} that an engine's pod needs"
         remedy = f"Remove {one.name}: a pod sees just the GPUs that it has."
         yield FieldError(where, shown(value), Rule.GPU_COUNT_MISMATCH, why, remedy)
-    cold = model.source.hugging_face and not model.cache.persistent_volume_claim and one.roles
+    hub = model.source.hugging_face if one.roles else None
+    cold = hub and not model.cache.persistent_volume_claim
+    if one.name in TOKEN_NAMES and hub is not None and hub.token_secret_ref is None:
+        why = "is no name that the Hub's library reads"
+        remedy = "Name the Secret in spec.model.source.huggingFace.tokenSecretRef."
+        yield _conflict(f"{one.path}.name", one.name, why, remedy)
     if one.name in OFFLINE and cold and value.lower() in ("1", "on", "yes", "true"):
         why = "keeps engines from downloading weights, and spec.model.cache names no claim of them"
         remedy = f"Remove {one.name}, or name a claim with the weights."
