@@ -10,7 +10,7 @@ from simulated_cluster import manifest
 NAMES = st.from_regex(r"[a-z]([-a-z0-9]{0,32}[a-z0-9])?", fullmatch=True)
 FREE_ARGS = (
     ["--seed", "7"], ["--max-num-seqs=16"], ["--disable-log-stats"],
-    ["--max_num_batched_tokens", "64"], ["--generation-config", '{"a": "b=c -d"}'],
+    ["--max_num_batched_tokens", "64"], ["--override-generation-config", '{"a": "b=c -d"}'],
     ["--no-enable-log-requests"],
 )  # fmt: skip
 
