@@ -39,5 +39,10 @@ def test_a_mistake_is_told(mistake: dict[str, Any]) -> None:
     assert any(found)
 
 
+@pytest.mark.parametrize("one", CORPUS["right"], ids=lambda one: one["name"])
+def test_what_looks_like_a_mistake_and_is_none(one: dict[str, Any]) -> None:
+    assert rules(merge({**HEAD, **CORPUS["broken"]}, {"spec": one["spec"]})) == ([], [])
+
+
 def test_the_manifest_without_a_mistake_is_accepted() -> None:
     assert rules({**HEAD, **CORPUS["broken"]}) == ([], [])

@@ -25,7 +25,13 @@ from pdcluster_operator.api.spec.flags import (
     owned_flag,
     parse_flags,
 )
-from pdcluster_operator.api.spec.resolve import READ_FLAGS, engine_places, flag_path, resolve_engine
+from pdcluster_operator.api.spec.resolve import (
+    CACHE_FOLDER,
+    READ_FLAGS,
+    engine_places,
+    flag_path,
+    resolve_engine,
+)
 from pdcluster_operator.api.spec.router_types import Router
 from pdcluster_operator.api.spec.types import Cluster, Device, Role
 
@@ -140,7 +146,9 @@ def flag_warnings(cluster: Cluster, releases: Releases) -> Iterator[FieldError]:
             here = f"{path}.extraArgs[{flag.place}]"
             if not (owned_flag(flag) or flag.head == "--" or [*_abbreviated(here, flag)]):
                 yield from _unknown(here, flag)
-            if flag.name == "--download-dir" and cluster.spec.model.cache.persistent_volume_claim:
+            claimed = cluster.spec.model.cache.persistent_volume_claim is not None
+            elsewhere = not f"{flag.value}/".startswith(f"{CACHE_FOLDER}/")
+            if flag.name == "--download-dir" and claimed and elsewhere:
                 message = "has the weights downloaded to this folder, and not to spec.model.cache"
                 text, remedy = shown(" ".join(flag.words)), "Remove --download-dir."
                 yield FieldError(here, text, Rule.CONFLICTING_SETTINGS, message, remedy)
@@ -206,8 +214,13 @@ def _surplus(path: str, flag: Flag, count: str) -> Iterator[FieldError]:
 READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
     "int": (int, "a whole number"),
     "float": (float, "a number"),
-    "json": (json.loads, "JSON, with double quotes around keys and texts"),
+    "json": (
+        lambda text: json.loads(re.sub(r"(?<=\d)[kKmMgGtT]\b", "", text)),  # some flags take 1k
+        "JSON, with double quotes around keys and texts",
+    ),
 }
+ANY_CASE = ("--moe-backend", "--linear-backend", "--sparse-indexer-topk-backend")
+"""Flags whose words vLLM reads in upper case, and with hyphens, too."""
 
 
 def _unfit(path: str, flag: Flag) -> Iterator[FieldError]:
@@ -221,6 +234,8 @@ def _unfit(path: str, flag: Flag) -> Iterator[FieldError]:
         return
     if "$(" in value or value in ("", "None"):
         return
+    if flag.name in ANY_CASE:
+        value = value.lower().replace("-", "_")
     read, what = READERS.get(known, (known.split("|").index, f"one of {known.replace('|', ', ')}"))
     with suppress(ValueError, RecursionError):
         number = read(value)

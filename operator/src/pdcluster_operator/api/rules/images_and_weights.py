@@ -221,7 +221,7 @@ def weight_errors(cluster: types.Cluster) -> Iterator[FieldError]:
     """Yield settings that do not fit where the weights come from."""
     model = cluster.spec.model
     if model.source.hugging_face and model.cache.downloaded_by is engine_types.Downloader.JOB:
-        yield from models.download_errors(cluster)
+        yield from dict.fromkeys(models.download_errors(cluster))
     storage = model.source.object_storage
     if storage is None:
         return

@@ -235,7 +235,7 @@ def _other_files(engine: Engine) -> Iterator[tuple[str, str]]:
             own |= {"auto", "vllm"}
         for word in _named(flag):
             mounted = word.startswith(("/", "~")) and flag.name != "--download-dir"
-            if word not in own and not mounted:
+            if word not in (*own, "", "None") and "$(" not in word and not mounted:
                 yield flag.name, word
     draft = speculation(engine).get("model")
     if isinstance(draft, str) and "/" in draft[1:] and draft[0] != "/" and draft != engine.model:

@@ -174,7 +174,7 @@ def service_warnings(cluster: types.Cluster) -> Iterator[FieldError]:
             service.type.value,
             Rule.ROUTER_FIELD_UNUSED,
             "no client outside of the cluster gets in: spec.router.allowFrom names only pods",
-            "Add an ipBlock with the clients' addresses to spec.router.allowFrom.",
+            "Add an ipBlock to allowFrom, with the addresses that docs/routers.md names.",
             ("spec.router.allowFrom", here),
         )
     peers = [peer.ip_block.cidr if peer.ip_block else "" for peer in router.allow_from or ()]

@@ -133,8 +133,11 @@ def _removed(path: str, given: Mapping[str, Any], means: Mapping[str, str]) -> I
                 if inner.get(name, "") is None:
                     found.setdefault(at, meaning)
                 inner = pod_templates.as_mapping(inner.get(name))
-    for name, amount in pod_templates.amounts(given, "limits").items():
-        if amount is None and resources.is_accelerator(name):
+    limits = pod_templates.amounts(given, "limits")
+    others = [n for n in limits if limits[n] is not None and resources.is_accelerator(n)]
+    others += pod_templates.as_list(pod_templates.as_mapping(given.get("resources")).get("claims"))
+    for name, amount in limits.items():
+        if amount is None and resources.is_accelerator(name) and not others:
             found[f"{path}.resources.limits.{name}"] = "an engine gets no GPU"
     for at, meaning in found.items():
         why = f"removes the operator's own: {meaning}", "Leave it out, or write a value."
@@ -182,7 +185,10 @@ def _short_start(path: str, container: Mapping[str, Any]) -> Iterator[FieldError
     """Yield a startupProbe that gives up early. Its period is ours, not Kubernetes' 10 seconds."""
     probe = pod_templates.as_mapping(container.get("startupProbe"))
     times, every = probe.get("failureThreshold"), probe.get("periodSeconds") or PERIOD
-    if isinstance(times, int) and isinstance(every, int) and times * every < LEAST_START:
+    first = probe.get("initialDelaySeconds") or 0
+    if not (isinstance(times, int) and isinstance(every, int) and isinstance(first, int)):
+        return
+    if first + times * every < LEAST_START:
         why = f"restarts an engine that does not serve within {times} x {every} seconds"
         remedy = "Remove it, and set engine.startupTimeoutSeconds."
         where = f"{path}.startupProbe.failureThreshold"

@@ -106,7 +106,7 @@ def _nowhere(role: Role, pod: Mapping[str, object]) -> Iterator[FieldError]:
         meant = [[one for one in map(as_mapping, term) if one.get("key") == key
                   and one.get("operator") == "In" and value not in as_list(one.get("values"))]
                  for term in wanted]  # fmt: skip
-        if meant and all(meant):
+        if value is not None and meant and all(meant):
             why = "contradicts the required nodeAffinity: no node fits both", "Keep one of them."
             selector = f"spec.{role}.podTemplate.spec.nodeSelector"
             yield FieldError(f"{selector}.{key}", shown(value), Rule.CONFLICTING_SETTINGS, *why)

@@ -131,8 +131,9 @@ TOKEN_NAMES = frozenset({
 })  # fmt: skip
 """Names of variables that others read, and the Hub's library does not."""
 SYSTEM = re.compile("/|/(usr(/local)?/)?(bin|sbin|lib|lib64)|/usr|/usr/local|/etc|/opt")
-QUEUE_BYTES = 160 << 20
-"""Of vLLM's queue between the processes of one pod (shm_broadcast: ten pieces of 16 MiB)."""
+QUEUE_BYTES = 240 << 20
+"""Of vLLM's queue between the processes of one engine (multiproc_executor: ten of 24 MiB)."""
+IMAGE_USER = 2000  # of vLLM's image, with a home of its own (vLLM #40275)
 OWN_IMAGE = re.compile(r"(.*/)?vllm/vllm-openai[:@].*")
 
 
@@ -143,25 +144,31 @@ def user_warnings(cluster: Cluster) -> Iterator[FieldError]:
         pod = as_mapping(pod_spec(cluster.spec.role(role).pod_template).get("securityContext"))
         own = as_mapping(box.get("securityContext"))
         names = {one.name for one in variables(cluster) if role in one.roles}
-        mounts = {str(as_mapping(one).get("mountPath")) for one in as_list(box.get("volumeMounts"))}
-        cached = "HOME" in names or any(one == "/root" or "/.cache" in one for one in mounts)
+        names |= {"HOME", "TMPDIR"} if box.get("envFrom") else set()  # it may have them
+        folders = (
+            str(as_mapping(one).get("mountPath")) for one in as_list(box.get("volumeMounts"))
+        )
+        mounts = {one.rstrip("/") for one in folders}
+        homes = re.compile("/root|/home(/.*)?|.*/[.]cache.*")
+        cached = "HOME" in names or any(map(homes.fullmatch, mounts))
         missing = [] if "TMPDIR" in names or "/tmp" in mounts else ["/tmp"]  # noqa: S108
         missing += [] if cached else ["/root/.cache"]
         if own.get("readOnlyRootFilesystem") is True and missing:
             where = f"{path}.securityContext.readOnlyRootFilesystem"
             why = f"leaves vLLM no place to write at {' and '.join(missing)}"
-            remedy = "Mount an emptyDir there, or name other folders in TMPDIR and HOME."
+            remedy = "Mount an emptyDir at /tmp and /root, or name folders in TMPDIR and HOME."
             yield _conflict(where, "true", why, remedy)
         if not OWN_IMAGE.fullmatch(str(box.get("image") or engine.image)):
             continue  # its user is not known
         user = own.get("runAsUser", pod.get("runAsUser"))
         for given, at in ((own, path), (pod, f"spec.{role}.podTemplate.spec")):
             where = f"{at}.securityContext"
-            if given.get("runAsNonRoot") is True and user is None:
+            if given.get("runAsNonRoot") is True is own.get("runAsNonRoot", True) and user is None:
                 why = "stops vLLM's image, whose user is root, unless OpenShift names another one"
-                remedy = "Write runAsUser, and HOME in spec.engine.env; or leave it out."
+                remedy = f"Write runAsUser: {IMAGE_USER} and runAsGroup: 0, which it knows."
                 yield _conflict(f"{where}.runAsNonRoot", "true", why, remedy)
-            if given.get("runAsUser") and not cached:
+            number = given.get("runAsUser")
+            if number == user and number not in (None, 0, IMAGE_USER) and not cached:
                 why = "has / for HOME if the image does not know it, and no cache can be written"
                 remedy = "Set HOME in spec.engine.env to a folder that this user may write to."
                 yield _conflict(f"{where}.runAsUser", str(user), why, remedy)
@@ -171,6 +178,9 @@ def mount_warnings(cluster: Cluster) -> Iterator[FieldError]:
     """Yield mounts and volumes with which an engine does not start."""
     for role in Role:
         path, box = engine_container(cluster, role)
+        names = {one.name for one in variables(cluster) if role in one.roles}
+        needed = {*(() if "TMPDIR" in names else ("/tmp",))}  # noqa: S108
+        needed |= {*(() if "HOME" in names else ("/root", "/root/.cache"))}
         for place, given in enumerate(as_list(box.get("volumeMounts"))):
             mount, where = as_mapping(given), f"{path}.volumeMounts[{place}]"
             folder = str(mount.get("mountPath")).rstrip("/") or "/"
@@ -179,7 +189,7 @@ def mount_warnings(cluster: Cluster) -> Iterator[FieldError]:
                 yield _conflict(
                     f"{where}.mountPath", folder, why, "Mount it at a folder of its own."
                 )
-            elif folder in ("/root", "/root/.cache", "/tmp") and mount.get("readOnly") is True:  # noqa: S108
+            elif folder in needed and mount.get("readOnly") is True:
                 why = f"leaves vLLM no place to write at {folder}"
                 yield _conflict(f"{where}.readOnly", "true", why, "Mount it at another folder.")
         here = f"spec.{role}.podTemplate.spec"
@@ -190,9 +200,10 @@ def mount_warnings(cluster: Cluster) -> Iterator[FieldError]:
         for place, volume in enumerate(as_list(pod.get("volumes"))):
             given = as_mapping(as_mapping(volume).get("emptyDir")).get("sizeLimit")
             size = parse_quantity(str(given)) if as_mapping(volume).get("name") == "shm" else None
-            several = workers_per_pod(resolve_engine(cluster, role)) > 1
+            parallel = resolve_engine(cluster, role).parallelism
+            several = parallel.tensor * parallel.pipeline > 1
             if several and size is not None and size < QUEUE_BYTES:
-                why = "is too small for /dev/shm: vLLM's processes of one pod alone need 160Mi"
+                why = "is too small for /dev/shm: vLLM's processes of one engine alone need 240Mi"
                 where = f"{here}.volumes[{place}].emptyDir.sizeLimit"
                 yield _conflict(where, str(given), why, "Leave it out, or write 1Gi or more.")
 
@@ -207,6 +218,7 @@ def _unseen(cluster: Cluster, one: Variable) -> Iterator[FieldError]:
     on_gpus = (
         DEVICES.fullmatch(one.name)
         and value not in ("", "all")
+        and "$(" not in value
         and cluster.spec.transfer.device is Device.CUDA
     )
     needed = [workers_per_pod(resolve_engine(cluster, role)) for role in one.roles if on_gpus]
@@ -216,10 +228,17 @@ def _unseen(cluster: Cluster, one: Variable) -> Iterator[FieldError]:
         yield FieldError(where, shown(value), Rule.GPU_COUNT_MISMATCH, why, remedy)
     hub = model.source.hugging_face if one.roles else None
     cold = hub and not model.cache.persistent_volume_claim
-    if one.name in TOKEN_NAMES and hub is not None and hub.token_secret_ref is None:
+    names = {other.name for other in variables(cluster)}
+    known = names & {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
+    if one.name in TOKEN_NAMES and hub is not None and not (hub.token_secret_ref or known):
         why = "is no name that the Hub's library reads"
         remedy = "Name the Secret in spec.model.source.huggingFace.tokenSecretRef."
         yield _conflict(f"{one.path}.name", one.name, why, remedy)
+    pods = [pod_spec(cluster.spec.role(role).pod_template) for role in one.roles]
+    held = any(
+        as_mapping(v).get("name") == "cache" for p in pods for v in as_list(p.get("volumes"))
+    )
+    cold = cold and not held and "HF_HUB_CACHE" not in names
     if one.name in OFFLINE and cold and value.lower() in ("1", "on", "yes", "true"):
         why = "keeps engines from downloading weights, and spec.model.cache names no claim of them"
         remedy = f"Remove {one.name}, or name a claim with the weights."

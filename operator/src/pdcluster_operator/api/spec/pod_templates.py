@@ -172,12 +172,12 @@ _TOGETHER: Mapping[str, tuple[_Row, ...]] = {
     ),
     **dict.fromkeys(("V1LabelSelectorRequirement", "V1NodeSelectorRequirement"), _SELECTOR),
     "V1PodSpec": (
-        ("dnsPolicy",
-         lambda one: one["dnsPolicy"] == "None"
+        ("dnsPolicy", lambda one: one["dnsPolicy"] == "None"
          and not as_mapping(one["dnsConfig"]).get("nameservers"),
          Rule.REQUIRED, "needs dnsConfig.nameservers", "Write one, or another policy."),
-        ("serviceAccount", lambda one: one["serviceAccount"], _CONFLICT,
-         "is ignored beside the operator's serviceAccountName", "Write serviceAccountName."),
+        ("serviceAccount", lambda o: o["serviceAccount"] not in ("", None, o["serviceAccountName"]),
+         _CONFLICT, "is ignored beside the operator's serviceAccountName",
+         "Write serviceAccountName."),
         ("hostPID", lambda one: one["hostPID"] and one["shareProcessNamespace"], _CONFLICT,
          "is not allowed beside shareProcessNamespace", "Remove one of them."),
         *((field, lambda one, field=field: one[field] and one["hostUsers"] is False, _CONFLICT,
