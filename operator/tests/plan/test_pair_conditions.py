@@ -18,7 +18,7 @@ from pdcluster_connector.protocol.launcher_documents import (
 from pdcluster_connector.protocol.load_report import ReceiveRate
 from pdcluster_operator.api.conditions import Status, StatusReason, Verdict
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec.types import Role, Transfer
+from pdcluster_operator.api.spec.types import Rdma, Role, Transfer
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.links import PairView
 from pdcluster_operator.plan.status.conditions import (
@@ -124,6 +124,15 @@ def test_a_link_is_slow_if_none_of_its_latest_receives_was_fast_enough() -> None
     assert healthy(unmeasured).reason == StatusReason.PROBABLE_TCP_FALLBACK
     lost = replace(received(1, 999), state=LinkState.FAILED)
     assert healthy(lost).reason == StatusReason.BANDWIDTH_UNMEASURED
+
+
+def test_receives_are_judged_only_by_what_somebody_asked_for() -> None:
+    """Eight ranks that share a NIC get an eighth of it each, and nothing is wrong with that."""
+    shared = [received(0, 400)]
+    rdma = Transfer(rdma=Rdma(resource="rdma/ib"))
+    assert transport_healthy(shared, rdma, {}).status is Status.TRUE
+    asked = replace(rdma, min_bandwidth_mbps=1000)
+    assert transport_healthy(shared, asked, {}).status is Status.FALSE
 
 
 def test_a_link_that_was_found_slow_recovers_once_half_of_its_receives_are_fast() -> None:
