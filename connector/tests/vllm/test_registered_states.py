@@ -155,6 +155,20 @@ def test_one_group_is_one_group_on_any_number_of_ranks(tensor: int) -> None:
         assert parts == {"conv.x": own, "conv.b": (0, 1), "conv.c": (0, 1), "ssm": own}
 
 
+def move(ours: Any, theirs: Any) -> None:
+    """Carry slot 4 of all of prefill's ranks to slot 2 of all of decode's."""
+    shapes = ours[0][0].shape, theirs[0][0].shape
+    assert refused(check(*shapes)) is None
+    for made, _ in theirs:
+        plan = plan_peer(made.shard, [peer.shard for peer, _ in ours])
+        lists = [
+            EngineBlocks(groups_of(shape), [GroupBlocks((slot,))])
+            for shape, slot in zip(shapes, (4, 2), strict=True)
+        ]
+        for part in plan_request(plan, *lists, start=0, stop=9, tokens=9):
+            copy(plan, part)
+
+
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (4, 2), (2, 4), (2, 2)])
 def test_states_with_one_group_arrive_at_other_tensor_sizes(prefill: int, decode: int) -> None:
     """Every rank of decode gets its heads and the whole group; slot 4 goes to slot 2."""
@@ -178,16 +192,7 @@ def test_states_with_one_group_arrive_at_other_tensor_sizes(prefill: int, decode
         for name in NAMES:
             for part, states_ in layer_states(views[name], 4, prefill).items():
                 states_.copy_(share(name, part, rank, prefill))
-    shapes = ours[0][0].shape, theirs[0][0].shape
-    assert refused(check(*shapes)) is None
-    for made, _ in theirs:
-        plan = plan_peer(made.shard, [peer.shard for peer, _ in ours])
-        lists = [
-            EngineBlocks(groups_of(shape), [GroupBlocks((slot,))])
-            for shape, slot in zip(shapes, (4, 2), strict=True)
-        ]
-        for part in plan_request(plan, *lists, start=0, stop=9, tokens=9):
-            copy(plan, part)
+    move(ours, theirs)
     for rank, (_, views) in enumerate(theirs):
         for name in NAMES:
             for part, states_ in layer_states(views[name], 2, decode).items():
@@ -324,16 +329,7 @@ def test_states_of_linear_attention_arrive_at_other_tensor_sizes(
             held = linear_states(kind, views[name], 4, prefill)
             for place, content in zip(held, share(name, prefill, rank), strict=True):
                 place.copy_(content)
-    shapes = ours[0][0].shape, theirs[0][0].shape
-    assert refused(check(*shapes)) is None
-    for made, _ in theirs:
-        plan = plan_peer(made.shard, [peer.shard for peer, _ in ours])
-        lists = [
-            EngineBlocks(groups_of(shape), [GroupBlocks((slot,))])
-            for shape, slot in zip(shapes, (4, 2), strict=True)
-        ]
-        for part in plan_request(plan, *lists, start=0, stop=9, tokens=9):
-            copy(plan, part)
+    move(ours, theirs)
     for rank, (_, views) in enumerate(theirs):
         for name in NAMES:
             held = linear_states(kind, views[name], 2, decode)
