@@ -212,7 +212,7 @@ def _conflict(path: str, value: str, message: str, remedy: str) -> FieldError:
     return FieldError(path, value, Rule.CONFLICTING_SETTINGS, message, remedy)
 
 
-def _unseen(cluster: Cluster, one: Variable) -> Iterator[FieldError]:
+def _unseen(cluster: Cluster, one: Variable, names: frozenset[str]) -> Iterator[FieldError]:
     """Yield variables that hide the pod's GPUs, or the Hub without which nothing is found."""
     where, value, model = f"{one.path}.value", (one.value or "").strip(), cluster.spec.model
     on_gpus = (
@@ -228,7 +228,6 @@ def _unseen(cluster: Cluster, one: Variable) -> Iterator[FieldError]:
         yield FieldError(where, shown(value), Rule.GPU_COUNT_MISMATCH, why, remedy)
     hub = model.source.hugging_face if one.roles else None
     cold = hub and not model.cache.persistent_volume_claim
-    names = {other.name for other in variables(cluster)}
     known = names & {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
     if one.name in TOKEN_NAMES and hub is not None and not (hub.token_secret_ref or known):
         why = "is no name that the Hub's library reads"
@@ -303,8 +302,10 @@ def _transports(cluster: Cluster) -> Iterator[tuple[bool, FieldError]]:
 def variable_warnings(cluster: Cluster) -> Iterator[FieldError]:
     """Yield variables that UCX or vLLM accept, but that harm or have no effect here."""
     yield from (found for certain, found in _transports(cluster) if not certain)
-    for one in variables(cluster):
-        yield from _unseen(cluster, one)
+    given = variables(cluster)
+    names = frozenset(one.name for one in given)
+    for one in given:
+        yield from _unseen(cluster, one, names)
         if one.roles and one.name.startswith("VLLM_NIXL_SIDE_CHANNEL_"):
             yield FieldError(
                 f"{one.path}.name",
