@@ -5,7 +5,7 @@ theirs. Refused are those that the operator sets itself, and those with which vL
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pdcluster_connector.compat.findings import counted
@@ -131,8 +131,9 @@ TOKEN_NAMES = frozenset({
 })  # fmt: skip
 """Names of variables that others read, and the Hub's library does not."""
 SYSTEM = re.compile("/|/(usr(/local)?/)?(bin|sbin|lib|lib64)|/usr|/usr/local|/etc|/opt")
-QUEUE_BYTES = 240 << 20
-"""Of vLLM's queue between the processes of one engine (multiproc_executor: ten of 24 MiB)."""
+QUEUE_BYTES = 240 << 20  # of vLLM's queue in one engine (multiproc_executor: ten of 24 MiB)
+IMAGE_HOME = "/root"  # in vLLM's image
+IMAGE_CACHE = f"{IMAGE_HOME}/.cache"
 IMAGE_USER = 2000  # of vLLM's image, with a home of its own (vLLM #40275)
 OWN_IMAGE = re.compile(r"(.*/)?vllm/vllm-openai[:@].*")
 
@@ -143,16 +144,13 @@ def user_warnings(cluster: Cluster) -> Iterator[FieldError]:
         engine, (path, box) = resolve_engine(cluster, role), engine_container(cluster, role)
         pod = as_mapping(pod_spec(cluster.spec.role(role).pod_template).get("securityContext"))
         own = as_mapping(box.get("securityContext"))
-        names = {one.name for one in variables(cluster) if role in one.roles}
-        names |= {"HOME", "TMPDIR"} if box.get("envFrom") else set()  # it may have them
-        folders = (
-            str(as_mapping(one).get("mountPath")) for one in as_list(box.get("volumeMounts"))
-        )
-        mounts = {one.rstrip("/") for one in folders}
-        homes = re.compile("/root|/home(/.*)?|.*/[.]cache.*")
-        cached = "HOME" in names or any(map(homes.fullmatch, mounts))
-        missing = [] if "TMPDIR" in names or "/tmp" in mounts else ["/tmp"]  # noqa: S108
-        missing += [] if cached else ["/root/.cache"]
+        needed = _written(cluster, role, box)
+        mounted = map(as_mapping, as_list(box.get("volumeMounts")))
+        mounts = {str(one.get("mountPath")).rstrip("/") for one in mounted}
+        homes = re.compile(f"{IMAGE_HOME}|/home(/.*)?|.*/[.]cache.*")
+        cached = IMAGE_CACHE not in needed or any(map(homes.fullmatch, mounts))
+        held = mounts | ({IMAGE_CACHE} if cached else set())
+        missing = [one for one in needed if one not in held]
         if own.get("readOnlyRootFilesystem") is True and missing:
             where = f"{path}.securityContext.readOnlyRootFilesystem"
             why = f"leaves vLLM no place to write at {' and '.join(missing)}"
@@ -174,22 +172,26 @@ def user_warnings(cluster: Cluster) -> Iterator[FieldError]:
                 yield _conflict(f"{where}.runAsUser", str(user), why, remedy)
 
 
+def _written(cluster: Cluster, role: Role, box: Mapping[str, object]) -> list[str]:
+    """Return the image's folders that vLLM writes to. Variables, also of envFrom, name others."""
+    names = {one.name for one in variables(cluster) if role in one.roles}
+    at = {"TMPDIR": "/tmp", "HOME": IMAGE_CACHE}  # noqa: S108
+    return [] if box.get("envFrom") else [at[name] for name in at if name not in names]
+
+
 def mount_warnings(cluster: Cluster) -> Iterator[FieldError]:
     """Yield mounts and volumes with which an engine does not start."""
     for role in Role:
         path, box = engine_container(cluster, role)
-        names = {one.name for one in variables(cluster) if role in one.roles}
-        needed = {*(() if "TMPDIR" in names else ("/tmp",))}  # noqa: S108
-        needed |= {*(() if "HOME" in names else ("/root", "/root/.cache"))}
+        needed = _written(cluster, role, box)
         for place, given in enumerate(as_list(box.get("volumeMounts"))):
             mount, where = as_mapping(given), f"{path}.volumeMounts[{place}]"
             folder = str(mount.get("mountPath")).rstrip("/") or "/"
             if SYSTEM.fullmatch(folder) and "subPath" not in mount:
                 why = "hides what the image has in this folder, such as Python"
-                yield _conflict(
-                    f"{where}.mountPath", folder, why, "Mount it at a folder of its own."
-                )
-            elif folder in needed and mount.get("readOnly") is True:
+                remedy = "Mount it at a folder of its own."
+                yield _conflict(f"{where}.mountPath", folder, why, remedy)
+            elif mount.get("readOnly") and any(f"{n}/".startswith(f"{folder}/") for n in needed):
                 why = f"leaves vLLM no place to write at {folder}"
                 yield _conflict(f"{where}.readOnly", "true", why, "Mount it at another folder.")
         here = f"spec.{role}.podTemplate.spec"
