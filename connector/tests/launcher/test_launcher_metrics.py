@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
+from functools import partial
 
 import aiohttp
 import pytest
@@ -58,14 +59,14 @@ def test_a_port_that_is_taken_is_named_before_the_engine_starts(launch):
 
 @pytest.fixture
 async def slow_engine():
-    """An engine's API that counts how often it is asked for metrics, and in which format."""
-    seen = {"asked": 0, "accept": set()}
+    """An engine's API that notes who asks for metrics, and answers when it may."""
+    seen = {"asked": 0, "accept": set(), "answers": asyncio.Event()}
 
     async def metrics(request: web.Request) -> web.Response:
         seen["accept"].add(request.headers["Accept"])
         seen["asked"] += 1
         asked = seen["asked"]
-        await asyncio.sleep(0.1)
+        await seen["answers"].wait()
         return web.Response(text=f"asked {asked}\n")
 
     app = web.Application()
@@ -83,7 +84,16 @@ async def page(slow_engine):
     """The launcher's page before that engine: a session, the page's URL, and what was seen."""
     port, seen = slow_engine
     async with aiohttp.ClientSession() as session:
-        app = metrics_page(EngineApi(session, f"http://127.0.0.1:{port}").metrics)
+        engine = EngineApi(session, f"http://127.0.0.1:{port}")
+        app = metrics_page(partial(engine.metrics, 60.0))
+        seen["scrapes"] = 0
+
+        @web.middleware
+        async def count(request, handler):
+            seen["scrapes"] += 1
+            return await handler(request)
+
+        app.middlewares.append(count)
         own = free_port()
         guard = await listening.serve(app, listening.open_port("127.0.0.1", own))
         yield session, f"http://127.0.0.1:{own}/metrics", seen
@@ -92,6 +102,7 @@ async def page(slow_engine):
 
 async def test_each_scrape_is_asked_of_the_engine_in_the_text_format(page):
     session, url, seen = page
+    seen["answers"].set()
     for number in (1, 2):
         async with session.get(url) as answer:
             assert (answer.status, await answer.text()) == (200, f"asked {number}\n")
@@ -106,5 +117,10 @@ async def test_a_crowd_of_scrapes_is_one_request_to_the_engine(page):
         async with session.get(url) as answer:
             return await answer.text()
 
-    answers = await asyncio.gather(*(scrape() for _ in range(60)))
-    assert len(set(answers)) == seen["asked"] <= 3
+    scrapes = asyncio.gather(*(scrape() for _ in range(60)))
+    async with asyncio.timeout(60):
+        while seen["scrapes"] < 60:  # noqa: ASYNC110 - a count has no event
+            await asyncio.sleep(0.01)
+    seen["answers"].set()
+    assert set(await scrapes) == {"asked 1\n"}
+    assert seen["asked"] == 1

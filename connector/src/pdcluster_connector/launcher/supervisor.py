@@ -43,7 +43,7 @@ _SERVING_POLL: Final = 1.0
 _PROMPTS_POLL: Final = 10.0
 _PATIENCE: Final = 3
 # Routers ask for /health each second. One second more is for their answers.
-_ROUTERS_RETURN: Final = _SERVING_POLL + 2.0
+_ROUTERS_RETURN: Final = 2.0
 
 
 async def watch_health(
@@ -139,7 +139,7 @@ class Supervisor:
         self._api: engine_api.EngineApi
         self._living: asyncio.Task[int]
         self._stops = 0
-        self._left_out = -inf  # when no link worked
+        self._left_out = -inf  # when routers were last left out
         self._loss = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining: asyncio.Task[None] | None = None
@@ -234,7 +234,7 @@ class Supervisor:
         """
         while True:
             now = time.monotonic()
-            if why := self._links.why_none_works(now):
+            if (why := self._links.why_none_works(now)) or self._door.no_link.exists():
                 self._left_out = now
             self._door.leave_out(why)
             await asyncio.sleep(_SERVING_POLL)
