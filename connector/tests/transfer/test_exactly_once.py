@@ -189,7 +189,7 @@ class Engine:
             peers.release()
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < until, f"not reported by all: {list(self.waited_for)[:5]}"
             self.step()
@@ -204,8 +204,26 @@ DRAWN = settings().max_examples  # `make fast` draws a quarter, as of hypothesis
     [(8 * DRAWN, 64 * DRAWN // 100), pytest.param(10_000, 2_000, marks=pytest.mark.soak)],
 )
 def test_every_rank_reports_every_receive_once(requests: int, parked: int) -> None:
-    threads = threading.active_count()
-    engine = Engine(requests, parked, seed=20261122)
+    before = set(threading.enumerate())  # those of other tests may end meanwhile
+    wanted: set[str] = {State.HANDSHAKE, State.POSTED, State.FENCE, "ended"}
+    if requests >= 800:  # one request in a hundred is there when it is aborted
+        wanted.add(State.QUARANTINE)
+    aborted_in: set[str] = set()
+    outcomes: Counter[str] = Counter()
+    for seed in range(20261122, 20261127):  # where each request stands, threads and load decide
+        engine = course(requests, parked, seed)
+        aborted_in |= set(engine.aborted_in)
+        outcomes += engine.outcomes
+        if wanted <= aborted_in and outcomes[Reason.BACKEND_ERROR]:
+            break
+    assert wanted <= aborted_in
+    assert outcomes[Reason.BACKEND_ERROR] > 0, outcomes
+    assert not set(threading.enumerate()) - before
+
+
+def course(requests: int, parked: int, seed: int) -> Engine:
+    """Run so many requests, and judge what becomes of them."""
+    engine = Engine(requests, parked, seed)
     stop = threading.Event()
 
     def dma() -> None:
@@ -230,11 +248,6 @@ def test_every_rank_reports_every_receive_once(requests: int, parked: int) -> No
     assert set(engine.reports.values()) == {1}
     assert engine.outcomes["believed"] > requests / 3, engine.outcomes
     assert engine.outcomes[Reason.LEASE_LOST] >= requests / 40, engine.outcomes
-    assert engine.outcomes[Reason.BACKEND_ERROR] > 0, engine.outcomes
-    seen = {State.HANDSHAKE, State.POSTED, State.FENCE, "ended"}
-    if requests >= 800:  # one request in a hundred is there when it is aborted
-        seen.add(State.QUARANTINE)
-    assert seen <= set(engine.aborted_in), engine.aborted_in
 
     assert sorted(engine.free) == list(range(1, engine.cache["num_blocks"]))
     assert not engine.parked
@@ -248,4 +261,4 @@ def test_every_rank_reports_every_receive_once(requests: int, parked: int) -> No
         assert rank.fatal == []
     assert open_handles(engine.fabric) == open_dlists(engine.fabric) == 0
     assert not [t for t in engine.fabric.flying if t.agent.startswith("decode")]
-    assert threading.active_count() == threads
+    return engine
