@@ -305,14 +305,14 @@ def test_a_launcher_stays_ready_with_1100_silent_connections_at_each_page(
     engine.ready()
     ports = int(engine.url.rpartition(":")[2]), page
     with crowded(*(Crowd(port, "silent", 1100, "/readyz", many=True) for port in ports)):
-        end = (
-            time.monotonic() + 5.0
-        )  # it asks its engine each second, and believes the third answer
+        # It asks its engine each second, and believes the third answer.
+        end, late = time.monotonic() + 5.0, 0
         while time.monotonic() < end:
             started = time.monotonic()
             status, document = http(f"{engine.url}/readyz")
             assert (status, document["state"]) == (200, "Ready"), document
-            assert time.monotonic() - started < 1.0
+            late = late + 1 if time.monotonic() - started > 1.0 else 0
+            assert late < 3, "a kubelet waits for a second, and asks three times"
             assert http(f"http://127.0.0.1:{page}/metrics")[0] == 200
             time.sleep(0.1)
     assert "too many open files" not in engine.err.lower()

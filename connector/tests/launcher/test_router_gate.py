@@ -107,7 +107,7 @@ def asked(url: str, key: str | None = None, body: object = None) -> int:
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code

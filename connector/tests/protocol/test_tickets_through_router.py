@@ -83,7 +83,7 @@ def router(prefill: Engine, decode: Engine) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def complete(url: str, seconds: float = 120.0, *, chat: bool = False, **more: Any) -> None:

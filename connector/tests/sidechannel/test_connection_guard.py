@@ -514,7 +514,7 @@ async def test_a_crowd_that_comes_at_once_leaves_nothing_open(
         client.close()
     for _ in range(10):
         await asyncio.sleep(0)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # threads of other tests may end meanwhile
 
 
 async def test_a_request_that_came_while_the_loop_was_busy_is_answered(crowd: Crowd) -> None:

@@ -44,7 +44,7 @@ class Launcher:
         self._new = asyncio.Event()
         self._thread = LoopThread("test-launcher")
         self._thread.start()
-        self._thread.submit(self._serve()).result(10)
+        self._thread.submit(self._serve()).result(60)
 
     async def _serve(self) -> None:
         app = web.Application()
@@ -95,7 +95,7 @@ class Launcher:
         )
 
     def close(self) -> None:
-        self._thread.submit(self.runner.cleanup()).result(10)
+        self._thread.submit(self.runner.cleanup()).result(60)
         self._thread.stop()
 
 

@@ -43,7 +43,7 @@ def ticket(host: str, port: int, engine_id: str, request_id: str, token: int) ->
     return Ticket(engine_id, host, port, request_id, token, (), 16, 0, b"d" * 16, 0.0)
 
 
-def soon(seconds: float = 10.0) -> float:
+def soon(seconds: float = 60.0) -> float:
     return time.monotonic() + seconds
 
 
@@ -82,7 +82,7 @@ def test_a_release_supersedes_a_renewal(serve: Serve) -> None:
     client.release(ticket("127.0.0.1", server.port, PREFILL, "r", 1), soon())
     client.renew(ticket("127.0.0.1", server.port, PREFILL, "r", 1), soon())
     client.start()
-    client.close(10.0)  # which sends what waits
+    client.close(60.0)  # which sends what waits
     assert server.answered == [("lease", 200)]
     assert leases.take().released == ["r"]
     assert client.answers() == []
@@ -202,10 +202,10 @@ def test_a_dead_prefill_does_not_delay_the_others(serve: Serve, client: LeaseCli
     server = serve(leases=desk())
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client.release(ticket("127.0.0.1", silent.getsockname()[1], "dead/1", "r", 1), soon(60))
-        silent.settimeout(10.0)
+        silent.settimeout(60.0)
         held, _ = silent.accept()
         with held:
-            held.settimeout(10.0)
+            held.settimeout(60.0)
             assert held.recv(100)  # its message is under way, and nobody answers it
             client.release(ticket("127.0.0.1", server.port, PREFILL, "r", 1), soon())
             until(lambda: server.answered == [("lease", 200)])
@@ -218,7 +218,7 @@ def test_closing_sends_what_waits(serve: Serve) -> None:
     client = LeaseClient(DECODE)
     client.start()
     client.release(ticket("127.0.0.1", server.port, PREFILL, "r", 1), soon())
-    client.close()
+    client.close(60.0)
     assert leases.take().released == ["r"]
     client.release(ticket("127.0.0.1", server.port, PREFILL, "late", 1), soon())  # no error
     client.close()

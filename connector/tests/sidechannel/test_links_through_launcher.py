@@ -61,9 +61,9 @@ def launcher() -> Iterator[int]:
         await server.start("127.0.0.1", 0)
         return server
 
-    server = thread.submit(start()).result(10)
+    server = thread.submit(start()).result(60)
     yield server._guard.listener.getsockname()[1]
-    thread.submit(server.stop()).result(10)
+    thread.submit(server.stop()).result(60)
     thread.stop()
 
 

@@ -22,7 +22,7 @@ class Relay:
         self._thread.start()
         self._open = asyncio.Event()
         self._open.set()
-        self._thread.submit(self._listen()).result(timeout=10)
+        self._thread.submit(self._listen()).result(timeout=60)
 
     def cut(self) -> None:
         """Let nothing through."""

@@ -291,7 +291,7 @@ async def test_what_the_operator_waits_for_at_its_start_ends_with_it(monkeypatch
     )
     stop = asyncio.Event()
     asyncio.get_running_loop().call_later(seconds, stop.set)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         await handlers.run_operator(options, stop)
         # The process that builds the connector may just have been forked: until it begins with its
         # program, it has the ports, too.

@@ -139,7 +139,7 @@ def test_an_engine_that_dies_and_comes_back_is_followed(command: Command, run: U
     assert text.count("it fell over") >= 1
     for process in (follow, watch):
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+        assert process.wait(120) == 130
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
     code, said, _ = command("status", "-o", "json")

@@ -145,7 +145,7 @@ async def test_the_list_has_all_and_without_a_name_it_comes_first(
 async def read_event(answer: aiohttp.ClientResponse) -> tuple[str, str]:
     """The name and the data of the next event."""
     name, data = "", []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         async for line in answer.content:
             text = line.decode().rstrip("\n")
             if text.startswith("event: "):
@@ -198,7 +198,7 @@ async def test_many_browsers_share_what_is_read_and_the_last_one_ends_it(
         for answer in watching:
             answer.close()
         page.say("Ready", "False", "EngineFailed", "a change finds out that they left")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while boards[Key("llm", "llama")].viewers:  # noqa: ASYNC110 - a count has no event
                 await asyncio.sleep(0.02)
         assert boards[Key("llm", "llama")]._task is None
@@ -236,10 +236,10 @@ async def test_a_look_that_raises_is_a_banner_and_the_polls_go_on(
     async with page.http.get(f"{page.base}{LLAMA}/events") as events:
         with monkeypatch.context() as change:
             change.setattr(series.History, "traffic", lambda _: round(float("nan")))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(120):
                 await told(events, "A fault of pdcluster ui (ValueError: cannot convert")
         page.say("Ready", "False", "Starting", "it is back")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             await told(events, "it is back")
 
 

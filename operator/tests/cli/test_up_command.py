@@ -417,11 +417,13 @@ def test_the_page_of_a_run_shows_it_and_goes_away_with_it(start: Callable[..., U
     text = run.until("Ctrl-C stops it")
     [url] = re.findall(r"page: (http://\S+)", text)
     opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-    for _ in range(100):
+    deadline = time.monotonic() + 120
+    while True:
         with opener.open(url) as answer:
             assert answer.url.endswith("/c/default/tiny")
             html = answer.read().decode()
-        if "No engine is ready" not in html:  # the pods' own condition follows the operator's
+        # The pods' own condition follows the operator's.
+        if "No engine is ready" not in html or time.monotonic() > deadline:
             break
         time.sleep(0.1)
     for words in (

@@ -130,7 +130,7 @@ FAMILY = """
     os.waitpid(child, 0)                  # from now on the daemon is there
     if len(sys.argv) > 2: signal.signal(signal.SIGTERM, signal.SIG_IGN)
     open(sys.argv[1], "w").write("up")
-    time.sleep(float(sys.argv[3]) if len(sys.argv) > 3 else 600)
+    while not (len(sys.argv) > 3 and os.path.exists(sys.argv[3])): time.sleep(0.05)
 """
 
 
@@ -140,12 +140,13 @@ def marked(made: dict, mark: str) -> dict:
 
 
 async def test_what_a_container_leaves_behind_goes_with_it(tmp_path: Path) -> None:
-    up = tmp_path / "up"
+    up, over = tmp_path / "up", tmp_path / "over"
     async with running_kubelet(tmp_path) as kubelet:
-        made = python_pod("a", FAMILY, str(up), "stubborn", "3")
+        made = python_pod("a", FAMILY, str(up), "stubborn", str(over))
         kubelet.api.apply(marked(made, f"mark-{tmp_path}"))
         await until(up.exists)
         assert len(carrying(f"mark-{tmp_path}")) >= 3
+        over.touch()
         await until(lambda: "lastState" in container_status(kubelet.api, "a"))
         assert carrying(f"mark-{tmp_path}") == []
 

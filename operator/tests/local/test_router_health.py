@@ -107,7 +107,7 @@ def router(folder: Path, prefill: Engine, *decodes: Engine) -> Iterator[int]:
         yield port
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def ask(port: int, method: str, path: str) -> int:
