@@ -121,7 +121,7 @@ bench-operator: ## many PDClusters on one operator, with simulated pods (as root
 bench: export PYTHONPATH := $(PYTHONPATH):$(CURDIR)/connector/tests/transfer
 bench: BENCH_OPTIONS = $(if $(PARTS),--parts=$(PARTS)) $(if $(ROUNDS),--rounds=$(ROUNDS)) \
 	$(if $(OUTPUT),--output=$(OUTPUT)) $(if $(PICTURE),--picture=$(PICTURE)) \
-	$(if $(CHECKOUT),--checkout=$(CHECKOUT))
+	$(if $(CHECKOUT),--checkout=$(CHECKOUT)) $(if $(CALM),--calm)
 bench: ## the connector beside vLLM's NixlConnector and raw NIXL, in one run; docs/benchmarks.md has the options
 	@$(PY) -m bench_kv $(BENCH_OPTIONS)
 

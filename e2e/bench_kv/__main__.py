@@ -36,6 +36,9 @@ def main() -> int:
     parser.add_argument(
         "--checkout-without-tls", action="store_true", help="the older one knows no certificates"
     )
+    parser.add_argument(
+        "--calm", action="store_true", help="NixlConnector with a progress thread that waits, too"
+    )
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
@@ -89,11 +92,9 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         return moves.measure(moves.Size(**rounds), say)
     from bench_kv import as_served, served
 
-    arms = [*as_served.ARMS]
+    arms = [*as_served.ARMS, *([served.CALM] if options.calm else [])]
     if options.checkout is not None:
         arms.append(served.older(options.checkout, tls=not options.checkout_without_tls))
-    if rounds:
-        rounds["velocity_rounds"] = options.rounds
     return as_served.measure(arms, as_served.Size(**rounds), say)
 
 

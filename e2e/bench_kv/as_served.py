@@ -1,26 +1,31 @@
-"""What a user notices: the time to the first token, prefill velocity, and idle workers."""
+"""What a user notices: the time to the first token, prefill velocity, and idle workers.
+
+Arms take turns: one pair of engines is started, measured and ended, then the other's. So an engine
+that takes a core while it is idle does not take it from the other arm.
+"""
 
 from __future__ import annotations
 
+import os
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench_kv import figures, phases
+from bench_kv import figures, phases, served
 from bench_kv.served import OURS, STOCK, Arm, Pair
+from forked_python import ForkedPython
 
 LENGTHS = (64, 512, 900)
-WARM_UP = 5
+WARM_UP = 3
 VELOCITY_TOKENS = 512
 PROMPTS_AT_ONCE = 4
-PROMPTS = 12
+PROMPTS = 8
 IDLE_SECONDS = 10.0
 SPIN_SECONDS = 2.0
 """After a request, vLLM's processes look for the next one without a pause for a second."""
@@ -28,104 +33,152 @@ SPIN_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Size:
-    """How often each thing is measured."""
+    """How often each thing is measured, in how many turns of each arm."""
 
     lengths: tuple[int, ...] = LENGTHS
-    rounds: int = 40
-    velocity_rounds: int = 20
+    rounds: int = 24
+    turns: int = 6
 
 
-@contextmanager
-def running(arms: Sequence[Arm]) -> Iterator[dict[str, Pair]]:
-    """Start a pair of engines for each arm, all at once; end them afterwards."""
-    pairs: dict[str, Pair] = {}
-    with tempfile.TemporaryDirectory(prefix="bench-kv-") as folder:
-        try:
-            for arm in arms:
-                pairs[arm.name] = Pair(arm, Path(folder))
-            for pair in pairs.values():
-                pair.wait()
-            yield pairs
-        finally:
-            for pair in pairs.values():
-                pair.end()
+@dataclass
+class Taken:
+    """What was measured of one arm, a list for each turn in ``ways``."""
+
+    ways: dict[int, list[dict[str, float]]] = field(default_factory=dict)
+    parts: dict[int, list[dict[str, float]]] = field(default_factory=dict)
+    through: list[float] = field(default_factory=list)
+    alone: list[float] = field(default_factory=list)
+    idle: float = 0.0
+
+    def seconds(self, length: int) -> list[float]:
+        """Return the times to the first token."""
+        return [way["answered"] - way["began"] for way in self.ways[length]]
 
 
 def measure(arms: Sequence[Arm], size: Size, say: Any) -> dict[str, Any]:
     """Return the numbers of all arms; ``say`` tells a person how far it is."""
-    say(f"engines of {', '.join(arm.name for arm in arms)} start")
-    with running(arms) as pairs:
-        say("time to the first token")
-        found: dict[str, Any] = {"ttft": first_tokens(pairs, size)}
-        found["phases"] = found["ttft"].pop("phases")
-        say("prefill velocity")
-        found["velocity"] = velocity(pairs, size)
-        say("idle")
-        time.sleep(SPIN_SECONDS)
-        found["idle"] = {
-            name: round(pair.decode.idle_share(IDLE_SECONDS), 4) for name, pair in pairs.items()
-        }
-    return found
+    say("the host of the engines imports vLLM")
+    taken = {arm.name: Taken() for arm in arms}
+    with _hosts(arms) as hosts:
+        shares = figures.shares(size.rounds, size.turns)
+        for number, rounds in enumerate(shares):
+            for arm in figures.turn(arms, number):
+                say(f"as served, turn {number + 1} of {len(shares)}: {arm.name}")
+                with _running(arm, hosts[arm.sources]) as pair:
+                    _first_tokens(pair, size.lengths, rounds, number, taken[arm.name])
+                    if number + 1 == len(shares):
+                        time.sleep(SPIN_SECONDS)
+                        taken[arm.name].idle = pair.decode.idle_share(IDLE_SECONDS)
+                    with _pinned(pair):
+                        _velocity(pair, rounds, number, taken[arm.name])
+    return _found(taken, size.lengths, shares)
 
 
-def first_tokens(pairs: dict[str, Pair], size: Size) -> dict[str, Any]:
-    """Serve prompts of each length through all arms in turn, in another order each time."""
-    dice = random.Random(1)
-    seconds: dict[int, dict[str, list[float]]] = {}
-    parts: dict[int, dict[str, list[dict[str, float]]]] = {}
-    for length in size.lengths:
-        seconds[length] = {name: [] for name in pairs}
-        parts[length] = {name: [] for name in pairs if name in phases.PHASES}
-        ways: dict[str, list[dict[str, float]]] = {name: [] for name in pairs}
-        for number in range(WARM_UP + size.rounds):
-            prompt = [dice.randrange(3, 250) for _ in range(length)]
-            for name in figures.turn(list(pairs), number):
-                ways[name].append(pairs[name].first_token(prompt))
-        for name, pair in pairs.items():
-            lines = pair.notes()
-            for way in ways[name][WARM_UP:]:
-                seconds[length][name].append(way["answered"] - way["began"])
-                if name in phases.PHASES:
-                    moments = phases.read(lines, way["began"], way["answered"]) | way
-                    kinds = phases.PHASES[name]
-                    if "reported" not in moments:
-                        raise SystemExit(f"{name}: no KV was moved: {moments}")
-                    parts[length][name].append(phases.split(moments, way["began"], kinds))
-    return {str(length): figures.compared(taken) for length, taken in seconds.items()} | {
-        "phases": {
-            str(length): {name: figures.medians(rows) for name, rows in of_arms.items()}
-            for length, of_arms in parts.items()
-        }
+@contextmanager
+def _hosts(arms: Sequence[Arm]) -> Iterator[dict[Path, ForkedPython]]:
+    """Start a host for each version of the connector."""
+    hosts = {arm.sources: served.host(arm) for arm in arms}
+    try:
+        yield hosts
+    finally:
+        for host in hosts.values():
+            host.close()
+
+
+@contextmanager
+def _running(arm: Arm, host: ForkedPython) -> Iterator[Pair]:
+    """Start a pair of engines; end it afterwards."""
+    with tempfile.TemporaryDirectory(prefix="bench-kv-") as folder:
+        pair = Pair(arm, host, Path(folder))
+        try:
+            pair.wait()
+            yield pair
+        finally:
+            pair.end()
+
+
+@contextmanager
+def _pinned(pair: Pair) -> Iterator[None]:
+    """Give prefill one core, and the others to decode and to this process.
+
+    Otherwise both engines compute on the same cores, and what decode does is missing to prefill.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    others = cores[1:] or cores
+    pair.prefill.bind(cores[:1])
+    pair.decode.bind(others)
+    os.sched_setaffinity(0, others)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def _first_tokens(pair: Pair, lengths: Sequence[int], rounds: int, turn: int, taken: Taken) -> None:
+    """Serve prompts of each length: in the same turn, those of each arm are the same."""
+    dice = random.Random(turn)
+    ways: dict[int, list[dict[str, float]]] = {length: [] for length in lengths}
+    for count in (WARM_UP, rounds):
+        for length in lengths:
+            prompts = [[dice.randrange(3, 250) for _ in range(length)] for _ in range(count)]
+            ways[length] = [pair.first_token(prompt) for prompt in prompts]
+    lines = pair.notes()
+    for length, each in ways.items():
+        taken.ways.setdefault(length, []).extend(each)
+        if (kinds := pair.arm.phases) is not None:
+            for way in each:
+                moments = phases.read(lines, way["began"], way["answered"]) | way
+                if "reported" not in moments:
+                    raise SystemExit(f"{pair.arm.name}: no KV was moved: {moments}")
+                split = phases.split(moments, way["began"], kinds)
+                taken.parts.setdefault(length, []).append(split)
+
+
+def _velocity(pair: Pair, rounds: int, turn: int, taken: Taken) -> None:
+    """Prompt tokens a second through both engines, beside the same prefill engine alone."""
+    dice = random.Random(-1 - turn)
+    serve: dict[str, Any] = {
+        "through": pair.first_token,
+        "alone": lambda prompt: pair.prefill.complete(prompt, None),
     }
-
-
-def velocity(pairs: dict[str, Pair], size: Size) -> dict[str, Any]:
-    """Prompt tokens a second through both engines, beside ours' prefill engine alone."""
-    dice = random.Random(2)
-    rates: dict[str, list[float]] = {"alone": [], **{name: [] for name in pairs}}
-    alone = pairs[OURS.name].prefill
-
-    def serve(name: str, prompt: list[int]) -> None:
-        if name == "alone":
-            alone.complete(prompt, None)
-        else:
-            pairs[name].first_token(prompt)
-
     with ThreadPoolExecutor(PROMPTS_AT_ONCE) as pool:
-        for number in range(1 + size.velocity_rounds):
-            for name in figures.turn(list(rates), number):
+        for number in range(1 + rounds):
+            for name in figures.turn(list(serve), number):
                 prompts = [
                     [dice.randrange(3, 250) for _ in range(VELOCITY_TOKENS)] for _ in range(PROMPTS)
                 ]
                 began = time.monotonic()
-                list(pool.map(serve, [name] * PROMPTS, prompts))
-                taken = time.monotonic() - began
+                list(pool.map(serve[name], prompts))
+                rate = PROMPTS * VELOCITY_TOKENS / (time.monotonic() - began)
                 if number:
-                    rates[name].append(PROMPTS * VELOCITY_TOKENS / taken)
+                    getattr(taken, name).append(rate)
+
+
+def _found(
+    taken: dict[str, Taken], lengths: Sequence[int], shares: Sequence[int]
+) -> dict[str, Any]:
     return {
-        "tokens_per_second": {name: round(statistics.median(of), 1) for name, of in rates.items()},
-        "of_alone": {name: round(figures.ratio(rates[name], rates["alone"]), 3) for name in pairs},
-        "rounds": size.velocity_rounds,
+        "ttft": {
+            str(length): figures.compared(
+                {name: of.seconds(length) for name, of in taken.items()}, shares
+            )
+            for length in lengths
+        },
+        "phases": {
+            str(length): {
+                name: figures.medians(of.parts[length]) for name, of in taken.items() if of.parts
+            }
+            for length in lengths
+        },
+        "velocity": {
+            "tokens_per_second": figures.middles({n: of.through for n, of in taken.items()}),
+            "alone": figures.middles({n: of.alone for n, of in taken.items()}),
+            "of_alone": {
+                n: round(figures.ratio(of.through, of.alone), 3) for n, of in taken.items()
+            },
+            "rounds": sum(shares),
+        },
+        "idle": {name: round(of.idle, 4) for name, of in taken.items()},
     }
 
 

@@ -7,6 +7,7 @@ and a connector's own module with it only if it is the engine's. A line takes ab
 from __future__ import annotations
 
 import os
+import sys
 import time
 from typing import Any
 
@@ -85,16 +86,34 @@ def _note_receives() -> None:
     Receive._settle = settled  # type: ignore[method-assign]
 
 
+def _let_progress_wait() -> None:
+    """Let NIXL's progress thread wait for events, as our connector does.
+
+    NIXL's Python API has it poll without a pause.
+    """
+    from vllm.distributed.nixl_utils import NixlWrapper
+
+    bindings = sys.modules[NixlWrapper.__module__].nixlBind
+
+    class Config(bindings.nixlAgentConfig):  # type: ignore[misc, name-defined]
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, 100 if name == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = Config
+
+
 def __getattr__(name: str) -> Any:
     if name == "NotedOurs":
         from pdcluster_connector.vllm.connector import PDClusterConnector
 
         _note_receives()
         made = _noting(PDClusterConnector)
-    elif name == "NotedStock":
+    elif name in {"NotedStock", "NotedCalm"}:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 
         leave_cores()
+        if name == "NotedCalm":
+            _let_progress_wait()
         made = _noting(NixlConnector)
     else:
         raise AttributeError(name)

@@ -20,6 +20,10 @@ COLORS = {
     "connect": "#6d597a", "fence": "#355070", "claim": "#bc4749", "report": "#8d99ae",
     "decode's answer": "#f2cc8f",
 }  # fmt: skip
+OTHERS = {
+    "checkout": "the checkout",
+    "calm": "NixlConnector with a progress thread that waits",
+}
 WIDTH, LEFT, BAR, ROW, TOP = 900, 130, 22, 34, 74
 
 
@@ -88,26 +92,32 @@ def _served(found: Found) -> list[Row]:
     if "ttft" not in found:
         return []
     rows = [_compared(f"TTFT, {length} tokens, ms", of) for length, of in found["ttft"].items()]
-    rows += [
-        Row(f"TTFT, {length} tokens: the checkout's, and ours ÷ it",
-            f"{of['milliseconds']['checkout']:.3g}", "–", "–", _ratio(of, "checkout"))
-        for length, of in found["ttft"].items() if "checkout" in of["of"]
-    ]  # fmt: skip
+    for other, words in OTHERS.items():
+        rows += [
+            Row(f"TTFT, {length} tokens: {words}, and ours ÷ its",
+                "–", f"{of['milliseconds'][other]:.3g}", "–", _ratio(of, other))
+            for length, of in found["ttft"].items() if other in of["of"]
+        ]  # fmt: skip
     speed = found["velocity"]
-    rates, shares = speed["tokens_per_second"], speed["of_alone"]
-    rows.append(
-        Row(f"prefill, tokens/s (one engine alone: {rates['alone']:.0f})",
-            f"{rates['ours']:.0f}", f"{rates['stock']:.0f}", "–",
-            f"{shares['ours'] / shares['stock']:.2f}")
-    )  # fmt: skip
-    rows.append(
-        Row("prefill velocity: of one engine alone", f"{shares['ours']:.2f}",
-            f"{shares['stock']:.2f}", "–", "")
-    )  # fmt: skip
-    rows.append(
-        Row("idle decode engine, % of a core", f"{100 * found['idle']['ours']:.2f}",
-            f"{100 * found['idle']['stock']:.2f}", "–", "")
-    )  # fmt: skip
+    for words, name in (
+        ("prefill, tokens/s through both engines", "tokens_per_second"),
+        ("prefill, tokens/s of the same engine alone", "alone"),
+    ):
+        of = speed[name]
+        rows.append(
+            Row(words, f"{of['ours']:.0f}", f"{of['stock']:.0f}", "–",
+                f"{of['ours'] / of['stock']:.2f}")
+        )  # fmt: skip
+    for words, of, scale in (
+        ("prefill velocity: of the same engine alone", speed["of_alone"], 1),
+        ("idle decode engine, % of a core", found["idle"], 100),
+    ):
+        rows.append(Row(words, f"{scale * of['ours']:.2f}", f"{scale * of['stock']:.2f}", "–", ""))
+    if "calm" in found["idle"]:
+        rows.append(
+            Row(f"of {OTHERS['calm']}: velocity, % of a core", "–",
+                f"{speed['of_alone']['calm']:.2f}, {100 * found['idle']['calm']:.2f}", "–", "")
+        )  # fmt: skip
     return rows
 
 

@@ -1,26 +1,29 @@
-"""Engines as they are served: an API server and an EngineCore process each.
+"""Engines as they are served: an API server, an EngineCore and a worker process each.
 
-The client is the router: it asks prefill, and sends decode what prefill answered.
+The client is the router: it asks prefill, and sends decode what prefill answered. The processes are
+forked from a host that has imported vLLM, so a pair starts in seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from authority import Authority
-from bench_kv import noted
+from bench_kv import noted, phases
+from bench_kv.phases import Phase
+from forked_python import Forked, ForkedPython
 from loopback import free_port
 from models.tiny import model_path
 from ticket_key import KEY_FILE
@@ -38,6 +41,18 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
 }
+IMPORTED = (
+    "pdcluster_connector.launcher.vllm_shim",  # before anything of vLLM
+    "vllm.entrypoints.cli.main",
+    "vllm.entrypoints.cli.serve",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+)
+PROGRAM = Path(__file__).with_name("forked_serve.py")
 STOCK_WANTED = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -58,6 +73,7 @@ class Arm:
         sources: the ``connector/src`` that its engines import.
         wanted: ``kv_transfer_params`` of a prefill request.
         tls: whether its engines have certificates, and sign tickets.
+        phases: those of its hand-over, if it writes moments down.
     """
 
     name: str
@@ -66,10 +82,13 @@ class Arm:
     sources: Path = ROOT / "connector/src"
     wanted: dict[str, Any] = field(default_factory=lambda: {"do_remote_decode": True})
     tls: bool = False
+    phases: tuple[Phase, ...] | None = None
 
 
-OURS = Arm("ours", "NotedOurs", tls=True)
-STOCK = Arm("stock", "NotedStock", wanted=STOCK_WANTED)
+OURS = Arm("ours", "NotedOurs", tls=True, phases=phases.OURS)
+STOCK = Arm("stock", "NotedStock", wanted=STOCK_WANTED, phases=phases.STOCK)
+CALM = replace(STOCK, name="calm", connector="NotedCalm")
+"""NixlConnector whose progress threads wait for events, as ours do."""
 
 
 def older(checkout: Path, *, tls: bool) -> Arm:
@@ -79,10 +98,15 @@ def older(checkout: Path, *, tls: bool) -> Arm:
     return Arm("checkout", "PDClusterConnector", module, sources, tls=tls)
 
 
+def host(arm: Arm) -> ForkedPython:
+    """Start the host of an arm's engines."""
+    return ForkedPython(*IMPORTED, environment=_environment(arm))
+
+
 class Engine:
     """One engine. Each request has a connection of its own."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    def __init__(self, process: Forked, port: int, log: Path) -> None:
         self.process = process
         self._port = port
         self._log = log
@@ -96,7 +120,7 @@ class Engine:
             with contextlib.suppress(OSError, http.client.HTTPException):
                 self._ask("GET", "/health")
                 return
-            time.sleep(0.5)
+            time.sleep(0.1)
 
     def complete(self, prompt: list[int], params: dict[str, Any] | None) -> dict[str, Any]:
         """Compute one token of a prompt; return the answer."""
@@ -111,10 +135,15 @@ class Engine:
         found: dict[str, Any] = json.loads(self._ask("POST", "/v1/completions", body))
         return found
 
+    def bind(self, cores: Sequence[int]) -> None:
+        """Let all of its threads run on these cores only."""
+        for process in self._processes():
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, cores)
+
     def idle_share(self, seconds: float) -> float:
         """Return what share of a core its processes take while nobody asks anything."""
-        processes = [psutil.Process(self.process.pid)]
-        processes += processes[0].children(recursive=True)
+        processes = self._processes()
 
         def used() -> float:
             return sum(sum(one.cpu_times()[:2]) for one in processes)
@@ -122,6 +151,10 @@ class Engine:
         before, began = used(), time.monotonic()
         time.sleep(seconds)
         return (used() - before) / (time.monotonic() - began)
+
+    def _processes(self) -> list[psutil.Process]:
+        first = psutil.Process(self.process.pid)
+        return [first, *first.children(recursive=True)]
 
     def end(self) -> None:
         """End it with everything that it has started."""
@@ -143,12 +176,13 @@ class Engine:
 class Pair:
     """A prefill and a decode engine of one arm; they do not serve before :meth:`wait`."""
 
-    def __init__(self, arm: Arm, folder: Path) -> None:
+    def __init__(self, arm: Arm, host: ForkedPython, folder: Path) -> None:
         self.arm = arm
         self._notes = folder / f"{arm.name}.notes"
         authority = Authority() if arm.tls else None
-        self.prefill = _start(arm, "prefill", "kv_producer", folder, authority, self._notes)
-        self.decode = _start(arm, "decode", "kv_consumer", folder, authority, self._notes)
+        start = functools.partial(_start, arm, host, folder, authority, self._notes)
+        self.prefill = start("prefill", "kv_producer")
+        self.decode = start("decode", "kv_consumer")
 
     def wait(self) -> None:
         """Wait until both serve."""
@@ -167,7 +201,7 @@ class Pair:
         answer = self.decode.complete(prompt, params)
         ended = time.monotonic()
         path = (answer.get("kv_transfer_params") or {}).get("kv_path", {})
-        if self.arm is not STOCK and path.get("outcome") != "transferred":
+        if self.arm.wanted is not STOCK_WANTED and path.get("outcome") != "transferred":
             raise SystemExit(f"{self.arm.name}: no KV was moved: {path}")
         return {"began": began, "ticket": ticket, "sent": ticket, "answered": ended}
 
@@ -181,12 +215,19 @@ class Pair:
         self.decode.end()
 
 
+def _environment(arm: Arm) -> dict[str, str]:
+    made = {**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{arm.sources}:{ROOT / 'e2e'}"}
+    made.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    return made
+
+
 def _start(
-    arm: Arm, role: str, kv_role: str, folder: Path, authority: Authority | None, notes: Path
-) -> Engine:
+    arm: Arm, host: ForkedPython, folder: Path, authority: Authority | None, notes: Path,
+    role: str, kv_role: str,
+) -> Engine:  # fmt: skip
     engine_id = f"bench.{arm.name}.{role}.r.0/00000000000000aa"
     extra: dict[str, Any] = {}
-    if arm is not STOCK:
+    if arm.wanted is not STOCK_WANTED:
         extra = {"side_channel_host": HOST, "side_channel_port": free_port()}
         extra["show_internal_names"] = True
     if authority is not None:
@@ -208,23 +249,18 @@ def _start(
     }
     port, log = free_port(), folder / f"{arm.name}-{role}.log"
     command = [
-        sys.executable, "-m", "pdcluster_connector.launcher.vllm_shim",
-        str(model_path("llama")), "--host", HOST, "--port", str(port),
+        str(PROGRAM), str(model_path("llama")), "--host", HOST, "--port", str(port),
         "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny",
         "--max-model-len", str(LONGEST), "--block-size", "32",
         "--kv-transfer-config", json.dumps(transfer),
     ]  # fmt: skip
     environment = {
-        **os.environ,
-        **ENVIRONMENT,
-        "PYTHONPATH": f"{arm.sources}:{ROOT / 'e2e'}",
+        **_environment(arm),
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         noted.FILE: str(notes),
     }
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
+        process = host.start(
+            *command, stdout=output.fileno(), stderr=output.fileno(), environment=environment
+        )
     return Engine(process, port, log)
