@@ -47,7 +47,8 @@ def at_its_bounds() -> dict[str, Any]:
         },
         "ttft": {str(length): copy.deepcopy(both) for length in (64, 512, 900)},
         "phases": {str(length): {"ours": way, "stock": shorter} for length in (64, 512, 900)},
-        "velocity": {"tokens_per_second": {"alone": 4.0, "ours": 3.0, "stock": 2.0},
+        "velocity": {"tokens_per_second": {"ours": 3.0, "stock": 2.0},
+                     "alone": {"ours": 4.0, "stock": 4.0},
                      "of_alone": {"ours": 0.75, "stock": 0.5}, "rounds": 20},
         "idle": {"ours": 0.001, "stock": 0.002},
     }  # fmt: skip
@@ -91,6 +92,35 @@ def test_the_interval_holds_the_ratio_and_grows_with_the_spread() -> None:
         low, high = figures.interval(ours, stock)
         assert low < figures.ratio(ours, stock) < high
     assert figures.interval(wild, stock)[1] > figures.interval(calm, stock)[1]
+
+
+def test_rounds_of_one_turn_are_resampled_together() -> None:
+    """One odd turn of four: if rounds counted by themselves, the interval would hide it."""
+    ours = [2.0] * 6 + [1.0] * 18
+    stock = [1.0] * 24
+    assert figures.interval(ours, stock) == [1.0, 1.0]
+    assert figures.interval(ours, stock, [6] * 4) == [1.0, 2.0]
+    assert figures.compared({"ours": ours, "stock": stock}, [6] * 4)["interval"] == {
+        "stock": [1.0, 2.0]
+    }
+
+
+def test_turns_share_the_rounds_and_none_is_idle() -> None:
+    assert figures.shares(24, 6) == [4] * 6
+    assert figures.shares(8, 6) == [2, 2, 1, 1, 1, 1]
+    assert figures.shares(2, 6) == [1, 1]
+
+
+def test_another_arm_has_rows_of_its_own() -> None:
+    found = at_its_bounds()
+    assert report.OTHERS["calm"] not in report.table(found)
+    found["ttft"]["64"] = compared(0.002, 0.004, calm=0.008)
+    found["idle"]["calm"] = 0.03
+    for name in ("tokens_per_second", "alone", "of_alone"):
+        found["velocity"][name]["calm"] = 0.9
+    table = report.table(found)
+    assert f"| TTFT, 64 tokens: {report.OTHERS['calm']}, and ours ÷ its | – | 8 | – | 0.25 " in table
+    assert "velocity, % of a core | – | 0.90, 3.00 |" in table
 
 
 def test_a_percentile_is_a_value_that_was_measured() -> None:
