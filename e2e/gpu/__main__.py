@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gpu.hand_over import GROUPS, run_part
 
-PARTS = ("oracle", "probe", "fence", "quarantine", "idle", "speed", "threads")
+PARTS = ("oracle", "probe", "fence", "quarantine", "idle", "speed", "threads", "pauses")
 TRANSPORTS = {
     "cuda": {"cuda_ipc": "", "host staging over TCP": "tcp,cuda_copy"},
     "cpu": {"shared memory": "", "TCP": "tcp"},
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def _functions() -> dict[str, Callable[[str, bool], None]]:
-    from gpu import correct, speed, threads
+    from gpu import correct, pauses, speed, threads
 
     return {
         "oracle": correct.oracle,
@@ -93,6 +93,7 @@ def _functions() -> dict[str, Callable[[str, bool], None]]:
         "idle": speed.idle,
         "speed": speed.speed,
         "threads": threads.threads,
+        "pauses": pauses.pauses,
     }
 
 

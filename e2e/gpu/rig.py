@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 from transfer_rig import Decode, FakePeers, Prefill
 
 from gpu.device_cache import DeviceCache, probe_memory
+from pdcluster_connector.nixl_io import nixl_agent
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 from pdcluster_connector.nixl_io.serving_agent import PROBE_BYTES
 from pdcluster_connector.protocol.messages import EngineMetadata
@@ -22,15 +24,22 @@ ENGINE = "prefill/1"
 
 
 class Agents:
-    """Makes agents of real NIXL. ``threads`` and ``split`` are options of its UCX backend."""
+    """Makes agents of real NIXL. ``threads`` and ``split`` are options of its UCX backend.
 
-    def __init__(self, threads: int = 0, split: int = 0) -> None:
-        self._threads = threads
+    ``pause`` is what their progress threads are told, in microseconds; ours without it.
+    """
+
+    def __init__(self, threads: int = 0, split: int = 0, pause: int = 0) -> None:
+        self._threads, self._pause = threads, pause
         self._options = [("UCX", "split_batch_size", str(split))] if split else []
 
     def agent(self, name: str) -> NixlAgent:
         """Make an agent."""
-        return NixlAgent(name, num_threads=self._threads, backend_options=self._options)
+        make = partial(NixlAgent, name, num_threads=self._threads, backend_options=self._options)
+        if not self._pause:
+            return make()
+        with mock.patch.object(nixl_agent, "progress_delay", return_value=self._pause):
+            return make()
 
 
 def select(device: str) -> None:
@@ -39,10 +48,10 @@ def select(device: str) -> None:
         torch.cuda.set_device(device)
 
 
-def _serve(pipe: Connection, tensor: int, cache: dict[str, Any]) -> None:
+def _serve(pipe: Connection, tensor: int, cache: dict[str, Any], agents: Agents) -> None:
     select(cache["device"])
     prefill = Prefill(
-        Agents(),  # type: ignore[arg-type]
+        agents,  # type: ignore[arg-type]
         ENGINE,
         tensor,
         make_cache=DeviceCache,
@@ -67,13 +76,19 @@ def _serve(pipe: Connection, tensor: int, cache: dict[str, Any]) -> None:
 class PrefillProcess:
     """A prefill engine of ``tensor`` ranks in a process of its own."""
 
-    def __init__(self, tensor: int, cache: dict[str, Any]) -> None:
+    def __init__(self, tensor: int, cache: dict[str, Any], agents: Agents | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, tensor, cache), daemon=True)
+        arguments = (theirs, tensor, cache, agents or Agents())
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
         self.metadata: EngineMetadata = self._answer()
+
+    @property
+    def pid(self) -> int | None:
+        """Return the process's id."""
+        return self._process.pid
 
     def ask(self, *message: Any) -> Any:
         """Have it call one of its methods."""

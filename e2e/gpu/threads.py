@@ -129,10 +129,10 @@ def _median(found: list[float]) -> float:
     return statistics.median(found[1:])  # the first one connects
 
 
-def thread_nanoseconds(of: set[str] | None = None) -> dict[str, int]:
-    """Return the CPU time of this process's threads, by thread id."""
+def thread_nanoseconds(of: set[str] | None = None, *, process: str = "self") -> dict[str, int]:
+    """Return the CPU time of a process's threads, by thread id."""
     found = {}
-    for task in Path("/proc/self/task").iterdir():
+    for task in Path(f"/proc/{process}/task").iterdir():
         if of is None or task.name in of:
             try:
                 found[task.name] = int((task / "schedstat").read_text().split()[0])

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from nixl_prefill import Agents, PrefillProcess, patient
-from transfer_rig import Decode, FakePeers
+from transfer_rig import Decode, FakePeers, eventually
 
 import machine
 from pdcluster_connector.nixl_io import nixl_agent
@@ -116,6 +119,44 @@ def test_threads_and_options_reach_the_backend() -> None:
         agent.close()
     with pytest.raises(NixlError):
         NixlAgent("three", backend_options=[("UCX", "num_workers", "many")])
+
+
+@pytest.mark.parametrize(
+    ("backend", "serves_gpu", "microseconds"),
+    [("UCX", False, 10_000), ("UCX", True, 1_000), ("LIBFABRIC", False, 100)],
+)
+def test_nixl_is_told_how_long_its_progress_thread_may_wait(
+    monkeypatch: pytest.MonkeyPatch, backend: str, serves_gpu: bool, microseconds: int
+) -> None:
+    bindings, told = nixl_agent._load_nixl().nixlBind, []
+
+    class Noted(bindings.nixlAgentConfig):  # type: ignore[misc]
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "pthrDelay":
+                told.append(value)
+            super().__setattr__(name, value)
+
+    monkeypatch.setattr(bindings, "nixlAgentConfig", Noted)
+    with suppress(NixlError):  # not every machine has a libfabric
+        NixlAgent("a", backends=[backend], serves_gpu=serves_gpu).close()
+    assert told == [microseconds]
+
+
+def test_the_threads_of_an_idle_agent_wake_a_hundred_times_a_second_at_most() -> None:
+    """NIXL rounds up to whole milliseconds, so with 100 µs they woke a thousand times."""
+    others = set(os.listdir("/proc/self/task"))
+    agent = NixlAgent("a")
+    own = set(os.listdir("/proc/self/task")) - others
+
+    def wakes() -> int:
+        status = [Path(f"/proc/self/task/{thread}/status").read_text() for thread in own]
+        return sum(int(text.split("\nvoluntary_ctxt_switches:")[1].split()[0]) for text in status)
+
+    eventually(lambda: wakes() > 5)  # it has started
+    before, began = wakes(), time.monotonic()
+    eventually(lambda: wakes() >= before + 20)
+    assert time.monotonic() - began > 0.15
+    agent.close()
 
 
 @pytest.mark.needs("shm")

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -584,6 +585,26 @@ def test_the_first_rank_reports_a_peer_that_is_silent(
     report = connector.build_connector_worker_meta()
     connector.shutdown()
     assert report == StepReport({}, {"e/1": silent})
+
+
+def test_the_agent_that_serves_memory_of_a_gpu_is_told_so(
+    engines: Any, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+
+    def agent(name: str, *, serves_gpu: bool, **_: Any) -> Any:
+        told.append(serves_gpu)
+        return Fabric().agent(name)
+
+    monkeypatch.setattr("pdcluster_connector.vllm.worker_side.worker.nixl_agent.NixlAgent", agent)
+    connector = RealWorker(engines("producer", ranks=1, publish=False), 0.0).connector
+    worker = connector._worker
+    assert worker is not None
+    worker._device = torch.device("cuda")
+    worker._new_agent(0, serves=True)
+    worker._new_agent(4)
+    connector.shutdown()
+    assert told == [False, True, False]
 
 
 def test_an_unclaimed_lease_expires_and_is_counted(engines: Any) -> None:

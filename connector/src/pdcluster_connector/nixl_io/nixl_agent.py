@@ -53,7 +53,19 @@ def _load_nixl(*, rocm: bool = False) -> Any:
     ) from failed
 
 
-PROGRESS_DELAY_MICROSECONDS = 100
+def progress_delay(backends: Sequence[str], *, serves_gpu: bool = False) -> int:
+    """Return how many microseconds an agent's progress thread waits while nothing happens.
+
+    UCX's thread waits in poll() for events of its transports, and this is only its timeout, in
+    whole milliseconds. A reader polls its transfers itself. Over TCP, the peer's thread answers it,
+    and even with 100 ms no read was slower. [docs/benchmarks.md] Not measured, so left:
+
+    * memory of a GPU that is read over TCP: whether UCX's copies to the host wake the thread;
+    * LIBFABRIC: its thread sleeps, and nothing else finds out that a read has ended.
+    """
+    return 100 if "LIBFABRIC" in backends else 1_000 if serves_gpu else 10_000
+
+
 SPLIT_BATCH_SIZE = 256
 """Descriptors that one of NIXL's threads posts at once.
 
@@ -79,8 +91,8 @@ _LEAST_SHM = "UCX_POSIX_SHM_MIN_SIZE"
 
 
 @contextmanager
-def _waiting_progress_thread(api: Any) -> Iterator[None]:
-    """Let the agent's progress thread wait for events while it has nothing to do.
+def _waiting_progress_thread(api: Any, delay: int) -> Iterator[None]:
+    """Let the agent's progress thread wait ``delay`` microseconds while it has nothing to do.
 
     nixl 1.5's Python API fixes the delay at 0: each idle agent then spins on a core.
     """
@@ -89,7 +101,7 @@ def _waiting_progress_thread(api: Any) -> Iterator[None]:
 
     class Config(original):  # type: ignore[misc, valid-type]
         def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, PROGRESS_DELAY_MICROSECONDS if name == "pthrDelay" else value)
+            super().__setattr__(name, delay if name == "pthrDelay" else value)
 
     bindings.nixlAgentConfig = Config
     try:
@@ -109,6 +121,7 @@ class NixlAgent:
         num_threads: int = 0,
         backend_options: Sequence[tuple[str, str, str]] = (),
         rocm: bool = False,
+        serves_gpu: bool = False,
     ) -> None:
         """Make an agent.
 
@@ -118,6 +131,7 @@ class NixlAgent:
             num_threads: threads of the agent's own that post large transfers.
             backend_options: (backend, option, value) (``compat/supported.py``).
             rocm: whether this is an AMD GPU's platform, which has a wheel of its own.
+            serves_gpu: whether peers read memory of a GPU from it.
         """
         for variable, value in UCX_DEFAULTS.items():
             os.environ.setdefault(variable, value)
@@ -133,7 +147,7 @@ class NixlAgent:
         config = api.nixl_agent_config(
             backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
         )
-        with _waiting_progress_thread(api):
+        with _waiting_progress_thread(api, progress_delay(backends, serves_gpu=serves_gpu)):
             self._agent: Any = self._call(lambda: api.nixl_agent(self.name, config))
         for backend in [name for name in backends if name in self._agent.plugin_list]:
             options = {option: value for of, option, value in backend_options if of == backend}

@@ -145,7 +145,9 @@ class WorkerRole:
             # It posts no transfers. Each thread would take doorbell pages of the network card,
             # of which DeepEP's kernels need some too.
             self._serving = serving_agent.ServingAgent(
-                lambda: self._new_agent(threads=0), registration.memory, probe_memory=probe_memory
+                lambda: self._new_agent(threads=0, serves=True),
+                registration.memory,
+                probe_memory=probe_memory,
             )
         if not self._consumes:
             return
@@ -189,7 +191,7 @@ class WorkerRole:
             shard = self._serving.metadata(self._engine_id, self._rank, regions)
         return step_messages.WorkerHandshake(self._engine_id, self._registration.shape, shard)
 
-    def _new_agent(self, threads: int) -> nixl_agent.NixlAgent:
+    def _new_agent(self, threads: int, *, serves: bool = False) -> nixl_agent.NixlAgent:
         options = self._options
         return nixl_agent.NixlAgent(
             f"{self._engine_id}/{self._rank[0]}/{self._rank[1]}",
@@ -197,6 +199,7 @@ class WorkerRole:
             num_threads=threads,
             backend_options=options.backend_options,
             rocm=torch.version.hip is not None,
+            serves_gpu=serves and self._device is not None and self._device.type != "cpu",
         )
 
     def _select_device(self) -> None:
