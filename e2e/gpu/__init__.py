@@ -6,3 +6,6 @@ host memory, on any machine.
 
 Stage 2 needs vLLM: prefill and decode are whole engines, which share one device.
 """
+
+PREFILL_DEVICE = "PDCLUSTER_GPU_PREFILL_DEVICE"
+"""The variable that has the device of prefill processes, if it is not decode's."""

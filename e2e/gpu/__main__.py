@@ -13,24 +13,29 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from gpu import PREFILL_DEVICE
+from gpu.attention import attention
 from gpu.hand_over import GROUPS, run_part
 
 PARTS = ("oracle", "probe", "fence", "quarantine", "idle", "speed", "threads", "pauses")
+ATTENTION = "attention"
+STAGING, RDMA = "host staging over TCP", "RDMA"
 TRANSPORTS = {
-    "cuda": {"cuda_ipc": "", "host staging over TCP": "tcp,cuda_copy"},
-    "cpu": {"shared memory": "", "TCP": "tcp"},
+    "cuda": {"cuda_ipc": "", STAGING: "tcp,cuda_copy", RDMA: "rc,ud,cuda_copy"},
+    "cpu": {"shared memory": "", "TCP": "tcp", RDMA: "rc,ud"},
 }
+NICS = Path("/sys/class/infiniband")
 NEEDS = ("torch", "numpy", "msgspec", "aiohttp", "nixl")
 SECONDS = 240
 ENGINE_SECONDS = 600
 
 
-def main() -> int:
-    """Run what the arguments name; 0 if all of it was right."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make gpu", description=__doc__)
     parser.add_argument(
         "--device", choices=("auto", "cuda", "cpu", "cuda:0"), default="auto",
@@ -40,15 +45,26 @@ def main() -> int:
     parser.add_argument(
         "--parts",
         help=f"which parts, with commas: {', '.join(PARTS)}; where vLLM is installed, also"
-        f" {', '.join(GROUPS['cuda'])} (on a CPU only vllm). All of them by default",
+        f" {', '.join(GROUPS['cuda'])} (on a CPU only vllm) and {ATTENTION}. All by default",
     )
+    parser.add_argument(
+        "--prefill-device", metavar="cuda:1",
+        help="where prefill's KV lies, if that is another GPU than decode's, which is cuda:0",
+    )  # fmt: skip
     parser.add_argument("--transport", help="one of those that are tried, for example TCP")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> int:
+    """Run what the arguments name; 0 if all of it was right."""
+    parser = _parser()
     arguments = parser.parse_args()
     device = arguments.device
     if arguments.folder:
-        right = run_part(arguments.part, device, arguments.folder, small=arguments.small)
+        run = attention if arguments.part == ATTENTION else partial(run_part, arguments.part)
+        right = run(device, arguments.folder, small=arguments.small)
         return 0 if right else 1
     if arguments.part:
         _functions()[arguments.part](device, arguments.small)
@@ -62,21 +78,17 @@ def main() -> int:
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = device.partition(":")[0]
-    parts = arguments.parts.split(",") if arguments.parts else [*PARTS, *GROUPS[device]]
-    if unknown := set(parts) - {*PARTS, *GROUPS[device]}:
+    known = [*PARTS, *GROUPS[device], ATTENTION]
+    parts = arguments.parts.split(",") if arguments.parts else known
+    if unknown := set(parts) - set(known):
         parser.error(f"there is no part {', '.join(sorted(unknown))} on {device}")
     on = "cuda:0" if device == "cuda" else device
+    if arguments.prefill_device:
+        os.environ[PREFILL_DEVICE] = arguments.prefill_device
     print("\n".join(_machine(device)), flush=True)
-    failed = 0
-    for transport, tls in TRANSPORTS[device].items():
-        if arguments.transport not in (None, transport):
-            continue
-        for part in (part for part in parts if part in PARTS):
-            if part in ("speed", "idle", "threads") and tls and device == "cuda":
-                continue  # staging is proven, not timed
-            print(f"\n### {part} ({transport})\n", flush=True)
-            environment = {"UCX_TLS": tls} if tls else {}
-            failed += _run(part, on, environment, small=arguments.small)
+    failed = _stage_1(
+        [part for part in parts if part in PARTS], on, arguments.transport, small=arguments.small
+    )
     failed += _stage_2([part for part in parts if part not in PARTS], on, small=arguments.small)
     print(f"\n{'FAILED' if failed else 'All parts were right'}.")
     return 1 if failed else 0
@@ -95,6 +107,23 @@ def _functions() -> dict[str, Callable[[str, bool], None]]:
         "threads": threads.threads,
         "pauses": pauses.pauses,
     }
+
+
+def _stage_1(parts: list[str], device: str, only: str | None, *, small: bool) -> int:
+    """Run the parts over each transport, or over ``only`` one; return how many failed."""
+    failed = 0
+    for transport, tls in TRANSPORTS[device.partition(":")[0]].items():
+        if not parts or only not in (None, transport):
+            continue
+        if transport == RDMA and not (NICS.is_dir() and any(NICS.iterdir())):
+            print(f"\nRDMA is left out: {NICS} has no device.")
+            continue
+        for part in parts:
+            if part in ("speed", "idle", "threads") and transport == STAGING:
+                continue  # staging is proven, not timed
+            print(f"\n### {part} ({transport})\n", flush=True)
+            failed += _run(part, device, {"UCX_TLS": tls} if tls else {}, small=small)
+    return failed
 
 
 def _stage_2(parts: list[str], device: str, *, small: bool) -> int:

@@ -12,6 +12,7 @@ another way than a single token.
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import time
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu import PREFILL_DEVICE
 from gpu.engines import Answer, Engine
 from loopback import free_port
 from models import tiny
@@ -89,12 +91,18 @@ CONNECTORS = {
 
 @dataclass(frozen=True)
 class Group:
-    """What the engines of one part have in common, and the connectors that are compared."""
+    """What the engines of one part have in common, and the connectors that are compared.
+
+    ``decode`` is the layout and the block size of decode engines, where they have others.
+    """
 
     backend: str | None = "FLASH_ATTN"
     runner: int = 2
     layout: str | None = "LBHNC"
     connectors: tuple[str, ...] = ("ours",)
+    graphs: bool = False
+    kv_dtype: str = "auto"
+    decode: tuple[str, int] | None = None
 
 
 GROUPS = {
@@ -105,6 +113,9 @@ GROUPS = {
         "vllm-LBNHC": Group(layout="LBNHC"),
         "vllm-runner1": Group(runner=1),
         "vllm-triton": Group(backend="TRITON_ATTN"),
+        "vllm-graphs": Group(graphs=True),
+        "vllm-mixed": Group(decode=("BHLNC", 32)),
+        "vllm-fp8-heads": Group(backend="TRITON_ATTN", kv_dtype="fp8_per_token_head"),
     },
     "cpu": {
         "vllm": Group(backend=None, runner=1, layout=None, connectors=("ours", "stock")),
@@ -170,12 +181,12 @@ class Bench:
         """Start the engines, measure, print and end them; return whether all was right."""
         print(f"{self._group}\n\n{self._size}\n", flush=True)
         began = time.monotonic()
-        self._engines["alone"] = self._engine("alone", None, {})
+        self._engines["alone"] = self.engine("alone", None, {})
         for name in self._group.connectors:
             for role in ("prefill", "decode"):
                 make = self._ours if name == "ours" else self._stock
                 environment = CONNECTORS[name].environment
-                self._engines[f"{name} {role}"] = self._engine(
+                self._engines[f"{name} {role}"] = self.engine(
                     f"{name} {role}", make(role), environment
                 )
         try:
@@ -229,7 +240,7 @@ class Bench:
 
     def _round(self, length: int, repeat: int) -> None:
         """Serve one prompt in all ways; the first repeat of a length only warms up."""
-        prompt = self._prompt(length, repeat)
+        prompt = self.prompt(length, repeat)
         expected: list[int] = []
         for way in self.ways:
             began, middle, answer = way.serve(prompt)
@@ -259,7 +270,8 @@ class Bench:
             if show:
                 print(f"* {way.name}, {length} tokens, first request: {json.dumps(path)}")
 
-    def _prompt(self, length: int, number: int) -> list[int]:
+    def prompt(self, length: int, number: int) -> list[int]:
+        """Return a random prompt that has no block in common with others."""
         source = random.Random(f"{length}/{number}")
         return [source.randrange(3, 259) for _ in range(length)]
 
@@ -267,7 +279,7 @@ class Bench:
         """Serve many prompts at once. Batches round otherwise, so tokens are not compared."""
         prefill, decode = self._engines[f"{name} prefill"], self._engines[f"{name} decode"]
         length = self._size.lengths[1]
-        prompts = [self._prompt(length, 1000 + number) for number in range(SIDE_BY_SIDE)]
+        prompts = [self.prompt(length, 1000 + number) for number in range(SIDE_BY_SIDE)]
         began = time.monotonic()
         asked = [prefill.submit(prompt, 1, dict(CONNECTORS[name].wanted)) for prompt in prompts]
         sent = [
@@ -283,16 +295,21 @@ class Bench:
             f"after {last * 1e3:.0f} ms; ended by {', '.join(reasons)}", flush=True,
         )  # fmt: skip
 
-    def _engine(
+    def engine(
         self, name: str, connector: dict[str, Any] | None, environment: dict[str, str]
     ) -> Engine:
+        """Start an engine; ``name`` ends with its role if it has one."""
         on_gpu = self._device == "cuda"
+        layout, block = self._group.layout, 16 if on_gpu else 32
+        if self._group.decode and name.endswith("decode"):
+            layout, block = self._group.decode
         options: dict[str, Any] = {
             "model": str(self._model),
             "skip_tokenizer_init": True,
             "dtype": "bfloat16" if on_gpu else "float32",
-            "enforce_eager": True,
-            "block_size": 16 if on_gpu else 32,
+            "enforce_eager": not self._group.graphs,
+            "block_size": block,
+            "kv_cache_dtype": self._group.kv_dtype,
             "max_model_len": self._size.longest,
             "max_num_batched_tokens": self._size.longest,
             "kv_cache_memory_bytes": int(self._size.cache_gib * 2**30),
@@ -319,8 +336,10 @@ class Bench:
             "HF_HUB_OFFLINE": "1",
             "UCX_PROTO_INFO": "y",
         }
-        if self._group.layout:
-            settings["VLLM_KV_CACHE_LAYOUT"] = self._group.layout
+        if layout:
+            settings["VLLM_KV_CACHE_LAYOUT"] = layout
+        if name.endswith("prefill") and (other := os.environ.get(PREFILL_DEVICE)):
+            settings["CUDA_VISIBLE_DEVICES"] = other.partition(":")[2]
         if not on_gpu:
             settings |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
         return Engine(name, self._folder, settings, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +14,7 @@ from unittest import mock
 import torch
 from transfer_rig import Decode, FakePeers, Prefill
 
+from gpu import PREFILL_DEVICE
 from gpu.device_cache import DeviceCache, probe_memory
 from pdcluster_connector.nixl_io import nixl_agent
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
@@ -49,6 +51,7 @@ def select(device: str) -> None:
 
 
 def _serve(pipe: Connection, tensor: int, cache: dict[str, Any], agents: Agents) -> None:
+    cache = cache | {"device": os.environ.get(PREFILL_DEVICE, cache["device"])}
     select(cache["device"])
     prefill = Prefill(
         agents,  # type: ignore[arg-type]

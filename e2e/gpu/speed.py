@@ -14,12 +14,13 @@ from msgspec.structs import replace
 from gpu.device_cache import BLOCK_OUTERMOST, LAYER_OUTERMOST, DeviceCache
 from gpu.rig import Agents, PrefillProcess, decode_of, select
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
-from pdcluster_connector.nixl_io.reading_agent import ReadingAgent
+from pdcluster_connector.nixl_io.reading_agent import ProbeResult, ReadingAgent
 from pdcluster_connector.plan.block_pairs import EngineBlocks, GroupBlocks
 from pdcluster_connector.plan.geometry import MemoryRange
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.request_descriptors import plan_request
 from pdcluster_connector.plan.slices import seams
+from pdcluster_connector.protocol.load_report import ReceiveRate
 
 LLAMA_8B = {"kv_heads": 8, "layers": 32, "token_bytes": 512}
 LLAMA_70B = {"kv_heads": 8, "layers": 80, "token_bytes": 512}
@@ -134,11 +135,21 @@ def _both(
             phases = {name: values[0] for name, values in results.phase_seconds.items()}
             post = phases["post"]
             found.append((post, phases["transfer"] - post, phases["total"]))
+        probed = decode.receiver.probe(prefill.metadata).result(120)
         wrong = _wrong(work, cache, decode.cache, theirs, ours)
     timed = raw.end()
     if wrong:
         raise SystemExit(f"the receiver moved {wrong} wrong bytes")
-    return timed, Timed(timed.descriptors, received.nbytes, *_medians(found[1:]))
+    return timed, Timed(
+        timed.descriptors, received.nbytes, *_medians(found[1:]), note=_judged(probed)
+    )
+
+
+def _judged(probed: ProbeResult) -> str:
+    """Say at which rates ``minBandwidthMBps`` would judge this link."""
+    receives = probed.receives
+    rate = f"{receives.best / 1e9:.1f}" if isinstance(receives, ReceiveRate) else "none"
+    return f"; judged: probe {probed.bytes_per_second / 1e9:.1f}, receives {rate}"
 
 
 def _medians(found: list[tuple[float, float, float]]) -> list[float]:

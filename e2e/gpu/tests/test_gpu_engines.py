@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from gpu.attention import attention
 from gpu.hand_over import GROUPS, SIZES, Bench
 
 pytestmark = pytest.mark.engine
@@ -27,3 +29,10 @@ def test_real_engines_hand_over_and_the_tokens_are_equal(tmp_path: Path, capsys)
     page = capsys.readouterr().out
     assert "| ours | 257 |" in page
     assert "pdcluster_kv_received_bytes_total" in page
+
+
+@pytest.mark.soak
+def test_layouts_are_compared_by_what_engines_alone_compute(tmp_path: Path, capsys) -> None:
+    assert attention("cpu", tmp_path, small=True), capsys.readouterr().out
+    page = capsys.readouterr().out
+    assert re.search(r"\| LBHNC \|( \d+\.\d\d ms: 1\.00 \[1\.00, 1\.00\] \|){2}", page)

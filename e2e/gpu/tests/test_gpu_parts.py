@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpu import __main__ as command
-from gpu.hand_over import GROUPS, SIZES
+from gpu import PREFILL_DEVICE, __main__ as command, hand_over
+from gpu.hand_over import GROUPS, SIZES, Bench
 
 
 def test_without_vllm_one_line_says_what_was_left_out(monkeypatch, capsys) -> None:
@@ -28,6 +28,55 @@ def test_each_failed_part_counts(monkeypatch) -> None:
     (first, second) = seen
     assert (first[:2], second[:2]) == (("a", "cpu"), ("b", "cpu"))
     assert first[2] == second[2] != "", "they share the model"
+
+
+def test_rdma_is_tried_where_there_is_a_device(monkeypatch, tmp_path, capsys) -> None:
+    seen = []
+
+    def ran(part: str, device: str, environment: dict[str, str], **_: object) -> int:
+        seen.append((part, environment.get("UCX_TLS")))
+        return 0
+
+    monkeypatch.setattr(command, "NICS", tmp_path)
+    monkeypatch.setattr(command, "_run", ran)
+    parts = ["probe", "idle", "pauses"]
+    assert command._stage_1(parts, "cuda:0", None, small=True) == 0
+    ipc = [(part, None) for part in parts]
+    staging = [(part, "tcp,cuda_copy") for part in ("probe", "pauses")]
+    assert seen == ipc + staging
+    assert f"RDMA is left out: {tmp_path} has no device." in capsys.readouterr().out
+    (tmp_path / "mlx5_0").touch()
+    assert command._stage_1(["probe"], "cuda:0", "RDMA", small=True) == 0
+    assert seen[len(ipc + staging) :] == [("probe", "rc,ud,cuda_copy")]
+
+
+def test_engines_get_their_role_s_layout_blocks_and_gpu(monkeypatch, tmp_path) -> None:
+    made = {}
+
+    def engine(name: str, folder: object, environment: dict, options: dict) -> None:
+        made[name] = (
+            environment["VLLM_KV_CACHE_LAYOUT"],
+            options["block_size"],
+            environment.get("CUDA_VISIBLE_DEVICES"),
+            options["enforce_eager"],
+            options["kv_cache_dtype"],
+        )
+
+    monkeypatch.setattr(hand_over, "Engine", engine)
+    monkeypatch.setattr(hand_over, "make_model", lambda folder, size: folder)
+    monkeypatch.setenv(PREFILL_DEVICE, "cuda:1")
+    for part in ("vllm-mixed", "vllm-graphs", "vllm-fp8-heads"):
+        bench = Bench(GROUPS["cuda"][part], "cuda", SIZES["cuda", True], tmp_path)
+        for role in ("prefill", "decode"):
+            bench.engine(f"{part} {role}", None, {})
+    assert made == {
+        "vllm-mixed prefill": ("LBHNC", 16, "1", True, "auto"),
+        "vllm-mixed decode": ("BHLNC", 32, None, True, "auto"),
+        "vllm-graphs prefill": ("LBHNC", 16, "1", False, "auto"),
+        "vllm-graphs decode": ("LBHNC", 16, None, False, "auto"),
+        "vllm-fp8-heads prefill": ("LBHNC", 16, "1", True, "fp8_per_token_head"),
+        "vllm-fp8-heads decode": ("LBHNC", 16, None, True, "fp8_per_token_head"),
+    }
 
 
 @pytest.mark.parametrize("device", GROUPS)
