@@ -1,6 +1,7 @@
 """`make bench`: our connector beside vLLM's NixlConnector and raw NIXL, held against thresholds.
 
-The parts: moves (connectors alone, in engines that compute nothing) and served (whole engines).
+The parts: moves (connectors alone, in engines that compute nothing), in-process (engines of one
+process each) and served (whole engines).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PARTS = ("moves", "served")
+PARTS = ("moves", "in-process", "served")
 SECONDS = 900
 
 
@@ -90,9 +91,11 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         from bench_kv import moves
 
         return moves.measure(moves.Size(**rounds), say)
-    from bench_kv import as_served, served
+    from bench_kv import as_served, in_process, served
 
     arms = [*as_served.ARMS, *([served.CALM] if options.calm else [])]
+    if options.part == "in-process":
+        return in_process.measure(arms, as_served.Size(**rounds), say)
     if options.checkout is not None:
         arms.append(served.older(options.checkout, tls=not options.checkout_without_tls))
     return as_served.measure(arms, as_served.Size(**rounds), say)

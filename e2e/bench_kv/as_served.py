@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from bench_kv import figures, phases, served
 from bench_kv.served import OURS, STOCK, Arm, Pair
@@ -40,9 +40,21 @@ class Size:
     turns: int = 6
 
 
+class Served(Protocol):
+    """A prefill and a decode engine of an arm."""
+
+    arm: Arm
+
+    def first_token(self, prompt: list[int]) -> dict[str, float]:
+        """Serve a prompt; return the moments of its way."""
+
+    def notes(self) -> list[str]:
+        """Return the moments that the engines have written down."""
+
+
 @dataclass
 class Taken:
-    """What was measured of one arm, a list for each turn in ``ways``."""
+    """What was measured of one arm."""
 
     ways: dict[int, list[dict[str, float]]] = field(default_factory=dict)
     parts: dict[int, list[dict[str, float]]] = field(default_factory=dict)
@@ -65,13 +77,17 @@ def measure(arms: Sequence[Arm], size: Size, say: Any) -> dict[str, Any]:
             for arm in figures.turn(arms, number):
                 say(f"as served, turn {number + 1} of {len(shares)}: {arm.name}")
                 with _running(arm, hosts[arm.sources]) as pair:
-                    _first_tokens(pair, size.lengths, rounds, number, taken[arm.name])
+                    first_tokens(pair, size.lengths, rounds, number, taken[arm.name])
                     if number + 1 == len(shares):
                         time.sleep(SPIN_SECONDS)
                         taken[arm.name].idle = pair.decode.idle_share(IDLE_SECONDS)
                     with _pinned(pair):
                         _velocity(pair, rounds, number, taken[arm.name])
-    return _found(taken, size.lengths, shares)
+    return {
+        **times(taken, size.lengths, shares),
+        "velocity": _rates(taken, size.rounds),
+        "idle": {name: round(of.idle, 4) for name, of in taken.items()},
+    }
 
 
 @contextmanager
@@ -114,7 +130,9 @@ def _pinned(pair: Pair) -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def _first_tokens(pair: Pair, lengths: Sequence[int], rounds: int, turn: int, taken: Taken) -> None:
+def first_tokens(
+    pair: Served, lengths: Sequence[int], rounds: int, turn: int, taken: Taken
+) -> None:
     """Serve prompts of each length: in the same turn, those of each arm are the same."""
     dice = random.Random(turn)
     ways: dict[int, list[dict[str, float]]] = {length: [] for length in lengths}
@@ -154,9 +172,8 @@ def _velocity(pair: Pair, rounds: int, turn: int, taken: Taken) -> None:
                     getattr(taken, name).append(rate)
 
 
-def _found(
-    taken: dict[str, Taken], lengths: Sequence[int], shares: Sequence[int]
-) -> dict[str, Any]:
+def times(taken: dict[str, Taken], lengths: Sequence[int], shares: Sequence[int]) -> dict[str, Any]:
+    """Return the times to the first token, and their phases."""
     return {
         "ttft": {
             str(length): figures.compared(
@@ -170,15 +187,17 @@ def _found(
             }
             for length in lengths
         },
-        "velocity": {
-            "tokens_per_second": figures.middles({n: of.through for n, of in taken.items()}),
-            "alone": figures.middles({n: of.alone for n, of in taken.items()}),
-            "of_alone": {
-                n: round(figures.ratio(of.through, of.alone), 3) for n, of in taken.items()
-            },
-            "rounds": sum(shares),
+    }
+
+
+def _rates(taken: dict[str, Taken], rounds: int) -> dict[str, Any]:
+    return {
+        "tokens_per_second": figures.middles({name: of.through for name, of in taken.items()}),
+        "alone": figures.middles({name: of.alone for name, of in taken.items()}),
+        "of_alone": {
+            name: round(figures.ratio(of.through, of.alone), 3) for name, of in taken.items()
         },
-        "idle": {name: round(of.idle, 4) for name, of in taken.items()},
+        "rounds": rounds,
     }
 
 

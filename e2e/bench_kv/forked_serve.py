@@ -15,5 +15,5 @@ from pdcluster_connector.launcher import vllm_shim
 
 if __name__ == "__main__":
     for module in (vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor):
-        module.get_mp_context = lambda: multiprocessing.get_context("fork")
+        module.__dict__["get_mp_context"] = lambda: multiprocessing.get_context("fork")
     vllm_shim.main()

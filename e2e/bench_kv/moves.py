@@ -1,10 +1,14 @@
-"""What each connector does with its own time: blocks moved, requests side by side, step threads."""
+"""What each connector does with its own time: blocks moved, requests side by side, step threads.
+
+Arms take turns: one pair of engines is started, measured and ended, then the next. So an engine
+that takes a core while it is idle does not take it from another arm.
+"""
 
 from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,6 @@ from typing import Any
 from bench_kv import figures, workers
 from bench_kv.workers import BLOCK_BYTES, BLOCK_TOKENS, BLOCKS, LAYERS, Worker
 
-Pairs = dict[str, tuple[Worker, Worker]]
 MOVED = 2**24
 SIDE_BY_SIDE = (1, 8, 32, 256)
 BLOCKS_OF_ONE = 2
@@ -22,152 +25,181 @@ LONG = 1_000_000
 
 @dataclass(frozen=True)
 class Size:
-    """How often each thing is measured, and how large the largest are."""
+    """How often each thing is measured, in how many turns, and how large the largest are."""
 
-    rounds: int = 21
+    rounds: int = 20
+    turns: int = 4
     side_by_side: tuple[int, ...] = SIDE_BY_SIDE
     fragmented: int = FRAGMENTED
     long: int = LONG
     blocks: int = BLOCKS
-    raw: bool = True
 
 
-SMALL = Size(rounds=2, side_by_side=(1, 8), fragmented=2_000, long=20_000, blocks=300, raw=False)
+SMALL = Size(rounds=2, side_by_side=(1, 8), fragmented=2_000, long=20_000, blocks=300)
 """For a test of the benchmark itself."""
+ARMS = ("ours", "stock", "raw")
+Taken = dict[str, list[float]]
+"""Seconds of each row, named by where they stand in what was found."""
 
 
 def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
     """Return the numbers of both connectors, and of raw NIXL where it has the same to do."""
-    say("engines whose connectors are driven start")
+    taken: dict[str, Taken] = {arm: {} for arm in ARMS}
+    shares = figures.shares(size.rounds, size.turns)
+    for number, rounds in enumerate(shares):
+        for arm in figures.turn(ARMS, number):
+            say(f"moves, turn {number + 1} of {len(shares)}: {arm}")
+            measured = _raw(size, rounds, number) if arm == "raw" else _turn(
+                arm, size, rounds, number)  # fmt: skip
+            for row, seconds in measured.items():
+                taken[arm].setdefault(row, []).extend(seconds)
+    return found(taken, size, shares)
+
+
+def found(taken: Mapping[str, Taken], size: Size, shares: Sequence[int]) -> dict[str, Any]:
+    """Return all rows, compared."""
+    made: dict[str, Any] = {}
+    for row in taken["ours"]:
+        of_arms = {arm: of[row] for arm, of in taken.items() if row in of}
+        *way, last = row.split("/")
+        place = made
+        for name in way:
+            place = place.setdefault(name, {})
+        # Lists are made once in a turn.
+        place[last] = figures.compared(of_arms, () if way == ["handshake"] else shares)
+    for name in ("blocks", "neighbours"):
+        made[name]["descriptors"] = moved(size) * LAYERS
+    made["fragmented"]["descriptors"] = fragments(size) * LAYERS
+    made["handshake"]["descriptors"] = size.blocks * LAYERS
+    for count, of in made["side_by_side"].items():
+        megabytes = int(count) * BLOCKS_OF_ONE * LAYERS * BLOCK_BYTES / 1e6
+        of["megabytes_per_second"] = {
+            arm: round(megabytes / milliseconds * 1e3)
+            for arm, milliseconds in of["all"]["milliseconds"].items()
+        }
+    return made
+
+
+def moved(size: Size) -> int:
+    """Return how many blocks are 16 MiB, or as many as there is room for."""
+    return min(MOVED // (LAYERS * BLOCK_BYTES), size.blocks // 2 - 1)
+
+
+def fragments(size: Size) -> int:
+    """Return the blocks of the request of very many descriptors."""
+    return min(size.fragmented // LAYERS, size.blocks // 2 - 1)
+
+
+def _turn(arm: str, size: Size, rounds: int, number: int) -> Taken:
+    """Start a pair of engines, measure it, and end it."""
     with (
         tempfile.TemporaryDirectory(prefix="bench-kv-") as folder,
-        workers.forked(Path(folder), blocks=size.blocks) as pairs,
+        workers.forked(Path(folder), [arm], blocks=size.blocks) as pairs,
     ):
-        for prefill, _ in pairs.values():
-            prefill.ask("fill", 7)
-        rows = Rows(pairs, size)
-        rows.connect()
-        say("16 MiB in random blocks")
-        found = {"blocks": rows.random_blocks()}
-        say("requests side by side")
-        found["side_by_side"] = {str(n): rows.side_by_side(n) for n in size.side_by_side}
-        say(f"{size.fragmented:,} descriptors")
-        found["fragmented"] = rows.fragmented()
-        say(f"a prompt of {size.long:,} tokens")
-        found["long"] = rows.long_prompt()
-        found["handshake"] = {
-            "descriptors": LAYERS * size.blocks,
-            **{name: decode.ask("handshake") for name, (_, decode) in pairs.items()},
-            "prefill": {name: one.ask("handshake") for name, (one, _) in pairs.items()},
+        prefill, decode = pairs[arm]
+        rows = Rows(prefill, decode, size, rounds, number)
+        taken = rows.measure()
+        met = [worker.ask("handshake") for worker in (prefill, decode)]
+        taken["handshake/all"] = [sum(one["seconds"] for one in met)]
+        taken["handshake/on_engine_thread"] = [met[1]["on_engine_thread"]]
+    return taken
+
+
+def _raw(size: Size, rounds: int, number: int) -> Taken:
+    taken: Taken = {}
+    for row, (theirs, ours) in Places(size, number).all.items():
+        raw = RawReads(size.blocks, theirs, ours, len(theirs) * BLOCK_TOKENS)
+        taken[row] = [raw.read() for _ in range(1 + rounds)][1:]
+        raw.end()
+    return taken
+
+
+class Places:
+    """Which blocks hold the prompts on prefill and on decode: in a turn, the same for all arms."""
+
+    def __init__(self, size: Size, number: int) -> None:
+        self._size = size
+        self._dice = random.Random(number)
+        count = moved(size)
+        first = self._dice.randrange(1, size.blocks - count)
+        self.all = {
+            "blocks": (self.scattered(count), self.scattered(count)),
+            # One range of memory for each layer, on both sides.
+            "neighbours": ([*range(1, count + 1)], [*range(first, first + count)]),
         }
-    return found
+
+    def scattered(self, count: int, *, apart: bool = True) -> list[int]:
+        """Return block ids in random order; ``apart``: no two of them are neighbours."""
+        ids = list(range(1, self._size.blocks, 2 if apart else 1))
+        self._dice.shuffle(ids)
+        return ids[:count]
 
 
 class Rows:
-    """The rows, measured on running engines."""
+    """The rows of one turn, measured on a running pair of engines."""
 
-    def __init__(self, pairs: Pairs, size: Size) -> None:
-        self._pairs = pairs
+    def __init__(
+        self, prefill: Worker, decode: Worker, size: Size, rounds: int, number: int
+    ) -> None:
+        self._prefill = prefill
+        self._decode = decode
         self._size = size
-        self._dice = random.Random(1)
+        self._rounds = rounds
+        self._places = Places(size, number)
         self._number = 0
 
-    def connect(self) -> None:
-        """Move one block: the engines of a pair meet."""
-        for name in self._pairs:
-            self._move(name, [1])
+    def measure(self) -> Taken:
+        """Return the seconds of each row."""
+        self._prefill.ask("fill", 7)
+        self._move([1])  # the engines meet
+        taken: Taken = {row: self._blocks(*places) for row, places in self._places.all.items()}
+        for count in self._size.side_by_side:
+            moves = self._repeated([BLOCKS_OF_ONE] * count)
+            taken[f"side_by_side/{count}/all"] = [max(one["done"]) for one in moves]
+            taken[f"side_by_side/{count}/p99"] = [
+                figures.percentile(one["done"], 0.99) for one in moves
+            ]
+        moves = self._repeated([fragments(self._size)])
+        taken["fragmented/step"] = [one["first"] for one in moves]
+        taken["fragmented/whole"] = [one["done"][0] for one in moves]
+        return taken | self._long_prompt()
 
-    def random_blocks(self) -> dict[str, Any]:
-        """Move 16 MiB in blocks of which no two are neighbours; see that they are right."""
-        count = MOVED // (LAYERS * BLOCK_BYTES)
-        theirs, ours = self._scattered(count), self._scattered(count)
-        tokens = count * BLOCK_TOKENS
-        raw = RawReads(self._size.blocks, theirs, ours, tokens) if self._size.raw else None
-        names = [*self._pairs, *(["raw"] if raw else [])]
-        taken: dict[str, list[float]] = {name: [] for name in names}
-        for number in range(1 + self._size.rounds):
-            for name in figures.turn(names, number):
-                if name == "raw" and raw:
-                    seconds = raw.read()
-                else:
-                    [seconds] = self._move(name, [count], theirs, ours)["done"]
-                if number:
-                    taken[name].append(seconds)
-        if raw:
-            raw.end()
-        for name, (prefill, decode) in self._pairs.items():
-            if prefill.ask("sums", theirs) != decode.ask("sums", ours):
-                raise SystemExit(f"{name} moved wrong bytes")
-        return {**figures.compared(taken), "descriptors": count * LAYERS}
+    def _repeated(self, counts: list[int]) -> list[dict[str, Any]]:
+        """Move requests of so many blocks each, again and again; the first time does not count."""
+        return [self._move(counts) for _ in range(1 + self._rounds)][1:]
 
-    def side_by_side(self, count: int) -> dict[str, Any]:
-        """Give decode many requests in one step; seconds until each is there."""
-        whole: dict[str, list[float]] = {name: [] for name in self._pairs}
-        late: dict[str, list[float]] = {name: [] for name in self._pairs}
-        for number in range(1 + self._size.rounds):
-            for name in figures.turn(list(self._pairs), number):
-                done = self._move(name, [BLOCKS_OF_ONE] * count)["done"]
-                if number:
-                    whole[name].append(max(done))
-                    late[name].append(figures.percentile(done, 0.99))
-        megabytes = count * BLOCKS_OF_ONE * LAYERS * BLOCK_BYTES / 1e6
-        all_done = figures.compared(whole)
-        return {
-            "all": all_done,
-            "p99": figures.compared(late),
-            "megabytes_per_second": {
-                name: round(megabytes / milliseconds * 1e3)
-                for name, milliseconds in all_done["milliseconds"].items()
-            },
-        }
+    def _blocks(self, theirs: list[int], ours: list[int]) -> list[float]:
+        """Move one prompt that lies in these blocks; see that the bytes are right."""
+        count = len(theirs)
+        moves = [self._move([count], theirs, ours) for _ in range(1 + self._rounds)][1:]
+        if self._prefill.ask("sums", theirs) != self._decode.ask("sums", ours):
+            raise SystemExit(f"{self._decode.name} has wrong bytes")
+        return [one["done"][0] for one in moves]
 
-    def fragmented(self) -> dict[str, Any]:
-        """Move one request of very many descriptors; what the engine's thread pays for it."""
-        count = min(self._size.fragmented // LAYERS, self._size.blocks // 2 - 1)
-        steps: dict[str, list[float]] = {name: [] for name in self._pairs}
-        whole: dict[str, list[float]] = {name: [] for name in self._pairs}
-        for number in range(1 + self._size.rounds):
-            for name in figures.turn(list(self._pairs), number):
-                found = self._move(name, [count])
-                if number:
-                    steps[name].append(found["first"])
-                    whole[name].append(*found["done"])
-        return {
-            "descriptors": count * LAYERS,
-            "step": figures.compared(steps),
-            "whole": figures.compared(whole),
-        }
-
-    def long_prompt(self) -> dict[str, Any]:
+    def _long_prompt(self) -> Taken:
         """Hand a very long prompt over; the longest call on each scheduler's thread."""
         blocks = list(range(1, self._size.long // BLOCK_TOKENS + 1))
-        longest: dict[str, dict[str, list[float]]] = {
-            side: {name: [] for name in self._pairs} for side in ("prefill", "decode")
-        }
-        for number in range(1 + self._size.rounds):
-            for name in figures.turn(list(self._pairs), number):
-                prefill, decode = self._pairs[name]
-                request = f"long-{number}"
-                offered = prefill.ask("offer", [(request, self._size.long, blocks)])
-                [params] = offered["params"]
-                found = decode.ask("receive_nothing", request, self._size.long, params, blocks)
-                if number:
-                    longest["prefill"][name].append(offered["longest"])
-                    longest["decode"][name].append(found["longest"])
-        return {side: figures.compared(taken) for side, taken in longest.items()}
+        taken: Taken = {"long/prefill": [], "long/decode": []}
+        for number in range(1 + self._rounds):
+            request = f"long-{number}"
+            offered = self._prefill.ask("offer", [(request, self._size.long, blocks)])
+            [params] = offered["params"]
+            received = self._decode.ask("receive_nothing", request, self._size.long, params, blocks)
+            if number:
+                taken["long/prefill"].append(offered["longest"])
+                taken["long/decode"].append(received["longest"])
+        return taken
 
     def _move(
         self,
-        name: str,
         counts: list[int],
         theirs: list[int] | None = None,
         ours: list[int] | None = None,
     ) -> dict[str, Any]:
         """Hand requests of so many blocks each from prefill to decode."""
-        prefill, decode = self._pairs[name]
+        apart = 2 * sum(counts) < self._size.blocks
         places = [
-            each or self._scattered(sum(counts), apart=2 * sum(counts) < self._size.blocks)
-            for each in (theirs, ours)
+            each or self._places.scattered(sum(counts), apart=apart) for each in (theirs, ours)
         ]
         cut = []
         for count in counts:
@@ -175,11 +207,11 @@ class Rows:
             places = [place[count:] for place in places]
         self._number += 1
         names = [f"r{self._number}-{index}" for index in range(len(counts))]
-        offered = prefill.ask(
+        offered = self._prefill.ask(
             "offer",
             [(n, len(a) * BLOCK_TOKENS, a) for n, (a, _) in zip(names, cut, strict=True)],
         )
-        found: dict[str, Any] = decode.ask(
+        found: dict[str, Any] = self._decode.ask(
             "receive",
             [
                 (n, len(b) * BLOCK_TOKENS, params, b)
@@ -187,12 +219,6 @@ class Rows:
             ],
         )
         return found
-
-    def _scattered(self, count: int, *, apart: bool = True) -> list[int]:
-        """Return block ids in random order; ``apart``: no two of them are neighbours."""
-        ids = list(range(1, self._size.blocks, 2 if apart else 1))
-        self._dice.shuffle(ids)
-        return ids[:count]
 
 
 class RawReads:

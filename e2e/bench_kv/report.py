@@ -43,6 +43,12 @@ def _compared(name: str, found: Found, raw: str = "–") -> Row:
     return Row(name, values["ours"], values["stock"], values.get("raw", raw), _ratio(found))
 
 
+def _alone(name: str, found: Found) -> Row:
+    """Return a line without a ratio: ours may be 0."""
+    ours, stock = (f"{found['milliseconds'][arm]:.3g}" for arm in ("ours", "stock"))
+    return Row(name, ours, stock, "–", "")
+
+
 def _ratio(found: Found, other: str = "stock") -> str:
     low, high = found["interval"][other]
     return f"{found['of'][other]:.2f} [{low:.2f}, {high:.2f}]"
@@ -53,7 +59,8 @@ def _moves(found: Found) -> list[Row]:
         return []
     rows = [
         _compared(f"16 MiB, {found['blocks']['descriptors']} descriptors in random order, ms",
-                  found["blocks"])
+                  found["blocks"]),
+        _compared("16 MiB, the same blocks as neighbours, ms", found["neighbours"]),
     ]  # fmt: skip
     for count, of in found["side_by_side"].items():
         rate = of["megabytes_per_second"]
@@ -71,33 +78,35 @@ def _moves(found: Found) -> list[Row]:
         _compared("1M tokens, decode: longest call, ms", found["long"]["decode"]),
     ]
     met = found["handshake"]
-    total = {
-        name: 1e3 * (met[name]["seconds"] + met["prefill"][name]["seconds"])
-        for name in ("ours", "stock")
-    }
-    here = {name: 1e3 * met[name]["on_engine_thread"] for name in ("ours", "stock")}
-    rows.append(
-        Row(f"lists of {met['descriptors']:,} descriptors for a peer, ms (once)",
-            f"{total['ours']:.3g}", f"{total['stock']:.3g}", "–",
-            f"{total['ours'] / total['stock']:.2f}")
-    )  # fmt: skip
-    rows.append(
-        Row("of these, on the engine's thread of decode, ms",
-            f"{here['ours']:.3g}", f"{here['stock']:.3g}", "–", "")
-    )  # fmt: skip
+    rows += [
+        _compared(f"lists of {met['descriptors']:,} descriptors for a peer, ms (once)", met["all"]),
+        _alone("of these, on the engine's thread of decode, ms", met["on_engine_thread"]),
+    ]
     return rows
+
+
+def _first_tokens(found: Found, where: str) -> list[Row]:
+    """Return the lines of times to the first token."""
+    rows = [_compared(f"{where}, {length} tokens, ms", of) for length, of in found["ttft"].items()]
+    for other, words in OTHERS.items():
+        rows += [
+            Row(f"{where}, {length} tokens: {words}, and ours ÷ its",
+                "–", f"{of['milliseconds'][other]:.3g}", "–", _ratio(of, other))
+            for length, of in found["ttft"].items() if other in of["of"]
+        ]  # fmt: skip
+    return rows
+
+
+def _in_process(found: Found) -> list[Row]:
+    if "in_process" not in found:
+        return []
+    return _first_tokens(found["in_process"], "TTFT, one process each")
 
 
 def _served(found: Found) -> list[Row]:
     if "ttft" not in found:
         return []
-    rows = [_compared(f"TTFT, {length} tokens, ms", of) for length, of in found["ttft"].items()]
-    for other, words in OTHERS.items():
-        rows += [
-            Row(f"TTFT, {length} tokens: {words}, and ours ÷ its",
-                "–", f"{of['milliseconds'][other]:.3g}", "–", _ratio(of, other))
-            for length, of in found["ttft"].items() if other in of["of"]
-        ]  # fmt: skip
+    rows = _first_tokens(found, "TTFT")
     speed = found["velocity"]
     for words, name in (
         ("prefill, tokens/s through both engines", "tokens_per_second"),
@@ -121,6 +130,9 @@ def _served(found: Found) -> list[Row]:
     return rows
 
 
+PARTS = (_moves, _in_process, _served)
+
+
 def table(found: Found) -> str:
     """Return the numbers in Markdown, the phases in a table of their own."""
     loads = " to ".join(str(one) for one in found["load"])
@@ -129,18 +141,23 @@ def table(found: Found) -> str:
         "",
         "| what | pdcluster | NixlConnector | raw NIXL | ours ÷ NixlConnector's [95 %] |",
         "|---|---|---|---|---|",
-        *("| " + " | ".join(row) + " |" for row in (*_moves(found), *_served(found))),
+        *(
+            "| " + " | ".join(row) + " |"
+            for row in (*_moves(found), *_in_process(found), *_served(found))
+        ),
     ]
-    return "\n".join((*lines, *_phases(found.get("phases", {}))))
+    alone = found.get("in_process", {}).get("phases", {})
+    lines += _phases(alone, "phase, one process each, ms")
+    return "\n".join((*lines, *_phases(found.get("phases", {}), "phase, ms")))
 
 
-def _phases(found: Found) -> list[str]:
+def _phases(found: Found, title: str) -> list[str]:
     if not found:
         return []
     columns = [(length, arm) for length, arms in found.items() for arm in arms]
     lines = [
         "",
-        "| phase, ms | " + " | ".join(f"{arm}, {length} tokens" for length, arm in columns) + " |",
+        f"| {title} | " + " | ".join(f"{arm}, {length} tokens" for length, arm in columns) + " |",
         "|---" * (1 + len(columns)) + "|",
     ]
     for phase in OURS:

@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ IMPORTED = (
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
 )
+KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 PROGRAM = Path(__file__).with_name("forked_serve.py")
 STOCK_WANTED = {
     "do_remote_decode": True,
@@ -181,8 +182,8 @@ class Pair:
         self._notes = folder / f"{arm.name}.notes"
         authority = Authority() if arm.tls else None
         start = functools.partial(_start, arm, host, folder, authority, self._notes)
-        self.prefill = start("prefill", "kv_producer")
-        self.decode = start("decode", "kv_consumer")
+        self.prefill = start("prefill")
+        self.decode = start("decode")
 
     def wait(self) -> None:
         """Wait until both serve."""
@@ -200,9 +201,7 @@ class Pair:
         ticket = time.monotonic()
         answer = self.decode.complete(prompt, params)
         ended = time.monotonic()
-        path = (answer.get("kv_transfer_params") or {}).get("kv_path", {})
-        if self.arm.wanted is not STOCK_WANTED and path.get("outcome") != "transferred":
-            raise SystemExit(f"{self.arm.name}: no KV was moved: {path}")
+        see_moved(self.arm, answer.get("kv_transfer_params"))
         return {"began": began, "ticket": ticket, "sent": ticket, "answered": ended}
 
     def notes(self) -> list[str]:
@@ -215,16 +214,17 @@ class Pair:
         self.decode.end()
 
 
-def _environment(arm: Arm) -> dict[str, str]:
-    made = {**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{arm.sources}:{ROOT / 'e2e'}"}
-    made.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    return made
+def see_moved(arm: Arm, params: Mapping[str, Any] | None) -> None:
+    """Raise SystemExit if decode says that KV did not move. NixlConnector says nothing."""
+    path = (params or {}).get("kv_path", {})
+    if arm.wanted is not STOCK_WANTED and path.get("outcome") != "transferred":
+        raise SystemExit(f"{arm.name}: no KV was moved: {path}")
 
 
-def _start(
-    arm: Arm, host: ForkedPython, folder: Path, authority: Authority | None, notes: Path,
-    role: str, kv_role: str,
-) -> Engine:  # fmt: skip
+def transfer_config(
+    arm: Arm, role: str, folder: Path, authority: Authority | None
+) -> dict[str, Any]:
+    """Return the ``--kv-transfer-config`` of an engine; write its certificates."""
     engine_id = f"bench.{arm.name}.{role}.r.0/00000000000000aa"
     extra: dict[str, Any] = {}
     if arm.wanted is not STOCK_WANTED:
@@ -238,21 +238,33 @@ def _start(
             "key": str(files.key),
         }
         extra["ticket_key_file"] = KEY_FILE
-    transfer = {
+    return {
         "kv_connector": arm.connector,
         "kv_connector_module_path": arm.module,
-        "kv_role": kv_role,
+        "kv_role": KV_ROLES[role],
         "engine_id": engine_id,
         "kv_buffer_device": "cpu",
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": extra,
     }
+
+
+def _environment(arm: Arm) -> dict[str, str]:
+    made = {**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{arm.sources}:{ROOT / 'e2e'}"}
+    made.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    return made
+
+
+def _start(
+    arm: Arm, host: ForkedPython, folder: Path, authority: Authority | None, notes: Path,
+    role: str,
+) -> Engine:  # fmt: skip
     port, log = free_port(), folder / f"{arm.name}-{role}.log"
     command = [
         str(PROGRAM), str(model_path("llama")), "--host", HOST, "--port", str(port),
         "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny",
         "--max-model-len", str(LONGEST), "--block-size", "32",
-        "--kv-transfer-config", json.dumps(transfer),
+        "--kv-transfer-config", json.dumps(transfer_config(arm, role, folder, authority)),
     ]  # fmt: skip
     environment = {
         **_environment(arm),

@@ -63,9 +63,9 @@ BOUNDS: tuple[Bound, ...] = (
     # Milliseconds. The goal is 5, and just missed. At a load average of 13 they took 8 to 12.
     Bound("long/prefill/milliseconds/ours", 4.4, 7.6),  # 2 runs: 2.8, 5.9
     Bound("long/decode/milliseconds/ours", 5.2, 7.8),  # 2 runs: 4.5, 5.9
-    # Seconds: a peer's metadata and the lists.
-    Bound("handshake/ours/seconds", 0.05, 0.15),  # 5 runs: 0.018, 0.028, 0.107, 0.029, 0.018
-    Bound("handshake/ours/on_engine_thread", 0.0, 0.0),  # 5 runs: 0
+    # Milliseconds: a peer's metadata and the lists.
+    Bound("handshake/all/milliseconds/ours", 50, 150),  # 5 runs: 18, 28, 107, 29, 18
+    Bound("handshake/on_engine_thread/milliseconds/ours", 0.0, 0.0),  # 5 runs: 0
     # Ratios of times to NixlConnector's.
     Bound("ttft/64/of/stock", 1.63, 0.75),  # 3 runs: 1.74, 1.56, 1.60
     Bound("ttft/512/of/stock", 0.68, 0.65),  # 3 runs: 0.46, 0.64, 0.93

@@ -1,6 +1,6 @@
-"""Engines whose connectors are driven by hand: real vLLM, real NIXL, no steps of the model.
+"""Engines of one process each, forked from one that has imported vLLM: real vLLM and real NIXL.
 
-Each engine is a process that is forked from one that has imported vLLM. Its connector gets, on
+Those of :func:`forked` are driven by hand, and their model makes no steps. The connector gets, on
 the engine's thread, what a step would give it. So a number is the connector's own, and both
 connectors are called in the same way.
 """
@@ -8,12 +8,13 @@ connectors are called in the same way.
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -51,16 +52,20 @@ def model() -> str:
 
 
 class Worker:
-    """The handle of one engine's process. ``kind`` is ``ours`` or ``stock``."""
+    """The handle of one engine's process.
 
-    def __init__(self, kind: str, role: str, path: str, folder: Path, blocks: int) -> None:
-        self.name = f"{kind}-{role}"
-        self.log = folder / f"{self.name}.log"
+    It makes something there, whose methods are what :meth:`ask` can have done. Its ``rest`` is
+    called while nothing is asked.
+    """
+
+    def __init__(self, name: str, folder: Path, make: Callable[[], Any]) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
         self._pipe, theirs = multiprocessing.Pipe()
         self._pid = os.fork()
         if self._pid == 0:
             self._pipe.close()
-            _become(theirs, self.log, kind, role, path, blocks)
+            _become(theirs, self.log, make)
         theirs.close()
 
     def ask(self, *message: Any) -> Any:
@@ -95,36 +100,47 @@ class Worker:
         os.waitpid(self._pid, 0)
 
 
-@contextlib.contextmanager
-def forked(
-    folder: Path, kinds: Sequence[str] = ("ours", "stock"), blocks: int = BLOCKS
-) -> Iterator[dict[str, tuple[Worker, Worker]]]:
-    """Start a prefill and a decode engine of each kind.
-
-    Imports vLLM, so the caller's process is one that starts nothing else afterwards.
-    """
+def import_vllm() -> None:
+    """Import what engines need. The process is one that starts nothing else afterwards."""
     os.environ.update(ENVIRONMENT)
-    path = model()
     import vllm.entrypoints.llm
     import vllm.model_executor.models.llama
     import vllm.v1.attention.backends.cpu_attn
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
+
+@contextlib.contextmanager
+def forked(
+    folder: Path, kinds: Sequence[str] = ("ours", "stock"), blocks: int = BLOCKS
+) -> Iterator[dict[str, tuple[Worker, Worker]]]:
+    """Start a prefill and a decode engine of each kind, which are driven by hand."""
+    path = model()
+    import_vllm()
     made = {
-        kind: tuple(Worker(kind, role, path, folder, blocks) for role in ("prefill", "decode"))
+        kind: tuple(
+            Worker(f"{kind}-{role}", folder, functools.partial(_driven, kind, role, path, blocks))
+            for role in ("prefill", "decode")
+        )
         for kind in kinds
     }
-    try:
-        for worker in (worker for pair in made.values() for worker in pair):
-            worker.answer()
+    with ended(*(worker for pair in made.values() for worker in pair)):
         yield made  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def ended(*workers: Worker) -> Iterator[None]:
+    """Wait until they are ready; end them afterwards."""
+    try:
+        for worker in workers:
+            worker.answer()
+        yield
     finally:
-        for worker in (worker for pair in made.values() for worker in pair):
+        for worker in workers:
             worker.end()
 
 
-def _become(pipe: Connection, log: Path, kind: str, role: str, path: str, blocks: int) -> None:
+def _become(pipe: Connection, log: Path, make: Callable[[], Any]) -> None:
     """Be an engine in a forked process; never return."""
     try:
         os.setpgid(0, 0)
@@ -132,7 +148,7 @@ def _become(pipe: Connection, log: Path, kind: str, role: str, path: str, blocks
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
-        _serve(pipe, kind, role, path, blocks)
+        _serve(pipe, make())
     except BaseException:  # noqa: BLE001  the log is all that is left
         traceback.print_exc()
     sys.stdout.flush()
@@ -140,7 +156,23 @@ def _become(pipe: Connection, log: Path, kind: str, role: str, path: str, blocks
     os._exit(0)
 
 
-def _serve(pipe: Connection, kind: str, role: str, path: str, blocks: int) -> None:
+def _serve(pipe: Connection, made: Any) -> None:
+    pipe.send((True, READY))
+    while True:
+        while not pipe.poll(0.005):
+            made.rest()
+        try:
+            command, *arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, getattr(made, command)(*arguments)))
+        except Exception as error:  # noqa: BLE001  the other process raises it
+            traceback.print_exc()
+            pipe.send((False, f"{type(error).__name__}: {error}"))
+
+
+def _driven(kind: str, role: str, path: str, blocks: int) -> Any:
     from vllm import LLM
 
     from bench_kv import driven, noted
@@ -170,17 +202,4 @@ def _serve(pipe: Connection, kind: str, role: str, path: str, blocks: int) -> No
         num_gpu_blocks_override=blocks, kv_cache_memory_bytes=blocks * LAYERS * BLOCK_BYTES,
         disable_log_stats=True, kv_transfer_config=transfer,
     ).llm_engine  # fmt: skip
-    made = driven.Driven(engine, watch)
-    pipe.send((True, READY))
-    while True:
-        while not pipe.poll(0.005):
-            made.rest()
-        try:
-            command, *arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send((True, getattr(made, command)(*arguments)))
-        except Exception as error:  # noqa: BLE001  the other process raises it
-            traceback.print_exc()
-            pipe.send((False, f"{type(error).__name__}: {error}"))
+    return driven.Driven(engine, watch)

@@ -342,6 +342,13 @@ class Commands:
             self._driven = Driven(self.engine)
         return getattr(self._driven, method)(*args)
 
+    def complete(self, method: str, *args: Any) -> Any:
+        """Compute a prompt as `make bench` does; see ``bench_kv/in_process.py``."""
+        sys.path.append(str(Path(__file__).parents[3] / "e2e"))
+        from bench_kv.in_process import Engine
+
+        return getattr(Engine(self.engine), method)(*args)
+
     def hold(self, state: str) -> None:
         held_receives.hold(state)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("vllm")
 
 from engine_pair import connector_config
 
-from bench_kv import moves
+from bench_kv import as_served, in_process, moves
 from loopback import free_port
 from models.tiny import model_path
 
@@ -24,11 +25,12 @@ SIZE = dataclasses.replace(moves.SMALL, blocks=250)
 class Handle:
     """What a row asks of an engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, how: str) -> None:
         self._engine = engine
+        self._how = how
 
     def ask(self, *message: Any) -> Any:
-        return self._engine.ask("drive", *message)
+        return self._engine.ask(self._how, *message)
 
 
 def stock(role: str) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def stock(role: str) -> dict[str, Any]:
     }
 
 
-def test_both_connectors_are_measured_in_the_same_rounds(engines: Callable[..., Engine]) -> None:
+def test_both_connectors_are_measured(engines: Callable[..., Engine], tmp_path: Path) -> None:
     """A row ends with an error if bytes are wrong, or something was not received."""
     made = {
         kind: [
@@ -54,20 +56,21 @@ def test_both_connectors_are_measured_in_the_same_rounds(engines: Callable[..., 
         ]
         for kind, config in (("ours", connector_config), ("stock", stock))
     }
-    pairs: Any = {}
-    for kind, both in made.items():
-        prefill, decode = (Handle(engine.wait_ready()) for engine in both)
-        prefill.ask("fill", 7)
-        pairs[kind] = prefill, decode
-    rows = moves.Rows(pairs, SIZE)
-    rows.connect()
-    found = [
-        rows.random_blocks(),
-        rows.side_by_side(8)["p99"],
-        rows.fragmented()["step"],
-        rows.long_prompt()["decode"],
-    ]
-    for row in found:
+    taken, prompt = {}, list(range(3, 103))
+    for (kind, both), arm in zip(made.items(), as_served.ARMS, strict=True):
+        for engine in both:
+            engine.wait_ready()
+        prefill, decode = (Handle(engine, "complete") for engine in both)
+        way = in_process.Pair(arm, prefill, decode, tmp_path).first_token(prompt)
+        assert way["began"] < way["ticket"] <= way["sent"] < way["answered"]
+        prefill, decode = (Handle(engine, "drive") for engine in both)
+        taken[kind] = moves.Rows(prefill, decode, SIZE, SIZE.rounds, 1).measure()
+        taken[kind]["handshake/all"] = [1.0]
+    found = moves.found(taken, SIZE, [SIZE.rounds])
+    for row in (
+        found["blocks"], found["neighbours"], found["side_by_side"]["8"]["p99"],
+        found["fragmented"]["step"], found["long"]["decode"],
+    ):  # fmt: skip
         assert row["rounds"] == SIZE.rounds
         assert set(row["milliseconds"]) == {"ours", "stock"}
         assert all(value > 0 for value in row["milliseconds"].values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from bench_kv import figures, phases, report
+from bench_kv import figures, moves, phases, report
 from bench_kv.thresholds import BOUNDS, Bound, missed
 
 ROOT = Path(__file__).parents[3]
@@ -30,6 +31,7 @@ def at_its_bounds() -> dict[str, Any]:
     found: dict[str, Any] = {
         "commit": "abc", "date": "2026-11-27", "cores": 2, "load": [0.1, 0.2],
         "blocks": {**compared(0.002, 0.004, raw=0.001), "descriptors": 2048},
+        "neighbours": {**compared(0.002, 0.004, raw=0.001), "descriptors": 2048},
         "side_by_side": {
             str(count): {"all": copy.deepcopy(both), "p99": copy.deepcopy(both),
                          "megabytes_per_second": {"ours": 3, "stock": 2}}
@@ -39,11 +41,12 @@ def at_its_bounds() -> dict[str, Any]:
                        "whole": copy.deepcopy(both)},
         "long": {"prefill": copy.deepcopy(both), "decode": copy.deepcopy(both)},
         "handshake": {
-            "descriptors": 96000,
-            **{name: {"seconds": 0.01, "on_engine_thread": 0.0} for name in ("ours", "stock")},
-            "prefill": {
-                name: {"seconds": 0.0, "on_engine_thread": 0.0} for name in ("ours", "stock")
-            },
+            "descriptors": 96000, "all": copy.deepcopy(both),
+            "on_engine_thread": compared(0.0, 0.004),
+        },
+        "in_process": {
+            "ttft": {str(length): copy.deepcopy(both) for length in (64, 512, 900)},
+            "phases": {str(length): {"ours": way, "stock": shorter} for length in (64, 512, 900)},
         },
         "ttft": {str(length): copy.deepcopy(both) for length in (64, 512, 900)},
         "phases": {str(length): {"ours": way, "stock": shorter} for length in (64, 512, 900)},
@@ -165,6 +168,7 @@ def test_numbers_at_their_bounds_pass_and_a_run_of_one_part_too() -> None:
     found = at_its_bounds()
     assert missed(found) == []
     assert missed({name: found[name] for name in ("ttft", "velocity", "idle")}) == []
+    assert missed({"in_process": found["in_process"]}) == []
 
 
 @pytest.mark.parametrize("bound", BOUNDS, ids=lambda bound: bound.what)
@@ -186,14 +190,43 @@ def test_each_bound_says_how_many_runs_it_comes_from() -> None:
     assert len(comments) == len(BOUNDS)
 
 
+def test_rows_of_all_turns_are_one_row() -> None:
+    size = moves.Size(rounds=3, turns=2, side_by_side=(8,), blocks=100)
+    row = [0.001, 0.002, 0.002]
+    names = ("blocks", "neighbours", "side_by_side/8/all", "fragmented/step", "long/prefill")
+    ours = dict.fromkeys(names, row) | {"handshake/all": [0.01, 0.03]}
+    stock = {name: [2 * one for one in of] for name, of in ours.items()}
+    raw = {"blocks": row, "neighbours": row}
+    found = moves.found({"ours": ours, "stock": stock, "raw": raw}, size, [2, 1])
+    assert found["blocks"]["of"] == {"stock": 0.5, "raw": 1.0}
+    assert found["fragmented"]["step"]["milliseconds"] == {"ours": 2.0, "stock": 4.0}
+    assert found["handshake"]["all"]["milliseconds"]["ours"] == 20.0
+    # 8 requests of 512 KiB in 2 ms
+    assert found["side_by_side"]["8"]["megabytes_per_second"]["ours"] == 2097
+    assert found["blocks"]["descriptors"] == 49 * 32
+
+
+def test_neighbours_are_neighbours_and_the_others_are_not() -> None:
+    places = moves.Places(moves.SMALL, 1).all
+    for side in places["neighbours"]:
+        assert {b - a for a, b in itertools.pairwise(side)} == {1}
+    for side in places["blocks"]:
+        assert not {b - a for a, b in itertools.pairwise(sorted(side))} & {1}
+    for theirs, ours in places.values():
+        assert len(theirs) == len(ours) == 64
+        assert max(*theirs, *ours) < moves.SMALL.blocks
+    assert moves.Places(moves.SMALL, 1).all == places != moves.Places(moves.SMALL, 2).all
+
+
 def test_the_table_has_a_row_for_each_number_and_one_for_each_phase() -> None:
     table = report.table(at_its_bounds())
-    for words in ("16 MiB, 2048 descriptors", "256 at once: p99", "40992 descriptors",
+    for words in ("16 MiB, 2048 descriptors", "16 MiB, the same blocks as neighbours",
+                  "TTFT, one process each, 512 tokens", "256 at once: p99", "40992 descriptors",
                   "1M tokens, decode", "TTFT, 900 tokens", "prefill velocity",
                   "idle decode engine"):  # fmt: skip
         assert words in table
     for phase in phases.OURS:
-        assert f"| {phase.name} | 1.00 | " in table
+        assert table.count(f"| {phase.name} | 1.00 | ") == 2
     widths = {line.count("|") for line in table.splitlines() if line.startswith("| what")}
     assert widths == {6}
 
