@@ -6,6 +6,7 @@ that takes a core while it is idle does not take it from another arm.
 
 from __future__ import annotations
 
+import functools
 import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,7 @@ Taken = dict[str, list[float]]
 
 def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
     """Return the numbers of both connectors, and of raw NIXL where it has the same to do."""
+    workers.import_vllm()
     taken: dict[str, Taken] = {arm: {} for arm in ARMS}
     shares = figures.shares(size.rounds, size.turns)
     for number, rounds in enumerate(shares):
@@ -106,11 +108,12 @@ def _turn(arm: str, size: Size, rounds: int, number: int) -> Taken:
 
 
 def _raw(size: Size, rounds: int, number: int) -> Taken:
-    taken: Taken = {}
-    for row, (theirs, ours) in Places(size, number).all.items():
-        raw = RawReads(size.blocks, theirs, ours, len(theirs) * BLOCK_TOKENS)
-        taken[row] = [raw.read() for _ in range(1 + rounds)][1:]
-        raw.end()
+    """Start what reads by NIXL's own API, measure it, and end it."""
+    with tempfile.TemporaryDirectory(prefix="bench-kv-") as folder:
+        # In a process of its own: engines are forked from this one, which has no agents.
+        worker = Worker("raw", Path(folder), functools.partial(RawReads, size, number))
+        with workers.ended(worker):
+            taken: Taken = worker.ask("measure", rounds)
     return taken
 
 
@@ -224,27 +227,35 @@ class Rows:
 class RawReads:
     """The same blocks by NIXL's own API, between two processes without a connector."""
 
-    def __init__(self, blocks: int, theirs: list[int], ours: list[int], tokens: int) -> None:
+    def __init__(self, size: Size, number: int) -> None:
         from gpu.device_cache import LAYER_OUTERMOST
-        from gpu.rig import Agents, PrefillProcess
-        from gpu.speed import Raw, Work
+        from gpu.rig import PrefillProcess
+        from gpu.speed import Work
 
         model = {"kv_heads": 1, "layers": LAYERS, "token_bytes": BLOCK_BYTES // BLOCK_TOKENS}
-        cache: dict[str, Any] = model | {
+        self._cache: dict[str, Any] = model | {
             "device": "cpu", "layout": LAYER_OUTERMOST, "block_tokens": BLOCK_TOKENS,
-            "num_blocks": blocks,
+            "num_blocks": size.blocks,
         }  # fmt: skip
-        work = Work("", model, 1, 1, LAYER_OUTERMOST, BLOCK_TOKENS)
-        self._prefill = PrefillProcess(1, cache)
+        self._work = Work("", model, 1, 1, LAYER_OUTERMOST, BLOCK_TOKENS)
+        self._places = Places(size, number)
+        self._prefill = PrefillProcess(1, self._cache)
         self._prefill.ask("fill_random", 7)
-        self._raw = Raw(work, cache, self._prefill, Agents(4, 256), theirs, ours, tokens)
 
-    def read(self) -> float:
-        """Read everything once; return the seconds."""
-        self._raw.read()
-        return float(self._raw._found[-1][2])
+    def rest(self) -> None:
+        """Do nothing: here are no steps."""
 
-    def end(self) -> None:
-        """End the process; raises SystemExit if bytes are wrong."""
-        self._raw.end()
-        self._prefill.end()
+    def measure(self, rounds: int) -> Taken:
+        """Return the seconds of each row; raises SystemExit if bytes are wrong."""
+        return {row: self._reads(*places, rounds) for row, places in self._places.all.items()}
+
+    def _reads(self, theirs: list[int], ours: list[int], rounds: int) -> list[float]:
+        from gpu.rig import Agents
+        from gpu.speed import Raw
+
+        tokens = len(theirs) * BLOCK_TOKENS
+        raw = Raw(self._work, self._cache, self._prefill, Agents(4, 256), theirs, ours, tokens)
+        for _ in range(1 + rounds):  # the first one connects
+            raw.read()
+        raw.end()
+        return [float(seconds) for *_, seconds in raw._found[1:]]
