@@ -36,8 +36,8 @@ class Size:
     """How often each thing is measured, in how many turns of each arm."""
 
     lengths: tuple[int, ...] = LENGTHS
-    rounds: int = 24
-    turns: int = 6
+    rounds: int = 20
+    turns: int = 4
 
 
 class Served(Protocol):
