@@ -84,7 +84,7 @@ def main() -> int:
         parser.error(f"there is no part {', '.join(sorted(unknown))} on {device}")
     on = "cuda:0" if device == "cuda" else device
     if arguments.prefill_device:
-        os.environ[PREFILL_DEVICE] = arguments.prefill_device
+        _put_prefill_on(arguments.prefill_device, device, parser)
     print("\n".join(_machine(device)), flush=True)
     failed = _stage_1(
         [part for part in parts if part in PARTS], on, arguments.transport, small=arguments.small
@@ -92,6 +92,16 @@ def main() -> int:
     failed += _stage_2([part for part in parts if part not in PARTS], on, small=arguments.small)
     print(f"\n{'FAILED' if failed else 'All parts were right'}.")
     return 1 if failed else 0
+
+
+def _put_prefill_on(name: str, device: str, parser: argparse.ArgumentParser) -> None:
+    import torch
+
+    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    there = gpus if device == "cuda" else ["cpu"]
+    if name not in there:
+        parser.error(f"--prefill-device: there is no {name} here, only {', '.join(there)}")
+    os.environ[PREFILL_DEVICE] = name
 
 
 def _functions() -> dict[str, Callable[[str, bool], None]]:

@@ -29,7 +29,12 @@ def page(*options: str, **variables: str) -> tuple[int, str]:
 
 def test_the_page_holds_the_bytes_the_rates_and_what_was_refused() -> None:
     code, text = page(
-        "--parts", "oracle,probe,fence,idle,speed,pauses", "--transport", "shared memory"
+        "--parts",
+        "oracle,probe,fence,idle,speed,pauses",
+        "--transport",
+        "shared memory",
+        "--prefill-device",
+        "cpu",
     )
     assert code == 0
     for layout in ("LBHNC", "BHLNC"):
@@ -38,6 +43,7 @@ def test_the_page_holds_the_bytes_the_rates_and_what_was_refused() -> None:
     assert re.search(r"probe of 8 MiB: \d+\.\d\d GB/s .* prefill DRAM, decode DRAM", text)
     assert "fence: 3 of 3 tickets of leases that had ended were refused" in text
     assert text.count("| raw NIXL |") == text.count("| receiver |") == 4
+    assert text.count("; judged: probe ") == 4
     assert re.search(r"\| 0\.1 ms, 10 ms \|( \d+\.\d\d ms: \d+\.\d\d \[.*?\] \|){5}", text)
     assert text.rstrip().endswith("All parts were right.")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from gpu import PREFILL_DEVICE, __main__ as command, hand_over
@@ -48,6 +50,17 @@ def test_rdma_is_tried_where_there_is_a_device(monkeypatch, tmp_path, capsys) ->
     (tmp_path / "mlx5_0").touch()
     assert command._stage_1(["probe"], "cuda:0", "RDMA", small=True) == 0
     assert seen[len(ipc + staging) :] == [("probe", "rc,ud,cuda_copy")]
+
+
+def test_another_gpu_for_prefill_has_to_be_there(monkeypatch, capsys) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv(PREFILL_DEVICE, "")
+    command._put_prefill_on("cuda:1", "cuda", command._parser())
+    assert os.environ[PREFILL_DEVICE] == "cuda:1"
+    with pytest.raises(SystemExit):
+        command._put_prefill_on("cuda:2", "cuda", command._parser())
+    assert "there is no cuda:2 here, only cuda:0, cuda:1" in capsys.readouterr().err
 
 
 def test_engines_get_their_role_s_layout_blocks_and_gpu(monkeypatch, tmp_path) -> None:
