@@ -13,6 +13,8 @@ from typing import Any
 
 FILE = "PDCLUSTER_BENCH_NOTES"
 """Variable with the path of the file that gets a line for each moment: seconds, and its name."""
+PAUSE_MICROSECONDS = 10_000
+"""As long as our connector lets NIXL's thread wait on a CPU."""
 _file: list[int] = []
 
 
@@ -97,7 +99,7 @@ def _let_progress_wait() -> None:
 
     class Config(bindings.nixlAgentConfig):  # type: ignore[misc, name-defined]
         def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, 100 if name == "pthrDelay" else value)
+            super().__setattr__(name, PAUSE_MICROSECONDS if name == "pthrDelay" else value)
 
     bindings.nixlAgentConfig = Config
 
