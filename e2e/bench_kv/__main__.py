@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -42,6 +43,7 @@ def main() -> int:
     )
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # engines end, too
     if options.part:
         print(json.dumps(_measured(options)))
         return 0
@@ -73,14 +75,17 @@ def main() -> int:
 def _in_a_process(part: str) -> dict[str, Any]:
     """Measure one part in a process of its own: each imports what the other must not have."""
     command = [sys.executable, "-m", "bench_kv", *sys.argv[1:], "--part", part]
-    done = subprocess.run(
-        command, env={**os.environ, "UCX_WARN_UNUSED_ENV_VARS": "n",
-             "NIXL_LOG_LEVEL": "WARN"}, stdout=subprocess.PIPE,
-        text=True, timeout=SECONDS, check=False,
-    )  # fmt: skip
-    if done.returncode:
+    environment = {**os.environ, "UCX_WARN_UNUSED_ENV_VARS": "n", "NIXL_LOG_LEVEL": "WARN"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            output, _ = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            raise SystemExit(f"{part} took longer than {SECONDS} s") from None
+        finally:
+            process.terminate()  # if it still runs, it ends its engines
+    if process.returncode:
         raise SystemExit(f"{part} could not be measured")
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [line for line in output.splitlines() if line.startswith("{")]
     numbers: dict[str, Any] = json.loads(lines[-1])
     return numbers
 

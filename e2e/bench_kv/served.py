@@ -161,7 +161,8 @@ class Engine:
         """End it with everything that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(ValueError):  # the host has ended before
+            self.process.wait()
 
     def _ask(self, method: str, path: str, body: Any = None) -> bytes:
         connection = http.client.HTTPConnection(HOST, self._port, timeout=120)
