@@ -48,7 +48,7 @@ def at_its_bounds() -> dict[str, Any]:
             "ttft": {str(length): copy.deepcopy(both) for length in (64, 512, 900)},
             "phases": {str(length): {"ours": way, "stock": shorter} for length in (64, 512, 900)},
         },
-        "ttft": {str(length): copy.deepcopy(both) for length in (64, 512, 900)},
+        "ttft": {str(length): compared(0.002, 0.004, calm=0.004) for length in (64, 512, 900)},
         "phases": {str(length): {"ours": way, "stock": shorter} for length in (64, 512, 900)},
         "velocity": {"tokens_per_second": {"ours": 3.0, "stock": 2.0},
                      "alone": {"ours": 4.0, "stock": 4.0},
@@ -116,6 +116,8 @@ def test_turns_share_the_rounds_and_none_is_idle() -> None:
 
 def test_another_arm_has_rows_of_its_own() -> None:
     found = at_its_bounds()
+    for of in found["ttft"].values():
+        del of["of"]["calm"]
     assert report.OTHERS["calm"] not in report.table(found)
     found["ttft"]["64"] = compared(0.002, 0.004, calm=0.008)
     found["idle"]["calm"] = 0.03
