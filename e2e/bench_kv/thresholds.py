@@ -52,6 +52,7 @@ class Bound(NamedTuple):
 BOUNDS: tuple[Bound, ...] = (
     # Ratios of times to NixlConnector's.
     Bound("blocks/of/stock", 1.01, 0.37),  # 5 runs: 1.16, 1.04, 0.89, 1.04, 0.93
+    Bound("neighbours/of/stock", 0.8, 0.6),  # 1 run: 0.80
     Bound("side_by_side/1/all/of/stock", 2.6, 2.1),  # 5 runs: 4.48, 1.87, 2.37, 1.75, 2.41
     Bound("side_by_side/8/all/of/stock", 2.0, 1.0),  # 5 runs: 2.21, 2.51, 1.57, 1.78, 1.90
     Bound("side_by_side/32/all/of/stock", 1.93, 0.75),  # 5 runs: 2.11, 2.12, 1.62, 2.03, 1.78
