@@ -21,14 +21,16 @@ import machine
 
 # What failed here is tried again here, and not in other checkouts.
 EXAMPLES = DirectoryBasedExampleDatabase(Path(__file__).with_name(".hypothesis") / "examples")
-# `make test` draws what hypothesis draws by default, `make fast` a quarter, `make soak` ten times.
-# Time limits, on an example or on how fast they are drawn, fail on a busy machine and say nothing
-# about the code.
+# `make test` draws as many as hypothesis does by default, `make fast` a quarter, `make soak` ten
+# times. `make test` draws the same ones each time, so a failure is the change's. The others look
+# for new ones. Time limits, on an example or on how fast they are drawn, fail on a busy machine and
+# say nothing about the code.
 for name, examples in (("pdcluster", 100), ("fast", 25), ("soak", 1000)):
     settings.register_profile(
         name,
         deadline=None,
-        database=EXAMPLES,
+        derandomize=name == "pdcluster",
+        database=None if name == "pdcluster" else EXAMPLES,
         max_examples=examples,
         suppress_health_check=[HealthCheck.too_slow],
     )
