@@ -95,7 +95,8 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
     if options.part == "moves":
         from bench_kv import moves
 
-        return moves.measure(moves.Size(**rounds), say)
+        kinds = [*moves.ARMS, *([moves.CALM] if options.calm else [])]
+        return moves.measure(moves.Size(**rounds), say, kinds)
     from bench_kv import as_served, in_process, served
 
     arms = [*as_served.ARMS, *([served.CALM] if options.calm else [])]

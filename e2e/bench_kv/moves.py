@@ -39,17 +39,19 @@ class Size:
 SMALL = Size(rounds=2, side_by_side=(1, 8), fragmented=2_000, long=20_000, blocks=300)
 """For a test of the benchmark itself."""
 ARMS = ("ours", "stock", "raw")
+CALM = "calm"
+"""NixlConnector with a progress thread that waits."""
 Taken = dict[str, list[float]]
 """Seconds of each row, named by where they stand in what was found."""
 
 
-def measure(size: Size, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(size: Size, say: Callable[[str], None], arms: Sequence[str] = ARMS) -> dict[str, Any]:
     """Return the numbers of both connectors, and of raw NIXL where it has the same to do."""
     workers.import_vllm()
-    taken: dict[str, Taken] = {arm: {} for arm in ARMS}
+    taken: dict[str, Taken] = {arm: {} for arm in arms}
     shares = figures.shares(size.rounds, size.turns)
     for number, rounds in enumerate(shares):
-        for arm in figures.turn(ARMS, number):
+        for arm in figures.turn(arms, number):
             say(f"moves, turn {number + 1} of {len(shares)}: {arm}")
             measured = _raw(size, rounds, number) if arm == "raw" else _turn(
                 arm, size, rounds, number)  # fmt: skip

@@ -88,7 +88,7 @@ def _note_receives() -> None:
     Receive._settle = settled  # type: ignore[method-assign]
 
 
-def _let_progress_wait() -> None:
+def let_progress_wait() -> None:
     """Let NIXL's progress thread wait for events, as our connector does.
 
     NIXL's Python API has it poll without a pause.
@@ -115,7 +115,7 @@ def __getattr__(name: str) -> Any:
 
         leave_cores()
         if name == "NotedCalm":
-            _let_progress_wait()
+            let_progress_wait()
         made = _noting(NixlConnector)
     else:
         raise AttributeError(name)

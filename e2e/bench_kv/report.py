@@ -20,9 +20,10 @@ COLORS = {
     "connect": "#6d597a", "fence": "#355070", "claim": "#bc4749", "report": "#8d99ae",
     "decode's answer": "#f2cc8f",
 }  # fmt: skip
+CALM = "calm"
 OTHERS = {
     "checkout": "the checkout",
-    "calm": "NixlConnector with a progress thread that waits",
+    CALM: "NixlConnector with a progress thread that waits",
 }
 WIDTH, LEFT, BAR, ROW, TOP = 900, 130, 22, 34, 74
 
@@ -43,6 +44,13 @@ def _compared(name: str, found: Found, raw: str = "–") -> Row:
     return Row(name, values["ours"], values["stock"], values.get("raw", raw), _ratio(found))
 
 
+def _compared_to_both(name: str, found: Found) -> Row:
+    """Return a line that has NixlConnector twice: with a progress thread that waits, too."""
+    row = _compared(name, found)
+    stock = f"{row.stock}; {found['milliseconds'][CALM]:.3g} if its thread waits"
+    return row._replace(stock=stock, ratio=f"{row.ratio}; {_ratio(found, CALM)}")
+
+
 def _alone(name: str, found: Found) -> Row:
     """Return a line without a ratio: ours may be 0."""
     ours, stock = (f"{found['milliseconds'][arm]:.3g}" for arm in ("ours", "stock"))
@@ -57,29 +65,30 @@ def _ratio(found: Found, other: str = "stock") -> str:
 def _moves(found: Found) -> list[Row]:
     if "blocks" not in found:
         return []
+    compared = _compared if CALM not in found["blocks"]["of"] else _compared_to_both
     rows = [
-        _compared(f"16 MiB, {found['blocks']['descriptors']} descriptors in random order, ms",
+        compared(f"16 MiB, {found['blocks']['descriptors']} descriptors in random order, ms",
                   found["blocks"]),
-        _compared("16 MiB, the same blocks as neighbours, ms", found["neighbours"]),
+        compared("16 MiB, the same blocks as neighbours, ms", found["neighbours"]),
     ]  # fmt: skip
     for count, of in found["side_by_side"].items():
         rate = of["megabytes_per_second"]
         rows.append(
-            _compared(f"{count} at once: all there, ms ({rate['ours']} and {rate['stock']} MB/s)",
+            compared(f"{count} at once: all there, ms ({rate['ours']} and {rate['stock']} MB/s)",
                       of["all"])
         )  # fmt: skip
         if int(count) >= 100:  # of fewer, it is the last one
-            rows.append(_compared(f"{count} at once: p99, ms", of["p99"]))
+            rows.append(compared(f"{count} at once: p99, ms", of["p99"]))
     many = found["fragmented"]
     rows += [
-        _compared(f"{many['descriptors']} descriptors: engine's thread, ms", many["step"]),
-        _compared(f"{many['descriptors']} descriptors: all there, ms", many["whole"]),
-        _compared("1M tokens, prefill: longest call, ms", found["long"]["prefill"]),
-        _compared("1M tokens, decode: longest call, ms", found["long"]["decode"]),
+        compared(f"{many['descriptors']} descriptors: engine's thread, ms", many["step"]),
+        compared(f"{many['descriptors']} descriptors: all there, ms", many["whole"]),
+        compared("1M tokens, prefill: longest call, ms", found["long"]["prefill"]),
+        compared("1M tokens, decode: longest call, ms", found["long"]["decode"]),
     ]
     met = found["handshake"]
     rows += [
-        _compared(f"lists of {met['descriptors']:,} descriptors for a peer, ms (once)", met["all"]),
+        compared(f"lists of {met['descriptors']:,} descriptors for a peer, ms (once)", met["all"]),
         _alone("of these, on the engine's thread of decode, ms", met["on_engine_thread"]),
     ]
     return rows
@@ -122,10 +131,10 @@ def _served(found: Found) -> list[Row]:
         ("idle decode engine, % of a core", found["idle"], 100),
     ):
         rows.append(Row(words, f"{scale * of['ours']:.2f}", f"{scale * of['stock']:.2f}", "–", ""))
-    if "calm" in found["idle"]:
+    if CALM in found["idle"]:
         rows.append(
-            Row(f"of {OTHERS['calm']}: velocity, % of a core", "–",
-                f"{speed['of_alone']['calm']:.2f}, {100 * found['idle']['calm']:.2f}", "–", "")
+            Row(f"of {OTHERS[CALM]}: velocity, % of a core", "–",
+                f"{speed['of_alone'][CALM]:.2f}, {100 * found['idle'][CALM]:.2f}", "–", "")
         )  # fmt: skip
     return rows
 

@@ -195,6 +195,8 @@ def _driven(kind: str, role: str, path: str, blocks: int) -> Any:
         }  # fmt: skip
     else:
         noted.leave_cores()
+        if kind == "calm":
+            noted.let_progress_wait()
     watch = driven.Watch(kind)
     engine = LLM(
         path, dtype="float32", enforce_eager=True, skip_tokenizer_init=True,
