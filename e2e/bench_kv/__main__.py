@@ -47,6 +47,8 @@ def main() -> int:
     if options.part:
         print(json.dumps(_measured(options)))
         return 0
+    if options.rounds < 0:
+        parser.error(f"--rounds {options.rounds}: write 1 or more")
     unknown = set(parts := options.parts.split(",")) - set(PARTS)
     if unknown:
         parser.error(f"--parts {options.parts}: {', '.join(sorted(unknown))} is none of"

@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run what the arguments name; 0 if all of it was right."""
+    """Run what the arguments name; 0 if all of it was right, 2 if nothing was run."""
     parser = _parser()
     arguments = parser.parse_args()
     device = arguments.device
@@ -74,12 +74,15 @@ def main() -> int:
         print(f"make gpu needs {', '.join(missing)}: python3 -m pip install nixl msgspec aiohttp")
         return 2
     if device == "auto":
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if _gpus() else "cpu"
     device = device.partition(":")[0]
+    if device == "cuda" and not _gpus():
+        parser.error("--device cuda: torch sees no GPU here")
+    if arguments.transport not in (None, *TRANSPORTS[device]):
+        tried = ", ".join(TRANSPORTS[device])
+        parser.error(f"--transport {arguments.transport}: on {device} these are tried: {tried}")
     known = [*PARTS, *GROUPS[device], ATTENTION]
-    parts = arguments.parts.split(",") if arguments.parts else known
+    parts = [part.strip() for part in arguments.parts.split(",")] if arguments.parts else known
     if unknown := set(parts) - set(known):
         parser.error(f"there is no part {', '.join(sorted(unknown))} on {device}")
     on = "cuda:0" if device == "cuda" else device
@@ -90,15 +93,21 @@ def main() -> int:
         [part for part in parts if part in PARTS], on, arguments.transport, small=arguments.small
     )
     failed += _stage_2([part for part in parts if part not in PARTS], on, small=arguments.small)
-    print(f"\n{'FAILED' if failed else 'All parts were right'}.")
-    return 1 if failed else 0
+    if not failed:
+        print("\nNothing was run.")
+        return 2
+    print(f"\n{'FAILED' if any(failed) else 'All that was run was right'}.")
+    return int(any(failed))
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _put_prefill_on(name: str, device: str, parser: argparse.ArgumentParser) -> None:
-    import torch
-
-    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    there = gpus if device == "cuda" else ["cpu"]
+    there = [f"cuda:{number}" for number in range(_gpus())] if device == "cuda" else ["cpu"]
     if name not in there:
         parser.error(f"--prefill-device: there is no {name} here, only {', '.join(there)}")
     os.environ[PREFILL_DEVICE] = name
@@ -119,9 +128,9 @@ def _functions() -> dict[str, Callable[[str, bool], None]]:
     }
 
 
-def _stage_1(parts: list[str], device: str, only: str | None, *, small: bool) -> int:
-    """Run the parts over each transport, or over ``only`` one; return how many failed."""
-    failed = 0
+def _stage_1(parts: list[str], device: str, only: str | None, *, small: bool) -> list[bool]:
+    """Run the parts over each transport, or over ``only`` one; return which failed."""
+    failed: list[bool] = []
     for transport, tls in TRANSPORTS[device.partition(":")[0]].items():
         if not parts or only not in (None, transport):
             continue
@@ -132,26 +141,27 @@ def _stage_1(parts: list[str], device: str, only: str | None, *, small: bool) ->
             if part in ("speed", "idle", "threads") and transport == STAGING:
                 continue  # staging is proven, not timed
             print(f"\n### {part} ({transport})\n", flush=True)
-            failed += _run(part, device, {"UCX_TLS": tls} if tls else {}, small=small)
+            failed.append(_run(part, device, {"UCX_TLS": tls} if tls else {}, small=small))
     return failed
 
 
-def _stage_2(parts: list[str], device: str, *, small: bool) -> int:
-    """Run real engines, with one model for all parts; return how many parts failed."""
+def _stage_2(parts: list[str], device: str, *, small: bool) -> list[bool]:
+    """Run real engines, with one model for all parts; return which parts failed."""
     if parts and find_spec("vllm") is None:
         print(f"\nStage 2 ({', '.join(parts)}) needs vLLM, which is not installed here.")
-        return 0
-    failed = 0
+        return []
+    failed: list[bool] = []
     with tempfile.TemporaryDirectory(prefix="pdcluster-gpu-") as folder:
         for part in parts:
             print(f"\n### {part}\n", flush=True)
-            failed += _run(part, device, {}, small=small, folder=folder)
+            failed.append(_run(part, device, {}, small=small, folder=folder))
     return failed
 
 
 def _run(
     part: str, device: str, environment: dict[str, str], *, small: bool, folder: str = ""
-) -> int:
+) -> bool:
+    """Run one part in processes of its own; return whether it failed."""
     quiet = {"NIXL_LOG_LEVEL": "WARN", "UCX_WARN_UNUSED_ENV_VARS": "n"}
     variables = {**quiet, **os.environ, "PYTHONUNBUFFERED": "1", **environment}
     command = [sys.executable, "-m", "gpu", "--device", device, "--part", part]
@@ -164,7 +174,7 @@ def _run(
         done = -1
         print(f"{part} did not end within {seconds} s")
     print(f"\n({part}: {'right' if done == 0 else 'FAILED'}, {time.monotonic() - began:.0f} s)")
-    return int(done != 0)
+    return done != 0
 
 
 def _machine(device: str) -> list[str]:

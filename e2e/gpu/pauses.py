@@ -147,7 +147,7 @@ def pauses(device: str, small: bool) -> None:
     first = taken[settings[0]]
     for one in settings:
         cells = [", ".join(f"{pause / 1000:g} ms" for pause in one)]
-        cells += [_cell(taken[one][name], first[name]) for name in ROWS]
+        cells += [_cell(taken[one][name], first[name], [rounds] * generations) for name in ROWS]
         cells += [f"{statistics.median(taken[one][name]):.2%}" for name in IDLE]
         print(f"| {' | '.join(cells)} |", flush=True)
 
@@ -218,9 +218,9 @@ def _idle(pairs: dict[Setting, Pair], seconds: float) -> dict[Setting, list[floa
     }
 
 
-def _cell(taken: list[float], first: list[float]) -> str:
+def _cell(taken: list[float], first: list[float], turns: list[int]) -> str:
     milliseconds = f"{statistics.median(taken) * 1e3:.2f} ms"
     if taken is first:
         return milliseconds
-    low, high = figures.interval(taken, first)
+    low, high = figures.interval(taken, first, turns)
     return f"{milliseconds}: {figures.ratio(taken, first):.2f} [{low:.2f}, {high:.2f}]"

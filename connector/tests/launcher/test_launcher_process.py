@@ -315,8 +315,12 @@ def test_routers_leave_out_a_decode_engine_whose_links_have_failed(launch, polic
     assert not left_out.exists(), "nothing is left behind"
 
 
-def test_no_canary_runs_before_routers_send_requests_again(launch, tmp_path):
-    """A canary that passes makes the status Ready. By then no router may refuse requests."""
+@pytest.mark.parametrize("stall", [0.0, 2.5])
+def test_no_canary_runs_before_routers_send_requests_again(launch, tmp_path, stall):
+    """A canary that passes makes the status Ready. By then no router may refuse requests.
+
+    ``stall``: for how many seconds the launcher gets no processor when a link has come back.
+    """
     place = tmp_path / "door"
     place.mkdir()
     engine = launch(role="decode", TMPDIR=str(place))
@@ -343,6 +347,10 @@ def test_no_canary_runs_before_routers_send_requests_again(launch, tmp_path):
             report(engine, "Failed")
             wait_for(left_out.exists)
             report(engine, "Established")
+            if stall:
+                engine.process.send_signal(signal.SIGSTOP)
+                time.sleep(stall)
+                engine.process.send_signal(signal.SIGCONT)
             wait_for(lambda: seen)
         finally:
             prefill.shutdown()

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from gpu import PREFILL_DEVICE, rig
+from pdcluster_connector.nixl_io import nixl_agent
+
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.nixl
 
@@ -45,7 +48,7 @@ def test_the_page_holds_the_bytes_the_rates_and_what_was_refused() -> None:
     assert text.count("| raw NIXL |") == text.count("| receiver |") == 4
     assert text.count("; judged: probe ") == 4
     assert re.search(r"\| 0\.1 ms, 10 ms \|( \d+\.\d\d ms: \d+\.\d\d \[.*?\] \|){5}", text)
-    assert text.rstrip().endswith("All parts were right.")
+    assert text.rstrip().endswith("All that was run was right.")
 
 
 def test_a_part_that_fails_fails_the_page_and_the_others_are_shown() -> None:
@@ -54,3 +57,22 @@ def test_a_part_that_fails_fails_the_page_and_the_others_are_shown() -> None:
     assert code == 1
     assert "(probe: FAILED" in text
     assert "(fence: FAILED" in text
+
+
+def test_a_pause_that_is_set_is_what_nixl_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig, "NixlAgent", lambda *_, **__: nixl_agent.progress_delay(["UCX"]))
+    assert rig.Agents(pause=7).agent("a") == 7
+    assert rig.Agents().agent("a") == 10_000
+
+
+def test_prefill_serves_from_the_device_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SelectedError(Exception):
+        pass
+
+    def select(device: str) -> None:
+        raise SelectedError(device)
+
+    monkeypatch.setattr(rig, "select", select)
+    monkeypatch.setenv(PREFILL_DEVICE, "cuda:1")
+    with pytest.raises(SelectedError, match="cuda:1"):
+        rig._serve(None, 1, {"device": "cuda:0"}, rig.Agents())  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ from pdcluster_connector.sidechannel import peers
 from pdcluster_connector.sidechannel.ticket_key_file import ROTATION_SECONDS, parse_keys
 from pdcluster_connector.testing.nixl import Fabric
 from pdcluster_connector.vllm.step_messages import StepReport
+from pdcluster_connector.vllm.worker_side.worker import WorkerRole
 from ticket_key import KEYS
 
 pytestmark = pytest.mark.vllm
@@ -591,16 +592,24 @@ def test_the_agent_that_serves_memory_of_a_gpu_is_told_so(
     engines: Any, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[bool] = []
+    serving: list[bool] = []
+    make = WorkerRole._new_agent
 
     def agent(name: str, *, serves_gpu: bool, **_: Any) -> Any:
         told.append(serves_gpu)
         return Fabric().agent(name)
 
+    def noted(worker: WorkerRole, threads: int, *, serves: bool = False) -> Any:
+        serving.append(serves)
+        return make(worker, threads, serves=serves)
+
+    monkeypatch.setattr(WorkerRole, "_new_agent", noted)
     monkeypatch.setattr("pdcluster_connector.vllm.worker_side.worker.nixl_agent.NixlAgent", agent)
     connector = RealWorker(engines("producer", ranks=1, publish=False), 0.0).connector
     worker = connector._worker
     assert worker is not None
     worker._device = torch.device("cuda")
+    assert serving == [True], "whose KV peers read"
     worker._new_agent(0, serves=True)
     worker._new_agent(4)
     connector.shutdown()

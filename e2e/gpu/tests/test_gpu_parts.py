@@ -12,7 +12,7 @@ from gpu.hand_over import GROUPS, SIZES, Bench
 
 def test_without_vllm_one_line_says_what_was_left_out(monkeypatch, capsys) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None)
-    assert command._stage_2(["vllm", "vllm-triton"], "cuda:0", small=True) == 0
+    assert command._stage_2(["vllm", "vllm-triton"], "cuda:0", small=True) == []
     said = "Stage 2 (vllm, vllm-triton) needs vLLM, which is not installed here."
     assert capsys.readouterr().out.strip() == said
 
@@ -20,13 +20,13 @@ def test_without_vllm_one_line_says_what_was_left_out(monkeypatch, capsys) -> No
 def test_each_failed_part_counts(monkeypatch) -> None:
     seen = []
 
-    def ran(part: str, device: str, environment: dict[str, str], **options: object) -> int:
+    def ran(part: str, device: str, environment: dict[str, str], **options: object) -> bool:
         seen.append((part, device, options["folder"]))
-        return int(part == "b")
+        return part == "b"
 
     monkeypatch.setattr(command, "find_spec", lambda name: name)
     monkeypatch.setattr(command, "_run", ran)
-    assert command._stage_2(["a", "b"], "cpu", small=False) == 1
+    assert command._stage_2(["a", "b"], "cpu", small=False) == [False, True]
     (first, second) = seen
     assert (first[:2], second[:2]) == (("a", "cpu"), ("b", "cpu"))
     assert first[2] == second[2] != "", "they share the model"
@@ -35,25 +35,40 @@ def test_each_failed_part_counts(monkeypatch) -> None:
 def test_rdma_is_tried_where_there_is_a_device(monkeypatch, tmp_path, capsys) -> None:
     seen = []
 
-    def ran(part: str, device: str, environment: dict[str, str], **_: object) -> int:
+    def ran(part: str, device: str, environment: dict[str, str], **_: object) -> bool:
         seen.append((part, environment.get("UCX_TLS")))
-        return 0
+        return False
 
     monkeypatch.setattr(command, "NICS", tmp_path)
     monkeypatch.setattr(command, "_run", ran)
     parts = ["probe", "idle", "pauses"]
-    assert command._stage_1(parts, "cuda:0", None, small=True) == 0
+    assert command._stage_1(parts, "cuda:0", None, small=True) == [False] * 5
     ipc = [(part, None) for part in parts]
     staging = [(part, "tcp,cuda_copy") for part in ("probe", "pauses")]
     assert seen == ipc + staging
     assert f"RDMA is left out: {tmp_path} has no device." in capsys.readouterr().out
     (tmp_path / "mlx5_0").touch()
-    assert command._stage_1(["probe"], "cuda:0", "RDMA", small=True) == 0
+    assert command._stage_1(["probe"], "cuda:0", "RDMA", small=True) == [False]
     assert seen[len(ipc + staging) :] == [("probe", "rc,ud,cuda_copy")]
+
+
+def test_a_run_of_nothing_is_no_success(monkeypatch, tmp_path, capsys) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr(command, "NICS", tmp_path)
+    monkeypatch.setattr(command, "find_spec", lambda name: name)
+    options = ["gpu", "--device", "cpu", "--parts", "probe, fence", "--transport", "RDMA"]
+    monkeypatch.setattr("sys.argv", options)
+    assert command.main() == 2
+    assert capsys.readouterr().out.endswith("\nNothing was run.\n")
+    monkeypatch.setattr("sys.argv", [*options[:-1], "tcp"])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "on cpu these are tried: shared memory, TCP, RDMA" in capsys.readouterr().err
 
 
 def test_another_gpu_for_prefill_has_to_be_there(monkeypatch, capsys) -> None:
     torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv(PREFILL_DEVICE, "")
     command._put_prefill_on("cuda:1", "cuda", command._parser())

@@ -241,6 +241,8 @@ class Supervisor:
 
     def _is_routed(self) -> bool:
         """Whether routers send requests here. A canary before would say so too early."""
+        if self._door.no_link.exists():  # the next look may be late
+            return False
         return self._readiness.ready and time.monotonic() >= self._left_out + _ROUTERS_RETURN
 
     def _start_engine(self, command: EngineCommand, control: str, token: str) -> None:
