@@ -54,6 +54,22 @@ def answers(client: LeaseClient, count: int) -> list[LeaseAnswer]:
     return heard
 
 
+def test_what_one_step_asks_wakes_the_thread_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, calls = LeaseClient(DECODE), []
+    monkeypatch.setattr(client._thread, "call", calls.append)
+    added: list[str] = []
+    monkeypatch.setattr(client, "_add", lambda ticket, *_: added.append(ticket.request_id))
+    for name in ("a", "b"):
+        client.renew(ticket("h", 1, PREFILL, name, 1), soon())
+    client.release(ticket("h", 1, PREFILL, "c", 1), soon())
+    [wake] = calls
+    wake()
+    assert added == ["a", "b", "c"]
+    client.renew(ticket("h", 1, PREFILL, "d", 1), soon())
+    assert len(calls) == 2, "later ones wake it again"
+    client.close()
+
+
 def test_a_thousand_releases_arrive_once_in_few_messages(serve: Serve) -> None:
     """All of them wait before the first message goes, as those of one engine step do."""
     tokens = [(f"r{number}", 2**63 + number) for number in range(1000)]

@@ -87,6 +87,15 @@ def test_one_key_or_two_are_read(tmp_path: Path, end: bytes) -> None:
     assert both.signing == parse_keys(NEW).signing
 
 
+def test_keys_are_made_when_the_file_changes_and_not_for_each_ticket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "keys", OLD)
+    keys = TicketKeyFile(str(tmp_path / "keys"))
+    monkeypatch.delattr("pdcluster_connector.sidechannel.ticket_key_file.parse_keys")
+    assert keys() == keys() == parse_keys(OLD)
+
+
 def test_keys_are_replaced_while_the_engine_runs(tmp_path: Path) -> None:
     path, clock, wall = tmp_path / "key", Clock(), Clock()
     old, new = parse_keys(OLD), parse_keys(NEW)

@@ -87,6 +87,27 @@ def test_posting_stops_after_two_milliseconds_so_that_what_has_landed_is_noticed
     assert posted == [3, 6, 8, 8]
 
 
+def test_a_fence_does_not_wait_for_the_kv_of_others() -> None:
+    """Otherwise no request of a crowd is done before all of its KV is posted."""
+    bench = Bench(ReceiverOptions(descriptors_per_transfer=1))
+    prefill = bench.prefill("p/1")
+    assert bench.send(prefill) in bench.take().received
+    posted: list[bool] = []
+
+    def slow(transfer: Transfer) -> Behaviour:
+        bench.now += 1 / 1024
+        posted.append(of_kv(transfer))
+        return Behaviour()
+
+    bench.fabric.behave = slow
+    bench.receive(request_of(prefill, 2, 1), request_of(prefill, 3, 4))
+    bench.executor.turn()
+    assert posted == [True] * 3, "both of the first one, one of the second one"
+    bench.executor.turn()
+    assert posted[3:] == [False, True, True]
+    assert "r2" in bench.take().received
+
+
 def test_a_request_that_comes_twice_hides_no_other_of_its_batch() -> None:
     bench = Bench()
     prefill = bench.prefill("p/1")

@@ -87,6 +87,8 @@ class LeaseClient:
         self._holder = holder
         self._answers: deque[LeaseAnswer] = deque(maxlen=MAX_PENDING)
         self._thread = loop_thread.LoopThread("pdcluster-leases")
+        self._asked: deque[tuple[Ticket, float, bool]] = deque()
+        self._is_woken = False
         self._outboxes: dict[Address, _Outbox] = {}
         self._session: aiohttp.ClientSession | None = None
         self.unanswered: set[str] = set()
@@ -103,11 +105,11 @@ class LeaseClient:
 
     def release(self, ticket: Ticket, deadline: float) -> None:
         """Release a ticket's lease, until ``deadline`` (time.monotonic seconds) at the latest."""
-        self._thread.call(self._add, ticket, deadline, True)
+        self._ask(ticket, deadline, release=True)
 
     def renew(self, ticket: Ticket, deadline: float) -> None:
         """Renew a ticket's lease once. The first renewal claims it."""
-        self._thread.call(self._add, ticket, deadline, False)
+        self._ask(ticket, deadline, release=False)
 
     def doubt(self, engine_ids: Iterable[str]) -> None:
         """Note that engines are silent or gone, until they answer a message."""
@@ -122,7 +124,18 @@ class LeaseClient:
             answers.append(self._answers.popleft())
         return answers
 
+    def _ask(self, ticket: Ticket, deadline: float, *, release: bool) -> None:
+        self._asked.append((ticket, deadline, release))
+        if not self._is_woken:  # each time that it wakes, it takes the interpreter from the step
+            self._is_woken = True
+            self._thread.call(self._take_asked)
+
     # From here on: the loop's thread only.
+
+    def _take_asked(self) -> None:
+        self._is_woken = False  # first: what is asked from now on wakes it again
+        while self._asked:
+            self._add(*self._asked.popleft())
 
     def _add(self, ticket: Ticket, deadline: float, release: bool) -> None:
         if sum(map(len, self._outboxes.values())) >= MAX_PENDING:

@@ -59,23 +59,23 @@ class TicketKeyFile:
 
     def __call__(self) -> TicketKeys:
         """Return the keys that are valid now."""
-        raw, written = self._content.present()
-        return parse_keys(raw, self._wall_clock() - written)
+        keys, written = self._content.present()
+        return _in_use(keys, self._wall_clock() - written)
 
-    def _read(self) -> tuple[bytes, float]:
-        """Return the file's content, which holds keys, and when it was written."""
+    def _read(self) -> tuple[tuple[bytes, ...], float]:
+        """Return the file's keys, and when it was written."""
         try:
             # Without waiting: a named pipe would hold up the engine.
             opened = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
             with open(opened, "rb") as file:
                 raw = file.read(MAX_FILE_BYTES + 1)
                 written = os.fstat(file.fileno()).st_mtime
-            parse_keys(raw)
+            keys = parse_keys(raw).accepted
         except OSError as error:
             raise self._error(f"cannot be read: {error.strerror}") from None
         except ValueError as error:
             raise self._error(str(error)) from None
-        return raw, written
+        return keys, written
 
     def _error(self, why: str) -> TicketKeyError:
         return TicketKeyError(
@@ -114,4 +114,8 @@ def parse_keys(raw: bytes, age: float = ROTATION_SECONDS) -> TicketKeys:
                 "hexadecimal digits, an even number of them"
             )
     keys = tuple(hmac.digest(bytes.fromhex(line.decode()), _PURPOSE, "sha256") for line in lines)
+    return _in_use(keys, age)
+
+
+def _in_use(keys: tuple[bytes, ...], age: float) -> TicketKeys:
     return TicketKeys(keys, keys[-1] if age < ROTATION_SECONDS else keys[0])

@@ -130,8 +130,11 @@ class Transfers:
         return max((source.moved_at for source in sources), default=-inf)
 
     def add(self, job: Job) -> None:
-        """Post ``job``'s reads when their turn comes."""
-        self._posting.append(job)
+        """Post ``job``'s reads when their turn comes. A fence is one word, and ends a receive."""
+        if job.machine.state is receive_machine.State.FENCE:
+            self._posting.appendleft(job)
+        else:
+            self._posting.append(job)
 
     def clear(self) -> None:
         """Forget everything: the agent is destroyed, so nothing can write any more."""
