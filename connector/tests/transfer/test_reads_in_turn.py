@@ -87,10 +87,12 @@ def test_posting_stops_after_two_milliseconds_so_that_what_has_landed_is_noticed
     assert posted == [3, 6, 8, 8]
 
 
-def test_a_fence_does_not_wait_for_the_kv_of_others() -> None:
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_fence_does_not_wait_for_the_kv_of_others(tensor: int) -> None:
     """Otherwise no request of a crowd is done before all of its KV is posted."""
     bench = Bench(ReceiverOptions(descriptors_per_transfer=1))
-    prefill = bench.prefill("p/1")
+    prefill = Prefill(bench.fabric, "p/1", tensor=tensor, **CACHE)
+    bench.peers.table["p/1"] = prefill.metadata
     assert bench.send(prefill) in bench.take().received
     posted: list[bool] = []
 
@@ -101,11 +103,14 @@ def test_a_fence_does_not_wait_for_the_kv_of_others() -> None:
 
     bench.fabric.behave = slow
     bench.receive(request_of(prefill, 2, 1), request_of(prefill, 3, 4))
-    bench.executor.turn()
-    assert posted == [True] * 3, "both of the first one, one of the second one"
-    bench.executor.turn()
-    assert posted[3:] == [False, True, True]
-    assert "r2" in bench.take().received
+    while all(posted):
+        bench.executor.turn()
+    words = posted.index(False)
+    assert words % 3 == 0, "a turn posts three, and the words come first"
+    assert posted[words : words + tensor] == [False] * tensor, "one word of each rank"
+    assert posted[:words].count(True) < posted.count(True), "the other one's KV goes on"
+    bench.turns()
+    assert set(bench.take().received) == {"r2", "r3"}
 
 
 def test_a_request_that_comes_twice_hides_no_other_of_its_batch() -> None:

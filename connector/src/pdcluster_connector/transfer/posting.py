@@ -160,7 +160,7 @@ class Transfers:
                 continue
             self._post(job, job.connection)
             if job.reads:  # also if it has failed: they are dropped
-                self._posting.append(job)
+                self.add(job)
             elif job.machine.posting:
                 self._executor.dispatch(job, receive_machine.Signal.POSTED)
             if self._executor.clock() >= until:
