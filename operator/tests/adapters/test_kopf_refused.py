@@ -196,13 +196,18 @@ async def test_no_answer_to_a_list_ends_the_operator(
     assert known.listed == 3
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [lambda: b"", lambda: BROKEN, lambda: refused(410), lambda: b"<html>\n"],
+    ids=["ends", "error", "refused", "nonsense"],
+)
 async def test_a_server_that_ends_each_watch_at_once_is_not_asked_without_a_pause(
-    running: tuple[Server, Run], monkeypatch: pytest.MonkeyPatch
+    running: tuple[Server, Run], monkeypatch: pytest.MonkeyPatch, answer: Callable[[], Answer]
 ) -> None:
     known, run = running
     pause = 0.2
     monkeypatch.setattr(handlers, "PAUSE_SECONDS", pause)
-    known.streams = [b""] * 4
+    known.streams = [answer() for _ in range(4)]
     await run()
     assert known.watched >= 5
     assert all(later - earlier >= pause for earlier, later in pairwise(known.watches[:5]))
