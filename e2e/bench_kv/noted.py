@@ -13,8 +13,6 @@ from typing import Any
 
 FILE = "PDCLUSTER_BENCH_NOTES"
 """Variable with the path of the file that gets a line for each moment: seconds, and its name."""
-PAUSE_MICROSECONDS = 10_000
-"""As long as our connector lets NIXL's thread wait on a CPU."""
 _file: list[int] = []
 
 
@@ -89,17 +87,20 @@ def _note_receives() -> None:
 
 
 def let_progress_wait() -> None:
-    """Let NIXL's progress thread wait for events, as our connector does.
+    """Let NIXL's progress thread wait for events, as long as our connector does.
 
     NIXL's Python API has it poll without a pause.
     """
     from vllm.distributed.nixl_utils import NixlWrapper
 
+    from pdcluster_connector.nixl_io.nixl_agent import progress_delay
+
+    pause = progress_delay(["UCX"])
     bindings = sys.modules[NixlWrapper.__module__].nixlBind
 
     class Config(bindings.nixlAgentConfig):  # type: ignore[misc, name-defined]
         def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, PAUSE_MICROSECONDS if name == "pthrDelay" else value)
+            super().__setattr__(name, pause if name == "pthrDelay" else value)
 
     bindings.nixlAgentConfig = Config
 
