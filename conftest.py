@@ -44,6 +44,10 @@ if sys.version_info < (3, 12):
     vars(traceback)["_extract_caret_anchors_from_line_segment"] = lambda _: None
 
 NOT_RUN = "pdcluster/not_run"  # in pytest's cache: by make's process, the lines of its runs
+# A pure test imports none of these: each takes seconds, and a machine may lack it.
+SLOW = frozenset({"nixl", "torch", "transformers", "vllm"})
+REAL = frozenset({"nixl", "vllm", "engine", "local", "helm", "cluster"})
+_IMPORTED: set[str] = set()  # of the slow ones
 FILES_MARKS = re.compile(r"^pytestmark = (\[.*?^\]|.*?$)", re.MULTILINE | re.DOTALL)
 
 
@@ -80,12 +84,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in gone]
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Let no garbage collection walk through what was imported and collected again.
 
     It is not searched for garbage before: that costs a quarter of a second. Workers that are forked
     later share its memory.
     """
+    _IMPORTED.update(found := SLOW & sys.modules.keys())
+    if found and all(map(_pure, session.items)):
+        raise pytest.UsageError(f"files of pure tests import {sorted(found)}")
     gc.freeze()
     gc.enable()
 
@@ -103,6 +110,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test that needs what this machine lacks."""
     if why := machine.reason(needs(item)):
         pytest.skip(why)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """Fail the very test that imports what no pure test may, in whatever order they run."""
+    result = yield
+    found = SLOW & sys.modules.keys() - _IMPORTED
+    _IMPORTED.update(found)
+    if found and _pure(item):
+        pytest.fail(f"a pure test imports {sorted(found)}: mark it nixl or vllm", pytrace=False)
+    return result
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around all fixtures
@@ -145,6 +163,10 @@ def needs(item: pytest.Item) -> list[str]:
     """Return the features that a test needs. An engine of local mode has several processes."""
     named = [feature for mark in item.iter_markers("needs") for feature in mark.args]
     return [*named, "rings"] if item.get_closest_marker("local") else named
+
+
+def _pure(item: pytest.Item) -> bool:
+    return not REAL & {mark.name for mark in item.iter_markers()}
 
 
 def _transport_paths() -> set[tuple[str, str]]:

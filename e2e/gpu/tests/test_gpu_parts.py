@@ -52,8 +52,8 @@ def test_rdma_is_tried_where_there_is_a_device(monkeypatch, tmp_path, capsys) ->
     assert seen[len(ipc + staging) :] == [("probe", "rc,ud,cuda_copy")]
 
 
+@pytest.mark.nixl  # it loads torch
 def test_a_run_of_nothing_is_no_success(monkeypatch, tmp_path, capsys) -> None:
-    pytest.importorskip("torch")
     monkeypatch.setattr(command, "NICS", tmp_path)
     monkeypatch.setattr(command, "find_spec", lambda name: name)
     options = ["gpu", "--device", "cpu", "--parts", "probe, fence", "--transport", "RDMA"]
@@ -66,6 +66,7 @@ def test_a_run_of_nothing_is_no_success(monkeypatch, tmp_path, capsys) -> None:
     assert "on cpu these are tried: shared memory, TCP, RDMA" in capsys.readouterr().err
 
 
+@pytest.mark.nixl  # it loads torch
 def test_another_gpu_for_prefill_has_to_be_there(monkeypatch, capsys) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
