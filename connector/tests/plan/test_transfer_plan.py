@@ -21,7 +21,7 @@ from pdcluster_connector.plan import PlanError
 from pdcluster_connector.plan.block_pairs import BlockList, Pairs, pair_blocks
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.peer_plan import PeerPlan, plan_peer
-from pdcluster_connector.plan.request_descriptors import descriptor_indices, units
+from pdcluster_connector.plan.request_descriptors import descriptor_indices
 
 BASE = 1 << 40
 LIMIT = 2**31
@@ -155,7 +155,7 @@ def test_groups_are_indexed_apart() -> None:
     """Whatever numbers the two engines give them."""
     decode, prefill = in_groups(packed(base=BASE * 2), 2, 0), in_groups(packed(), 0, 1)
     plan = plan_peer(decode, [prefill])
-    assert units(plan) == {(0, 2): 16, (1, 0): 16}
+    assert plan.units == {(0, 2): 16, (1, 0): 16}
     pairs = pair_blocks(BlockList([3], 16), BlockList([4], 16), 0, 16)
     indices = [
         descriptor_indices(plan, pairs, key)[0].prefill_indices.tolist() for key in ((0, 2), (1, 0))
@@ -177,7 +177,7 @@ def test_an_interval_begins_where_every_class_of_the_groups_has_a_unit() -> None
         for unit in (2, 3, 1)
     )
     plan = PeerPlan((dataclasses.replace(source, classes=classes),))
-    assert units(plan) == {known.key.groups: 6}
+    assert plan.units == {known.key.groups: 6}
 
 
 def test_an_empty_request_moves_nothing() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -13,11 +12,11 @@ from pdcluster_connector.compat.shape import GroupShape, LayerKind
 from pdcluster_connector.plan import PlanError
 from pdcluster_connector.plan.block_pairs import EngineBlocks, GroupBlocks, unfilled
 from pdcluster_connector.plan.peer_plan import PeerPlan
-from pdcluster_connector.plan.request_descriptors import plan_request, units
+from pdcluster_connector.plan.request_descriptors import plan_request
 
 # A plan in which the first groups of both sides hold the same layers.
-PAIRED: Any = SimpleNamespace(
-    sources=[SimpleNamespace(classes=[SimpleNamespace(key=SimpleNamespace(groups=(0, 0), unit=1))])]
+PAIRED = PeerPlan(
+    (SimpleNamespace(classes=[SimpleNamespace(key=SimpleNamespace(groups=(0, 0), unit=1))]),)
 )
 KINDS = (LayerKind.FULL_ATTENTION, LayerKind.SLIDING_WINDOW, LayerKind.MLA)
 
@@ -65,7 +64,7 @@ def test_the_side_that_lists_too_many_states_is_named(side: str) -> None:
     one, two = (EngineBlocks(group, [GroupBlocks(ids)]) for ids in ((4,), (4, 5)))
     sides = {"prefill": one, "decode": one, side: two}
     plan = PeerPlan(())
-    assert units(plan) == {}
+    assert plan.units == {}
     # A plan without layers needs nothing; the units say which groups are paired.
     assert plan_request(plan, **sides, start=0, stop=5, tokens=5) == []
     with pytest.raises(PlanError) as caught:

@@ -145,7 +145,10 @@ def pair_blocks(prefill: BlockList, decode: BlockList, start: int, stop: int) ->
         raise CoverageError(f"tokens [{start}, {stop}) are not an interval")
     sides = {"prefill": prefill, "decode": decode}
     ids = {side: _held(side, blocks, start, stop) for side, blocks in sides.items()}
-    cuts = np.unique(np.concatenate([_cuts(blocks, start, stop) for blocks in sides.values()]))
+    grids = {(one.block_tokens, one.first_token % one.block_tokens): one for one in sides.values()}
+    of_grids = [_cuts(blocks, start, stop) for blocks in grids.values()]
+    alike = len(of_grids) == 1 and start < stop
+    cuts = of_grids[0] if alike else np.unique(np.concatenate(of_grids))
 
     def placed(side: str) -> PairedSide:
         blocks = sides[side]
@@ -174,13 +177,17 @@ def expand_blocks(logical: Sequence[int] | Int32, ratio: int, most: int | None =
     ids = _integers("logical", logical)[:most]
     if ids.size and int(ids.max()) > LIMIT // ratio - 1:
         raise CoverageError(f"logical block {int(ids.max())} is out of range")
+    if ratio == 1:
+        return np.where(ids > NULL_BLOCK, ids, -1).astype(np.int32)
     kernel = ids[:, None] * ratio + np.arange(ratio)
     kernel[ids <= NULL_BLOCK] = -1
     return kernel.ravel().astype(np.int32)
 
 
-def _integers(side: str, blocks: Sequence[int] | Int32) -> Int64:
+def _integers(side: str, blocks: Sequence[int] | Int32) -> Int64 | Int32:
     """Return ids as int64. A ticket may hold anything, so all but whole numbers are refused."""
+    if isinstance(blocks, np.ndarray) and blocks.dtype == np.int32 and blocks.ndim == 1:
+        return blocks
     try:
         ids = np.asarray(blocks)
     except (ValueError, OverflowError) as error:
@@ -207,15 +214,14 @@ def _held(side: str, blocks: BlockList, start: int, stop: int) -> Int32:
         raise CoverageError(f"{side} blocks hold tokens [{first}, {end}), not [{start}, {stop})")
     low = (start - first) // size
     needed = ids[low : (stop - 1 - first) // size + 1]
-    absent = np.flatnonzero(needed < 0)
-    if absent.size:
-        token = first + (low + int(absent[0])) * size
+    if needed.min() < 0:
+        token = first + (low + int(np.flatnonzero(needed < 0)[0])) * size
         raise CoverageError(f"{side} holds no block for token {max(token, start)}")
     ordered = np.sort(needed)
-    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if twice.size:
-        raise CoverageError(f"{side} block {int(ordered[twice[0]])} is listed twice")
-    return ids.astype(np.int32)
+        raise CoverageError(f"{side} block {int(twice[0])} is listed twice")
+    return ids.astype(np.int32, copy=False)
 
 
 def _cuts(blocks: BlockList, start: int, stop: int) -> Int64:

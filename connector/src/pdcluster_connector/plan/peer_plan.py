@@ -5,8 +5,10 @@ them (``request_descriptors.py``). The plan does not say who moves the bytes: a 
 would use the same one.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -54,11 +56,24 @@ class SourcePlan:
     classes: tuple[StrideClass, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PeerPlan:
     """Everything that one decode shard exchanges with one prefill engine."""
 
     sources: tuple[SourcePlan, ...]
+
+    @cached_property
+    def units(self) -> dict[tuple[int, int], int]:
+        """The unit of each (prefill, decode) pair of KV cache groups that share layers.
+
+        An interval of tokens may start at multiples of the unit only.
+        """
+        found: dict[tuple[int, int], int] = {}
+        for source in self.sources:
+            for item in source.classes:
+                key = item.key
+                found[key.groups] = math.lcm(found.get(key.groups, 1), key.unit)
+        return found
 
 
 def plan_peer(decode: geometry.Shard, prefill: Sequence[geometry.Shard]) -> PeerPlan:

@@ -12,7 +12,6 @@ cache's bounds before anything is posted. The indices themselves are made when a
 slices: those of a long prompt are millions, and numpy lets no other thread run meanwhile.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,6 +44,10 @@ class Runs:
 
     def between(self, first: int, stop: int) -> tuple[Int32, Int32]:
         """Return the prefill and the decode indices of the descriptors [first, stop)."""
+        if first == 0 and stop == self.count:
+            prefill = self.prefill_runs[:, None] + self.prefill_elements
+            decode = self.decode_runs[:, None] + self.decode_elements
+            return prefill.ravel().astype(np.int32), decode.ravel().astype(np.int32)
         run, element = np.divmod(np.arange(first, stop), max(1, self.prefill_elements.size))
         prefill = self.prefill_runs[run] + self.prefill_elements[element]
         decode = self.decode_runs[run] + self.decode_elements[element]
@@ -77,6 +80,8 @@ class SourceIndices:
             if here[0] < here[1]:
                 found.append(runs.between(*here))
             before += runs.count
+        if len(found) == 2:
+            return found[1]
         prefill, decode = zip(*found, strict=True)
         return np.concatenate(prefill), np.concatenate(decode)
 
@@ -119,7 +124,7 @@ def plan_request(
     _check_count("prefill", prefill, Reason.TICKET_INVALID)
     _check_count("decode", decode, Reason.COVERAGE_INCOMPLETE)
     found: list[SourceIndices] = []
-    for groups, unit in units(plan).items():
+    for groups, unit in plan.units.items():
         ours, our_blocks = _group(prefill, groups[0])
         theirs, their_blocks = _group(decode, groups[1])
         if LayerKind.MAMBA in (ours.kind, theirs.kind):
@@ -195,19 +200,6 @@ def _pair_slots(prefill: GroupBlocks, decode: GroupBlocks) -> block_pairs.Pairs:
     return block_pairs.pair_blocks(slots[0], slots[1], 0, 1)
 
 
-def units(plan: peer_plan.PeerPlan) -> dict[tuple[int, int], int]:
-    """Return the unit of each (prefill, decode) pair of KV cache groups that share layers.
-
-    An interval of tokens may start at multiples of the unit only.
-    """
-    found: dict[tuple[int, int], int] = {}
-    for source in plan.sources:
-        for item in source.classes:
-            key = item.key
-            found[key.groups] = math.lcm(found.get(key.groups, 1), key.unit)
-    return found
-
-
 def descriptor_indices(
     plan: peer_plan.PeerPlan, pairs: block_pairs.Pairs, groups: tuple[int, int] = (0, 0)
 ) -> list[SourceIndices]:
@@ -237,26 +229,24 @@ def descriptor_indices(
 
 
 def _class_runs(item: peer_plan.StrideClass, pairs: block_pairs.Pairs) -> Runs:
-    key = item.key
-    prefill = _first_unit("prefill", key.prefill, pairs.prefill, pairs.tokens, key.unit)
-    decode = _first_unit("decode", key.decode, pairs.decode, pairs.tokens, key.unit)
+    key, tokens = item.key, pairs.tokens.astype(np.int64)
+    if tokens.size and int(tokens.min()) < 1:
+        raise CoverageError("a pair of blocks has no tokens")
+    prefill = _first_unit("prefill", key.prefill, pairs.prefill, tokens, key.unit)
+    decode = _first_unit("decode", key.decode, pairs.decode, tokens, key.unit)
     order = np.argsort(pairs.prefill.blocks, kind="stable")
-    counts = -(-pairs.tokens[order].astype(np.int64) // key.unit)
-    before = np.repeat(np.cumsum(counts) - counts, counts)
-    inner = np.arange(before.size) - before
-
-    def elements(side: descriptors.Side, first: Int64) -> Int64:
-        found: Int64 = np.repeat(first[order], counts) + inner * side.per_unit
-        return found
-
-    return Runs(
-        item.prefill_first, item.decode_first,
-        elements(key.prefill, prefill), elements(key.decode, decode),
-    )  # fmt: skip
+    prefill, decode = prefill[order], decode[order]
+    if tokens.size and int(tokens.max()) > key.unit:
+        counts = -(-tokens[order] // key.unit)
+        before = np.repeat(np.cumsum(counts) - counts, counts)
+        inner = np.arange(before.size) - before
+        prefill = np.repeat(prefill, counts) + inner * key.prefill.per_unit
+        decode = np.repeat(decode, counts) + inner * key.decode.per_unit
+    return Runs(item.prefill_first, item.decode_first, prefill, decode)
 
 
 def _first_unit(
-    name: str, side: descriptors.Side, paired: block_pairs.PairedSide, tokens: Int32, unit: int
+    name: str, side: descriptors.Side, paired: block_pairs.PairedSide, tokens: Int64, unit: int
 ) -> Int64:
     """Return each pair's first element within a run, after the checks that bound it."""
     blocks, offsets, size = paired
@@ -271,8 +261,7 @@ def _first_unit(
         block = low if low < 0 else high
         message = f"{name} block {block} is outside of the cache's {side.num_blocks} blocks"
         raise PlanError(reason, message)
-    end = offsets.astype(np.int64) + tokens
-    if int(offsets.min()) < 0 or int(tokens.min()) < 1 or int(end.max()) > size:
+    if int(offsets.min()) < 0 or int((offsets + tokens).max()) > size:
         raise CoverageError(f"{name} tokens reach out of their block of {size}")
     units, rest = np.divmod(offsets.astype(np.int64), unit)
     if rest.any():
