@@ -123,6 +123,19 @@ def test_each_renewal_is_answered(serve: Serve, client: LeaseClient) -> None:
     assert all(answer.engine_id == PREFILL for answer in heard.values())
 
 
+def test_who_waits_goes_on_when_the_answer_is_there(serve: Serve, client: LeaseClient) -> None:
+    server = serve(leases=desk(("r", 1), ("s", 2)))
+    for key in (("r", 1), ("s", 2)):
+        client.renew(ticket("127.0.0.1", server.port, PREFILL, *key), soon())
+        before = time.monotonic()
+        client.wait(60.0)
+        client.wait(60.0)
+        assert time.monotonic() - before < 60.0
+        assert len(client.answers()) == 1
+    client.wait(0.001)
+    assert client.answers() == []
+
+
 def test_the_first_engine_that_asks_holds_the_lease(serve: Serve, client: LeaseClient) -> None:
     """One ticket at two decode engines: the second neither holds the lease nor ends it."""
     leases = desk(("r", 1))

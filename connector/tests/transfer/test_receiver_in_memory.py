@@ -876,3 +876,16 @@ def test_pages_of_the_pattern_differ_between_places_ranks_and_incarnations() -> 
     for one in range(4):
         for other in range(one):
             assert np.mean(pages[one] == pages[other]) < 0.05
+
+
+def test_who_waits_goes_on_when_a_receive_has_ended(rig: Rig) -> None:
+    waiting = rig.decode.receiver
+    for number in range(3):
+        rig.send(f"r{number}")
+        before = time.monotonic()
+        waiting.wait(60.0)
+        waiting.wait(60.0)
+        assert time.monotonic() - before < 60.0
+        assert waiting.results().finished == {f"r{number}"}
+    waiting.wait(0.001)
+    assert waiting.results().finished == set()

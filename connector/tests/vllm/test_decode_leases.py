@@ -9,6 +9,7 @@ import pytest
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.messages import Standing
+from pdcluster_connector.protocol.receive_order import IDLE_SECONDS
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.sidechannel.lease_client import LeaseAnswer
 from pdcluster_connector.vllm.scheduler_side import decode_leases
@@ -20,6 +21,10 @@ class Sender:
         self.sent: list[tuple[str, str, float]] = []
         self.said: list[LeaseAnswer] = []
         self.unanswered: set[str] = set()
+        self.waits: list[float] = []
+
+    def wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
 
     def answers(self) -> list[LeaseAnswer]:
         said, self.said = self.said, []
@@ -258,3 +263,25 @@ def test_a_claim_that_failed_is_sent_with_the_next_step(monkeypatch: pytest.Monk
             book.use(ticket(), "a")
     book.renew_all()
     assert [kind for kind, _, _ in sender.sent] == ["renew"]
+
+
+def test_a_step_waits_only_for_an_answer_that_a_receive_needs() -> None:
+    sender, clock = Sender(), Clock()
+    tickets = DecodeLeases(sender, 60.0, clock)  # type: ignore[arg-type]
+    tickets.take_news(wait=True)
+    tickets.use(ticket(), "d")
+    tickets.take_news(wait=True)
+    assert sender.waits == [], "nobody waits for KV yet"
+    tickets.park(ticket(), "d")
+    sender.unanswered = {"e/1"}
+    tickets.take_news(wait=True)
+    assert sender.waits == [], "prefill did not answer before"
+    sender.unanswered = set()
+    tickets.take_news()
+    assert sender.waits == []
+    tickets.take_news(wait=True)
+    assert sender.waits == [IDLE_SECONDS]
+    sender.say(Standing.HELD, 160.0)
+    tickets.take_news()
+    tickets.take_news(wait=True)
+    assert sender.waits == [IDLE_SECONDS], "it is claimed"

@@ -191,3 +191,10 @@ def test_a_choice_does_not_wait_for_a_prefill_that_does_not_answer(
     decode.run(lambda: choice in decode.parked() or choice in decode.finished)
     assert decode.parked() == {choice}, "it has waited for the lease's end"
     assert not decode.workers[0].parked[choice].claimed
+
+
+def test_ranks_that_make_their_steps_together_do_not_wait_in_them(engines: Any) -> None:
+    alone = engines("consumer").connector._scheduler
+    assert alone.orders(0).idle
+    assert not alone.orders(1).idle, "tokens are computed"
+    assert not engines("consumer", together=2).connector._scheduler.orders(0).idle

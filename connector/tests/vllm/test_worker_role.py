@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.supported import REFUSED_FLAGS
 from pdcluster_connector.plan.block_pairs import GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.receive_order import Receipt, ReceiveOrder
+from pdcluster_connector.protocol.receive_order import IDLE_SECONDS, Receipt, ReceiveOrder
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.transfer.measures import ReceiveResults
 from pdcluster_connector.transfer.receive_machine import Acknowledged, Failed, Signal
@@ -491,3 +491,38 @@ def test_a_peer_that_was_gone_long_ago_is_not_reported(
     assert connector._worker.report() is None
     connector._worker.peer_gone("e/2", gone)
     assert connector._worker.report() == StepReport({}, {"e/2": gone})
+
+
+def test_an_idle_step_waits_for_a_receive_whose_lease_is_claimed(
+    connector: PDClusterConnector,
+) -> None:
+    waits: list[float] = []
+    ended: list[str] = []
+
+    def take(results: ReceiveResults) -> None:
+        results.finished.update(ended)
+
+    connector._worker._receiver = SimpleNamespace(  # type: ignore[assignment]
+        pass_on=lambda _: None, receive=lambda *_: None, results=take, wait=waits.append
+    )
+
+    def waited(**orders: Any) -> bool:
+        before = len(waits)
+        step(connector, StepOrders(**orders))
+        return len(waits) > before
+
+    assert not waited(idle=True), "nothing is received"
+    assert not waited(receive=[order("a")], idle=True), "the answer to its claim comes with a step"
+    assert not waited(renewed={"a": 60.0}), "tokens are computed"
+    assert not waited()
+    assert waited(idle=True)
+    assert waited(idle=True)
+    assert not waited(unreceivable={"b": "why"}, idle=True), "there is something to report"
+    ended.append("a")
+    assert waited(idle=True)
+    ended.clear()
+    assert not waited(idle=True), "it has ended"
+    assert not waited(renewed={"a": 60.0}, idle=True), "late news of it"
+    assert waited(receive=[replace(order("c"), claimed=True)], idle=True)
+    assert set(waits) == {IDLE_SECONDS}
+    connector._worker._receiver = None

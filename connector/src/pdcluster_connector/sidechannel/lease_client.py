@@ -10,6 +10,7 @@ released. Prefill answers in ``lease_desk.py``.
 import asyncio
 import logging
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -72,7 +73,7 @@ class _Outbox:
 
 
 class LeaseClient:
-    """Thread-safe; its methods never block and never raise.
+    """Thread-safe; its methods never raise, and only :meth:`wait` and :meth:`close` block.
 
     ``holder`` is this engine's id: leases are claimed for it. ``unanswered`` are engines that gave
     no answer of use when they were last asked. Nobody waits for the answer to a claim of theirs.
@@ -86,6 +87,7 @@ class LeaseClient:
         self._tls = tls
         self._holder = holder
         self._answers: deque[LeaseAnswer] = deque(maxlen=MAX_PENDING)
+        self._has_answers = threading.Event()
         self._thread = loop_thread.LoopThread("pdcluster-leases")
         self._asked: deque[tuple[Ticket, float, bool]] = deque()
         self._is_woken = False
@@ -116,6 +118,12 @@ class LeaseClient:
         if len(self.unanswered) >= MAX_PENDING:  # of engines that are long gone
             self.unanswered.clear()
         self.unanswered.update(engine_ids)
+
+    def wait(self, seconds: float) -> None:
+        """Wait at most ``seconds`` until there are answers."""
+        self._has_answers.clear()
+        if not self._answers:
+            self._has_answers.wait(seconds)
 
     def answers(self) -> list[LeaseAnswer]:
         """Return what prefill engines have answered to renewals since the last call."""
@@ -191,6 +199,7 @@ class LeaseClient:
         for key in renewals:
             standing = listed.get(key, Standing.GONE)
             self._answers.append(LeaseAnswer(engine_id, *key, standing, sent_at + reply.seconds))
+        self._has_answers.set()
 
     def _prune(self, outbox: _Outbox) -> bool:
         """Drop what is too late; True while something is left."""

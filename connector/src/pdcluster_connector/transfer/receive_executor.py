@@ -12,6 +12,7 @@ error is left to the thread, which destroys the agent and goes on.
 """
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ class ReceiveExecutor:
     Attributes:
         jobs: all receives under way, by request id.
         ended: jobs that the engine step takes from here.
+        has_ended: set after each of them.
         due: when :meth:`tick` has something to do, at the earliest.
     """
 
@@ -64,6 +66,7 @@ class ReceiveExecutor:
         self.transfers = posting.Transfers(self)
         self._agent_rebuild = agent_rebuild.AgentRebuild(self)
         self.ended: deque[Job] = deque()  # thread-safe at both ends
+        self.has_ended = threading.Event()
 
     # Commands.
 
@@ -279,3 +282,4 @@ class ReceiveExecutor:
         self.transfers.drop_reads(job)
         job.connection = None
         self.ended.append(job)
+        self.has_ended.set()

@@ -123,6 +123,12 @@ class Receiver:
         if batch := tuple(events):
             self._inbox.put(partial(self._executor.pass_on, batch))
 
+    def wait(self, seconds: float) -> None:
+        """Wait at most ``seconds`` until :meth:`results` has one."""
+        self._executor.has_ended.clear()
+        if not self._executor.ended:
+            self._executor.has_ended.wait(seconds)
+
     def results(self, results: ReceiveResults | None = None) -> ReceiveResults:
         """Return what has ended since the last call, added to ``results``."""
         if self._dead is not None:

@@ -170,8 +170,7 @@ class PDClusterConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     )
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> base.KVConnectorMetadata:
         """Return this step's orders to the workers; after an exception, the next step has them."""
-        self._scheduler.busy.step(scheduler_output.total_num_scheduled_tokens)
-        return self._scheduler.orders()
+        return self._scheduler.orders(scheduler_output.total_num_scheduled_tokens)
 
     @engine_step(
         fallback=lambda: None, affected=lambda self, _, output: self._scheduler.results(output)

@@ -28,6 +28,7 @@ class StepOrders(base.KVConnectorMetadata):
         renewed: seconds that prefill has promised to hold the KV of a parked request.
         lost: parked requests whose lease is not this engine's any more, and why.
         gone: peers that the first rank found gone or silent, by engine id, and why.
+        idle: no token is computed in this step, so it may wait for ``IDLE_SECONDS``.
     """
 
     receive: list[receive_order.ReceiveOrder] = field(default_factory=list)
@@ -38,6 +39,7 @@ class StepOrders(base.KVConnectorMetadata):
     renewed: dict[str, float] = field(default_factory=dict)
     lost: dict[str, failure.Failure] = field(default_factory=dict)
     gone: dict[str, failure.Failure] = field(default_factory=dict)
+    idle: bool = field(default=False, compare=False)
 
 
 @dataclass

@@ -302,7 +302,7 @@ class DecodeRole:
             [],
             now,
         )
-        renewed, lost = self._tickets.take_news()
+        renewed, lost = self._tickets.take_news(wait=orders.idle and not orders.receive)
         orders.renewed |= renewed
         orders.lost |= lost
         self._tickets.renew_all()

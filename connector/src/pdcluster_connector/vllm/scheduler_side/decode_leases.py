@@ -17,6 +17,7 @@ from typing import Final
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import Standing
+from pdcluster_connector.protocol.receive_order import IDLE_SECONDS
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
 
@@ -169,12 +170,20 @@ class DecodeLeases:
                 lease.lost = _LOST[answer.standing]
                 self._lost.update(dict.fromkeys(lease.parked, lease.lost))
 
-    def take_news(self) -> tuple[dict[str, float], dict[str, Failure]]:
+    def take_news(self, *, wait: bool = False) -> tuple[dict[str, float], dict[str, Failure]]:
         """Return what has changed for parked requests since the last call.
 
         Seconds until the lease ends, for those whose lease was renewed, and why the others have
-        none any more.
+        none any more. ``wait``: for ``IDLE_SECONDS``, if one of them waits for the answer to its
+        claim, and its prefill engine is not silent.
         """
+        if wait and any(
+            lease.parked
+            and not lease.claimed
+            and lease.ticket.engine_id not in self.leases.unanswered
+            for lease in self.held.values()
+        ):
+            self.leases.wait(IDLE_SECONDS)
         self.hear()
         now = self.clock()
         renewed, self._renewed = self._renewed, {}

@@ -46,6 +46,8 @@ class SchedulerRole:
         self._ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
         self.stats = metrics.StatsCollector()
         self.busy = busy_time.BusyTime(self.stats)
+        # Data-parallel ranks make their steps together: none may wait for its own receives.
+        self._alone = parallel.data_parallel_size == 1
         self._digests = prompt_digests.PromptDigests()
         self._orders = [StepOrders()]  # the next ones; here until the very line that returns them
         self._tls = Tls(options.tls, engine_id) if options.tls else None
@@ -151,9 +153,11 @@ class SchedulerRole:
         """Have every rank report a parked request as failed."""
         self._orders[0].unreceivable[request_id] = why
 
-    def orders(self) -> StepOrders:
+    def orders(self, scheduled_tokens: int) -> StepOrders:
         """What the workers have to do in this step; each order is given out once."""
+        self.busy.step(scheduled_tokens)
         self._digests.step()
+        self._orders[0].idle = self._alone and not scheduled_tokens
         if self.decode is not None:
             self.decode.step(self._orders[0])
         if self.prefill is not None:

@@ -1,7 +1,8 @@
 """Worker side: registers this rank's caches, starts receives and reports what ended.
 
 The engine step only swaps queues: NIXL belongs to the receiver's transfer thread
-(transfer.receiver), handshakes to the peer book's (sidechannel.peers).
+(transfer.receiver), handshakes to the peer book's (sidechannel.peers). Only a step that computes
+nothing may wait for a moment, for a receive whose lease is claimed.
 """
 
 import logging
@@ -25,7 +26,7 @@ from pdcluster_connector.nixl_io import nixl_agent, serving_agent
 from pdcluster_connector.plan.block_pairs import EngineBlocks, groups_of, unfilled
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.receive_order import Receipt
+from pdcluster_connector.protocol.receive_order import IDLE_SECONDS, Receipt
 from pdcluster_connector.sidechannel.peers import CONCERNS_ALL_RANKS, FIRST_RANK, PeerBook
 from pdcluster_connector.transfer import measures, receiver
 from pdcluster_connector.transfer.options import ReceiverOptions
@@ -111,6 +112,8 @@ class WorkerRole:
         self._receiver: receiver.Receiver | None = None
         self._launcher: link_keeper.LauncherClient | None = None
         self._bound_at = inf
+        self._receiving: dict[str, bool] = {}  # whether the lease is claimed, by request
+        self._may_wait = False
         self._left: list[step_messages.StepOrders] = []  # what start() could not finish
         self._unreceivable: dict[str, str] = {}  # requests whose receive could not start, and why
         self._ended = measures.ReceiveResults()
@@ -220,6 +223,7 @@ class WorkerRole:
 
     def start(self, orders: step_messages.StepOrders) -> None:
         """Write lease words, and hand orders to the transfer thread."""
+        self._may_wait = orders.idle
         while self._left:
             self._carry_out(self._left[0])
             self._left.pop(0)
@@ -241,6 +245,8 @@ class WorkerRole:
             for order in orders.receive:
                 self._unfilled.clear(EngineBlocks(self._groups, order.blocks), order.stop)
         self._receiver.receive(orders.receive, self._begun(), self._of_leases(orders))
+        self._receiving |= {order.request_id: order.claimed for order in orders.receive}
+        self._receiving |= dict.fromkeys(self._receiving.keys() & orders.renewed, True)
 
     def _of_leases(self, orders: step_messages.StepOrders) -> list[tuple[str, Event]]:
         """Return what these orders say of leases, as events of receives."""
@@ -266,7 +272,11 @@ class WorkerRole:
         """Requests that this rank is through with, each exactly once."""
         ended, results, receipts = self._ended, self._results[0], self._reports[0].receipts
         if self._receiver is not None:
+            if self._may_wait and not self._unreceivable and any(self._receiving.values()):
+                self._receiver.wait(IDLE_SECONDS)
             self._receiver.results(ended)
+            for request_id in ended.finished:
+                self._receiving.pop(request_id, None)
         for request_id, why in self._unreceivable.items():
             ended.finished.add(request_id)
             ended.failed[request_id] = Failure(Reason.BACKEND_ERROR, why)
