@@ -1,7 +1,7 @@
 """`make bench`: our connector beside vLLM's NixlConnector and raw NIXL, held against thresholds.
 
-The parts: moves (connectors alone, in engines that compute nothing), in-process (engines of one
-process each) and served (whole engines).
+The parts: moves (connectors alone, in engines that compute nothing), lists (of a large peer),
+in-process (engines of one process each) and served (whole engines).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PARTS = ("moves", "in-process", "served")
+PARTS = ("moves", "lists", "in-process", "served")
 SECONDS = 900
 
 
@@ -99,6 +99,10 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
 
         kinds = [*moves.ARMS, *([moves.CALM] if options.calm else [])]
         return moves.measure(moves.Size(**rounds), say, kinds)
+    if options.part == "lists":
+        from bench_kv import lists
+
+        return lists.measure(**rounds)
     from bench_kv import as_served, in_process, served
 
     arms = [*as_served.ARMS, *([served.CALM] if options.calm else [])]

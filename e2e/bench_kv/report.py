@@ -94,6 +94,15 @@ def _moves(found: Found) -> list[Row]:
     return rows
 
 
+def _lists(found: Found) -> list[Row]:
+    if "lists" not in found:
+        return []
+    of = found["lists"]
+    taken = f"{of['milliseconds']['ours']:.2g}"
+    words = f"{of['descriptors']:,} descriptors: the plan of a peer, and NIXL's lists, ms (once)"
+    return [Row(words, taken, "–", "–", "")]
+
+
 def _first_tokens(found: Found, where: str) -> list[Row]:
     """Return the lines of times to the first token."""
     rows = [_compared(f"{where}, {length} tokens, ms", of) for length, of in found["ttft"].items()]
@@ -152,7 +161,7 @@ def table(found: Found) -> str:
         "|---|---|---|---|---|",
         *(
             "| " + " | ".join(row) + " |"
-            for row in (*_moves(found), *_in_process(found), *_served(found))
+            for row in (*_moves(found), *_lists(found), *_in_process(found), *_served(found))
         ),
     ]
     alone = found.get("in_process", {}).get("phases", {})
