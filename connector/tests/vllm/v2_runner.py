@@ -147,6 +147,9 @@ class Receiver:
             self._rank.note("receive", [order.request_id for order in orders])
             self.pass_on(events)
 
+    def wait(self, seconds: float) -> None:
+        """A test says when a receive ends."""
+
     def results(self, results: ReceiveResults) -> None:
         found, self._rank.results = self._rank.results, ReceiveResults()
         for name in ("finished", "failed", "abandoned", "received"):

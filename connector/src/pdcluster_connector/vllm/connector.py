@@ -230,6 +230,7 @@ class PDClusterConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     @engine_step(fallback=base.KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         """Return the requests that this rank has finished, each exactly once."""
+        self._worker.wait()
         return self._worker.results()
 
     @engine_step(fallback=lambda: None)

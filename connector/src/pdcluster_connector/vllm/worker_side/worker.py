@@ -268,12 +268,16 @@ class WorkerRole:
         if orders != step_messages.StepOrders():
             self._left.append(orders)
 
+    def wait(self) -> None:
+        """In a step that may wait: wait for the end of a receive whose lease is claimed."""
+        awaited = self._may_wait and not self._unreceivable and any(self._receiving.values())
+        if awaited and self._receiver is not None:
+            self._receiver.wait(IDLE_SECONDS)
+
     def results(self) -> KVConnectorTransferResults:
         """Requests that this rank is through with, each exactly once."""
         ended, results, receipts = self._ended, self._results[0], self._reports[0].receipts
         if self._receiver is not None:
-            if self._may_wait and not self._unreceivable and any(self._receiving.values()):
-                self._receiver.wait(IDLE_SECONDS)
             self._receiver.results(ended)
             for request_id in ended.finished:
                 self._receiving.pop(request_id, None)
