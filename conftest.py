@@ -91,7 +91,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     later share its memory.
     """
     _IMPORTED.update(found := SLOW & sys.modules.keys())
-    if found and all(map(_pure, session.items)):
+    if found and session.items and all(map(_pure, session.items)):
         raise pytest.UsageError(f"files of pure tests import {sorted(found)}")
     gc.freeze()
     gc.enable()
@@ -115,12 +115,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
     """Fail the very test that imports what no pure test may, in whatever order they run."""
-    result = yield
-    found = SLOW & sys.modules.keys() - _IMPORTED
-    _IMPORTED.update(found)
-    if found and _pure(item):
-        pytest.fail(f"a pure test imports {sorted(found)}: mark it nixl or vllm", pytrace=False)
-    return result
+    try:
+        return (yield)
+    finally:
+        found = SLOW & sys.modules.keys() - _IMPORTED
+        _IMPORTED.update(found)
+        if found and _pure(item):
+            pytest.fail(f"a pure test imports {sorted(found)}: mark it nixl or vllm", pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around all fixtures

@@ -67,7 +67,7 @@ class ContractEngine:
         max_tokens_per_step: int = 1024, asynchronous: bool = False, publish: bool = True,
         others: list[dict[str, Any]] | None = None, specs: Sequence[Any] = (FULL,),
         prefixes: bool = True, block: int = BLOCK, port: int = 0, data_rank: int | None = None,
-        together: int = 1, **extra: Any,
+        together: int = 1, stages: int = 1, **extra: Any,
     ) -> None:  # fmt: skip
         init_none_hash(sha256)
         model = str(model_path("llama"))
@@ -112,6 +112,7 @@ class ContractEngine:
         self.config.parallel_config.data_parallel_index = data_rank or 0
         # Not 1 only where a model has experts: its ranks make their steps together.
         self.config.parallel_config.data_parallel_size = together
+        self.config.parallel_config.pipeline_parallel_size = stages
         self.config.parallel_config.world_size = ranks
         self.config.cache_config.num_gpu_blocks = blocks
         # vLLM turns it off on CPU.

@@ -285,3 +285,9 @@ def test_a_step_waits_only_for_an_answer_that_a_receive_needs() -> None:
     tickets.take_news()
     tickets.take_news(wait=True)
     assert sender.waits == [IDLE_SECONDS], "it is claimed"
+    tickets.use(ticket(token=8), "e")
+    tickets.park(ticket(token=8), "e")
+    sender.say(Standing.CLAIMED, token=8)
+    tickets.take_news()
+    tickets.take_news(wait=True)
+    assert sender.waits == [IDLE_SECONDS], "another engine has it"

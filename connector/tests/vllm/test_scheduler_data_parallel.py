@@ -193,8 +193,20 @@ def test_a_choice_does_not_wait_for_a_prefill_that_does_not_answer(
     assert not decode.workers[0].parked[choice].claimed
 
 
+def test_only_steps_beside_which_nothing_is_computed_may_wait(engines: Any) -> None:
+    """With pipeline ranks and with async scheduling, steps are planned while one computes."""
+
+    def idle(scheduled: list[int], **options: Any) -> list[bool]:
+        scheduler = engines("consumer", **options).connector._scheduler
+        return [scheduler.orders(tokens).idle for tokens in scheduled]
+
+    assert idle([5, 0, 0, 0, 1, 0, 0]) == [False, False, True, True, False, False, True]
+    assert (
+        idle([5, 0, 0, 0, 0, 1, 0], stages=2, publish=False)
+        == [False] * 3 + [True] * 2 + [False] * 2
+    )
+
+
 def test_ranks_that_make_their_steps_together_do_not_wait_in_them(engines: Any) -> None:
-    alone = engines("consumer").connector._scheduler
-    assert alone.orders(0).idle
-    assert not alone.orders(1).idle, "tokens are computed"
-    assert not engines("consumer", together=2).connector._scheduler.orders(0).idle
+    scheduler = engines("consumer", together=2).connector._scheduler
+    assert not any(scheduler.orders(0).idle for _ in range(5))

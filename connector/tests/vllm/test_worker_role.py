@@ -519,9 +519,15 @@ def test_an_idle_step_waits_for_a_receive_whose_lease_is_claimed(
     assert waited(idle=True)
     assert not waited(unreceivable={"b": "why"}, idle=True), "there is something to report"
     ended.append("a")
+    assert waited(receive=[replace(order("b"), claimed=True)], idle=True)
+    ended.clear()
+    assert not waited(idle=True), "vLLM may hear of it only when this step has ended, too"
+    assert waited(idle=True)
+    ended.append("b")
     assert waited(idle=True)
     ended.clear()
-    assert not waited(idle=True), "it has ended"
+    waited()
+    assert not waited(idle=True), "both have ended"
     assert not waited(renewed={"a": 60.0}, idle=True), "late news of it"
     assert waited(receive=[replace(order("c"), claimed=True)], idle=True)
     assert set(waits) == {IDLE_SECONDS}

@@ -9,7 +9,7 @@ from pdcluster_connector.protocol.ticket import Ticket
 # How long a step that computes nothing waits: its scheduler side for the answer to a claim, its
 # workers for a receive's end. vLLM sleeps for a millisecond after each such step, and what comes
 # just after one would wait for the end of the next one.
-IDLE_SECONDS = 2e-3
+IDLE_SECONDS = 1e-3
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class StepOrders(base.KVConnectorMetadata):
         renewed: seconds that prefill has promised to hold the KV of a parked request.
         lost: parked requests whose lease is not this engine's any more, and why.
         gone: peers that the first rank found gone or silent, by engine id, and why.
-        idle: no token is computed in this step, so it may wait for ``IDLE_SECONDS``.
+        idle: no token is computed in this step or beside it, so it may wait for ``IDLE_SECONDS``.
     """
 
     receive: list[receive_order.ReceiveOrder] = field(default_factory=list)

@@ -302,9 +302,9 @@ class DecodeRole:
             [],
             now,
         )
-        renewed, lost = self._tickets.take_news(wait=orders.idle and not orders.receive)
-        orders.renewed |= renewed
-        orders.lost |= lost
+        wait = orders.idle and not (orders.receive or orders.renewed)
+        renewed, lost = self._tickets.take_news(wait=wait)
+        orders.renewed, orders.lost = orders.renewed | renewed, orders.lost | lost
         self._tickets.renew_all()
         orders.abandon, self._abandoned = orders.abandon + self._abandoned, []
         self.local.step()

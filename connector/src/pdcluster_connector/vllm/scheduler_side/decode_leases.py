@@ -180,6 +180,7 @@ class DecodeLeases:
         if wait and any(
             lease.parked
             and not lease.claimed
+            and lease.lost is None
             and lease.ticket.engine_id not in self.leases.unanswered
             for lease in self.held.values()
         ):

@@ -48,6 +48,9 @@ class SchedulerRole:
         self.busy = busy_time.BusyTime(self.stats)
         # Data-parallel ranks make their steps together: none may wait for its own receives.
         self._alone = parallel.data_parallel_size == 1
+        # So many steps may be planned while tokens are computed in one before.
+        self._planned_ahead = max(1, parallel.pipeline_parallel_size)
+        self._quiet_steps = 0
         self._digests = prompt_digests.PromptDigests()
         self._orders = [StepOrders()]  # the next ones; here until the very line that returns them
         self._tls = Tls(options.tls, engine_id) if options.tls else None
@@ -157,7 +160,8 @@ class SchedulerRole:
         """What the workers have to do in this step; each order is given out once."""
         self.busy.step(scheduled_tokens)
         self._digests.step()
-        self._orders[0].idle = self._alone and not scheduled_tokens
+        self._quiet_steps = 0 if scheduled_tokens else self._quiet_steps + 1
+        self._orders[0].idle = self._alone and self._quiet_steps > self._planned_ahead
         if self.decode is not None:
             self.decode.step(self._orders[0])
         if self.prefill is not None:

@@ -113,7 +113,7 @@ class WorkerRole:
         self._launcher: link_keeper.LauncherClient | None = None
         self._bound_at = inf
         self._receiving: dict[str, bool] = {}  # whether the lease is claimed, by request
-        self._may_wait = False
+        self._may_wait = self._has_reported = False
         self._left: list[step_messages.StepOrders] = []  # what start() could not finish
         self._unreceivable: dict[str, str] = {}  # requests whose receive could not start, and why
         self._ended = measures.ReceiveResults()
@@ -223,7 +223,8 @@ class WorkerRole:
 
     def start(self, orders: step_messages.StepOrders) -> None:
         """Write lease words, and hand orders to the transfer thread."""
-        self._may_wait = orders.idle
+        # What the step before has reported may reach vLLM only when this one ends, too.
+        self._may_wait, self._has_reported = orders.idle and not self._has_reported, False
         while self._left:
             self._carry_out(self._left[0])
             self._left.pop(0)
@@ -281,6 +282,7 @@ class WorkerRole:
             self._receiver.results(ended)
             for request_id in ended.finished:
                 self._receiving.pop(request_id, None)
+            self._has_reported = bool(ended.finished)
         for request_id, why in self._unreceivable.items():
             ended.finished.add(request_id)
             ended.failed[request_id] = Failure(Reason.BACKEND_ERROR, why)
