@@ -84,15 +84,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in gone]
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Refuse the very file that imports what no pure test may."""
+    report = yield
+    if isinstance(collector, pytest.Module):
+        found = _newly_imported()
+        if found and any(map(_pure, report.result)):
+            report.outcome, report.result = "failed", []
+            report.longrepr = f"a file with pure tests imports {found}: mark them nixl or vllm"
+    return report
+
+
+def pytest_collection_finish() -> None:
     """Let no garbage collection walk through what was imported and collected again.
 
     It is not searched for garbage before: that costs a quarter of a second. Workers that are forked
     later share its memory.
     """
-    _IMPORTED.update(found := SLOW & sys.modules.keys())
-    if found and session.items and all(map(_pure, session.items)):
-        raise pytest.UsageError(f"files of pure tests import {sorted(found)}")
     gc.freeze()
     gc.enable()
 
@@ -118,10 +129,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
     try:
         return (yield)
     finally:
-        found = SLOW & sys.modules.keys() - _IMPORTED
-        _IMPORTED.update(found)
-        if found and _pure(item):
-            pytest.fail(f"a pure test imports {sorted(found)}: mark it nixl or vllm", pytrace=False)
+        if (found := _newly_imported()) and _pure(item):
+            pytest.fail(f"a pure test imports {found}: mark it nixl or vllm", pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around all fixtures
@@ -166,8 +175,15 @@ def needs(item: pytest.Item) -> list[str]:
     return [*named, "rings"] if item.get_closest_marker("local") else named
 
 
-def _pure(item: pytest.Item) -> bool:
-    return not REAL & {mark.name for mark in item.iter_markers()}
+def _newly_imported() -> list[str]:
+    """Return those of ``SLOW`` that have been imported since the last call."""
+    found = SLOW & sys.modules.keys() - _IMPORTED
+    _IMPORTED.update(found)
+    return sorted(found)
+
+
+def _pure(node: pytest.Item | pytest.Collector) -> bool:
+    return not REAL & {mark.name for mark in node.iter_markers()}
 
 
 def _transport_paths() -> set[tuple[str, str]]:
