@@ -49,7 +49,7 @@ class SchedulerRole:
         # Data-parallel ranks make their steps together: none may wait for its own receives.
         self._alone = parallel.data_parallel_size == 1
         # So many steps may be planned while tokens are computed in one before.
-        self._planned_ahead = max(1, parallel.pipeline_parallel_size)
+        self._planned_ahead = parallel.pipeline_parallel_size
         self._quiet_steps = 0
         self._digests = prompt_digests.PromptDigests()
         self._orders = [StepOrders()]  # the next ones; here until the very line that returns them
