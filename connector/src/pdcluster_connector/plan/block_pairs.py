@@ -143,17 +143,28 @@ def pair_blocks(prefill: BlockList, decode: BlockList, start: int, stop: int) ->
     """
     if not 0 <= start <= stop <= LIMIT:
         raise CoverageError(f"tokens [{start}, {stop}) are not an interval")
+    if start == stop:
+        none = np.empty(0, np.int32)
+        return Pairs(
+            PairedSide(none, none, prefill.block_tokens),
+            PairedSide(none, none, decode.block_tokens),
+            none,
+        )
     sides = {"prefill": prefill, "decode": decode}
-    ids = {side: _held(side, blocks, start, stop) for side, blocks in sides.items()}
-    grids = {(one.block_tokens, one.first_token % one.block_tokens): one for one in sides.values()}
-    of_grids = [_cuts(blocks, start, stop) for blocks in grids.values()]
-    alike = len(of_grids) == 1 and start < stop
-    cuts = of_grids[0] if alike else np.unique(np.concatenate(of_grids))
+    held = {side: _held(side, blocks, start, stop) for side, blocks in sides.items()}
+    size, (first, blocks) = prefill.block_tokens, held["prefill"]
+    if decode.block_tokens == size and held["decode"][0] == first:  # whole blocks pair
+        tokens, offsets = np.full(len(blocks), size, np.int32), np.zeros(len(blocks), np.int32)
+        offsets[0] = start - first
+        tokens[0] -= offsets[0]
+        tokens[-1] -= first + len(blocks) * size - stop
+        return Pairs(*(PairedSide(held[side][1], offsets, size) for side in sides), tokens)
+    cuts = np.unique(np.concatenate([_cuts(blocks, start, stop) for blocks in sides.values()]))
 
     def placed(side: str) -> PairedSide:
-        blocks = sides[side]
-        index, offsets = np.divmod(cuts[:-1] - blocks.first_token, blocks.block_tokens)
-        return PairedSide(ids[side][index], offsets.astype(np.int32), blocks.block_tokens)
+        size, (first, blocks) = sides[side].block_tokens, held[side]
+        index, offsets = np.divmod(cuts[:-1] - first, size)
+        return PairedSide(blocks[index], offsets.astype(np.int32), size)
 
     return Pairs(placed("prefill"), placed("decode"), np.diff(cuts).astype(np.int32))
 
@@ -175,10 +186,10 @@ def expand_blocks(logical: Sequence[int] | Int32, ratio: int, most: int | None =
     if not 1 <= ratio <= LIMIT:
         raise CoverageError(f"{ratio} kernel blocks in a logical block")
     ids = _integers("logical", logical)[:most]
+    if ratio == 1:
+        return np.where(ids > NULL_BLOCK, ids, np.int32(-1)).astype(np.int32, copy=False)
     if ids.size and int(ids.max()) > LIMIT // ratio - 1:
         raise CoverageError(f"logical block {int(ids.max())} is out of range")
-    if ratio == 1:
-        return np.where(ids > NULL_BLOCK, ids, -1).astype(np.int32)
     kernel = ids[:, None] * ratio + np.arange(ratio)
     kernel[ids <= NULL_BLOCK] = -1
     return kernel.ravel().astype(np.int32)
@@ -201,10 +212,8 @@ def _integers(side: str, blocks: Sequence[int] | Int32) -> Int64 | Int32:
     return ids.astype(np.int64)
 
 
-def _held(side: str, blocks: BlockList, start: int, stop: int) -> Int32:
-    """Return a side's ids after checking that they hold all of [start, stop)."""
-    if start == stop:
-        return np.empty(0, np.int32)
+def _held(side: str, blocks: BlockList, start: int, stop: int) -> tuple[int, Int32]:
+    """Return a side's blocks that hold [start, stop), after the first token of the first one."""
     size, first = blocks.block_tokens, blocks.first_token
     if not (1 <= size <= LIMIT and 0 <= first <= LIMIT):
         raise CoverageError(f"{side} blocks of {size} tokens from token {first} on")
@@ -214,14 +223,15 @@ def _held(side: str, blocks: BlockList, start: int, stop: int) -> Int32:
         raise CoverageError(f"{side} blocks hold tokens [{first}, {end}), not [{start}, {stop})")
     low = (start - first) // size
     needed = ids[low : (stop - 1 - first) // size + 1]
-    if needed.min() < 0:
+    ordered = needed.copy()
+    ordered.sort()
+    if ordered[0] < 0:
         token = first + (low + int(np.flatnonzero(needed < 0)[0])) * size
         raise CoverageError(f"{side} holds no block for token {max(token, start)}")
-    ordered = np.sort(needed)
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if twice.size:
-        raise CoverageError(f"{side} block {int(twice[0])} is listed twice")
-    return ids.astype(np.int32, copy=False)
+    twice = ordered[1:] == ordered[:-1]
+    if twice.any():
+        raise CoverageError(f"{side} block {int(ordered[1:][twice][0])} is listed twice")
+    return first + low * size, needed.astype(np.int32, copy=False)
 
 
 def _cuts(blocks: BlockList, start: int, stop: int) -> Int64:

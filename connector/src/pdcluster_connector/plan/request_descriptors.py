@@ -229,15 +229,16 @@ def descriptor_indices(
 
 
 def _class_runs(item: peer_plan.StrideClass, pairs: block_pairs.Pairs) -> Runs:
-    key, tokens = item.key, pairs.tokens.astype(np.int64)
+    key, tokens = item.key, pairs.tokens
     if tokens.size and int(tokens.min()) < 1:
         raise CoverageError("a pair of blocks has no tokens")
-    prefill = _first_unit("prefill", key.prefill, pairs.prefill, tokens, key.unit)
-    decode = _first_unit("decode", key.decode, pairs.decode, tokens, key.unit)
-    order = np.argsort(pairs.prefill.blocks, kind="stable")
+    most = int(tokens.max()) if tokens.size else 0
+    prefill = _first_unit("prefill", key.prefill, pairs.prefill, tokens, most, key.unit)
+    decode = _first_unit("decode", key.decode, pairs.decode, tokens, most, key.unit)
+    order = pairs.prefill.blocks.argsort(kind="stable")
     prefill, decode = prefill[order], decode[order]
-    if tokens.size and int(tokens.max()) > key.unit:
-        counts = -(-tokens[order] // key.unit)
+    if most > key.unit:
+        counts = -(-tokens[order].astype(np.int64) // key.unit)
         before = np.repeat(np.cumsum(counts) - counts, counts)
         inner = np.arange(before.size) - before
         prefill = np.repeat(prefill, counts) + inner * key.prefill.per_unit
@@ -246,26 +247,37 @@ def _class_runs(item: peer_plan.StrideClass, pairs: block_pairs.Pairs) -> Runs:
 
 
 def _first_unit(
-    name: str, side: descriptors.Side, paired: block_pairs.PairedSide, tokens: Int64, unit: int
+    name: str,
+    side: descriptors.Side,
+    paired: block_pairs.PairedSide,
+    tokens: Int32,
+    most: int,
+    unit: int,
 ) -> Int64:
-    """Return each pair's first element within a run, after the checks that bound it."""
+    """Return each pair's first element within a run, after the checks that bound it.
+
+    ``most``: the tokens of the longest pair.
+    """
     blocks, offsets, size = paired
     if size != side.block_tokens:
         message = f"{name} blocks were paired as {size} tokens and have {side.block_tokens}"
         raise CoverageError(message)
     if not len(blocks):
         return np.empty(0, np.int64)
-    low, high = int(blocks.min()), int(blocks.max())
-    if low < 0 or high >= side.num_blocks:
+    if int(blocks.view(np.uint32).max()) >= side.num_blocks:  # so are negative ones
+        low, high = int(blocks.min()), int(blocks.max())
         reason = Reason.TICKET_INVALID if name == "prefill" else Reason.COVERAGE_INCOMPLETE
         block = low if low < 0 else high
         message = f"{name} block {block} is outside of the cache's {side.num_blocks} blocks"
         raise PlanError(reason, message)
+    first: Int64 = blocks.astype(np.int64) * side.per_block
+    if most <= size and not offsets.any():
+        return first
+    offsets = offsets.astype(np.int64)
     if int(offsets.min()) < 0 or int((offsets + tokens).max()) > size:
         raise CoverageError(f"{name} tokens reach out of their block of {size}")
-    units, rest = np.divmod(offsets.astype(np.int64), unit)
+    units, rest = np.divmod(offsets, unit)
     if rest.any():
         message = f"tokens start inside of a {name} block's unit of {unit} tokens, "
         raise CoverageError(message + "which can only be moved whole")
-    first: Int64 = blocks.astype(np.int64) * side.per_block + units * side.per_unit
-    return first
+    return first + units * side.per_unit
