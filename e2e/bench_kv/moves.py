@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import random
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ SIDE_BY_SIDE = (1, 8, 32, 256)
 BLOCKS_OF_ONE = 2
 FRAGMENTED = 41_000
 LONG = 1_000_000
+BLOCK_OUTERMOST = "BLHNC"
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ def found(taken: Mapping[str, Taken], size: Size, shares: Sequence[int]) -> dict
         place[last] = figures.compared(of_arms, () if way == ["handshake"] else shares)
     for name in ("blocks", "neighbours"):
         made[name]["descriptors"] = moved(size) * LAYERS
+    made["outermost"]["descriptors"] = moved(size)
     made["fragmented"]["descriptors"] = fragments(size) * LAYERS
     made["handshake"]["descriptors"] = size.blocks * LAYERS
     for count, of in made["side_by_side"].items():
@@ -95,27 +98,38 @@ def fragments(size: Size) -> int:
 
 
 def _turn(arm: str, size: Size, rounds: int, number: int) -> Taken:
-    """Start a pair of engines, measure it, and end it."""
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-kv-") as folder,
-        workers.forked(Path(folder), [arm], blocks=size.blocks) as pairs,
-    ):
-        prefill, decode = pairs[arm]
+    """Start a pair of engines for each layout, measure it, and end it."""
+    with _pair(arm, size, BLOCK_OUTERMOST) as (prefill, decode):
+        taken = Rows(prefill, decode, size, rounds, number).outermost()
+    with _pair(arm, size) as (prefill, decode):
         rows = Rows(prefill, decode, size, rounds, number)
-        taken = rows.measure()
+        taken |= rows.measure()
         met = [worker.ask("handshake") for worker in (prefill, decode)]
         taken["handshake/all"] = [sum(one["seconds"] for one in met)]
         taken["handshake/on_engine_thread"] = [met[1]["on_engine_thread"]]
     return taken
 
 
+@contextmanager
+def _pair(arm: str, size: Size, layout: str = "") -> Iterator[tuple[Worker, Worker]]:
+    """Start a pair of engines; end it afterwards."""
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-kv-") as folder,
+        workers.forked(Path(folder), [arm], blocks=size.blocks, layout=layout) as pairs,
+    ):
+        yield pairs[arm]
+
+
 def _raw(size: Size, rounds: int, number: int) -> Taken:
     """Start what reads by NIXL's own API, measure it, and end it."""
-    with tempfile.TemporaryDirectory(prefix="bench-kv-") as folder:
-        # In a process of its own: engines are forked from this one, which has no agents.
-        worker = Worker("raw", Path(folder), functools.partial(RawReads, size, number))
-        with workers.ended(worker):
-            taken: Taken = worker.ask("measure", rounds)
+    taken: Taken = {}
+    for layout in (BLOCK_OUTERMOST, ""):
+        with tempfile.TemporaryDirectory(prefix="bench-kv-") as folder:
+            # In a process of its own: engines are forked from this one, which has no agents.
+            made = functools.partial(RawReads, size, number, layout)
+            worker = Worker("raw", Path(folder), made)
+            with workers.ended(worker):
+                taken |= worker.ask("measure", rounds)
     return taken
 
 
@@ -153,10 +167,14 @@ class Rows:
         self._places = Places(size, number)
         self._number = 0
 
+    def outermost(self) -> Taken:
+        """Return the seconds of the row of engines whose caches have blocks outermost."""
+        self._meet()
+        return {"outermost": self._blocks(*self._places.all["blocks"])}
+
     def measure(self) -> Taken:
-        """Return the seconds of each row."""
-        self._prefill.ask("fill", 7)
-        self._move([1])  # the engines meet
+        """Return the seconds of all other rows."""
+        self._meet()
         taken: Taken = {row: self._blocks(*places) for row, places in self._places.all.items()}
         for count in self._size.side_by_side:
             moves = self._repeated([BLOCKS_OF_ONE] * count)
@@ -168,6 +186,10 @@ class Rows:
         taken["fragmented/step"] = [one["first"] for one in moves]
         taken["fragmented/whole"] = [one["done"][0] for one in moves]
         return taken | self._long_prompt()
+
+    def _meet(self) -> None:
+        self._prefill.ask("fill", 7)
+        self._move([1])
 
     def _repeated(self, counts: list[int]) -> list[dict[str, Any]]:
         """Move requests of so many blocks each, again and again; the first time does not count."""
@@ -229,18 +251,21 @@ class Rows:
 class RawReads:
     """The same blocks by NIXL's own API, between two processes without a connector."""
 
-    def __init__(self, size: Size, number: int) -> None:
-        from gpu.device_cache import LAYER_OUTERMOST
+    def __init__(self, size: Size, number: int, layout: str) -> None:
+        from gpu import device_cache
         from gpu.rig import PrefillProcess
         from gpu.speed import Work
 
+        # With one head, BLHNC is BHLNC.
+        order = device_cache.BLOCK_OUTERMOST if layout else device_cache.LAYER_OUTERMOST
         model = {"kv_heads": 1, "layers": LAYERS, "token_bytes": BLOCK_BYTES // BLOCK_TOKENS}
         self._cache: dict[str, Any] = model | {
-            "device": "cpu", "layout": LAYER_OUTERMOST, "block_tokens": BLOCK_TOKENS,
+            "device": "cpu", "layout": order, "block_tokens": BLOCK_TOKENS,
             "num_blocks": size.blocks,
         }  # fmt: skip
-        self._work = Work("", model, 1, 1, LAYER_OUTERMOST, BLOCK_TOKENS)
-        self._places = Places(size, number)
+        self._work = Work("", model, 1, 1, order, BLOCK_TOKENS)
+        places = Places(size, number).all
+        self._rows = {"outermost": places["blocks"]} if layout else places
         self._prefill = PrefillProcess(1, self._cache)
         self._prefill.ask("fill_random", 7)
 
@@ -249,7 +274,7 @@ class RawReads:
 
     def measure(self, rounds: int) -> Taken:
         """Return the seconds of each row; raises SystemExit if bytes are wrong."""
-        return {row: self._reads(*places, rounds) for row, places in self._places.all.items()}
+        return {row: self._reads(*places, rounds) for row, places in self._rows.items()}
 
     def _reads(self, theirs: list[int], ours: list[int], rounds: int) -> list[float]:
         from gpu.rig import Agents

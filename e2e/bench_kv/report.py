@@ -70,6 +70,8 @@ def _moves(found: Found) -> list[Row]:
         compared(f"16 MiB, {found['blocks']['descriptors']} descriptors in random order, ms",
                   found["blocks"]),
         compared("16 MiB, the same blocks as neighbours, ms", found["neighbours"]),
+        compared(f"16 MiB, blocks outermost: {found['outermost']['descriptors']} descriptors in"
+                 " random order, ms", found["outermost"]),
     ]  # fmt: skip
     for count, of in found["side_by_side"].items():
         rate = of["megabytes_per_second"]

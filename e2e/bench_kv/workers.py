@@ -112,18 +112,21 @@ def import_vllm() -> None:
 
 @contextlib.contextmanager
 def forked(
-    folder: Path, kinds: Sequence[str] = ("ours", "stock"), blocks: int = BLOCKS
+    folder: Path, kinds: Sequence[str] = ("ours", "stock"), blocks: int = BLOCKS, layout: str = ""
 ) -> Iterator[dict[str, tuple[Worker, Worker]]]:
-    """Start a prefill and a decode engine of each kind, which are driven by hand."""
+    """Start a prefill and a decode engine of each kind, which are driven by hand.
+
+    ``layout``: of their KV caches; what vLLM's attention on a CPU has if empty.
+    """
     path = model()
     import_vllm()
-    made = {
-        kind: tuple(
-            Worker(f"{kind}-{role}", folder, functools.partial(_driven, kind, role, path, blocks))
+    made = {}
+    for kind in kinds:
+        of_role = {
+            role: functools.partial(_driven, kind, role, path, blocks, layout)
             for role in ("prefill", "decode")
-        )
-        for kind in kinds
-    }
+        }
+        made[kind] = tuple(Worker(f"{kind}-{role}", folder, make) for role, make in of_role.items())
     with ended(*(worker for pair in made.values() for worker in pair)):
         yield made  # type: ignore[misc]
 
@@ -172,7 +175,16 @@ def _serve(pipe: Connection, made: Any) -> None:
             pipe.send((False, f"{type(error).__name__}: {error}"))
 
 
-def _driven(kind: str, role: str, path: str, blocks: int) -> Any:
+def _lay_out(layout: str) -> None:
+    """Have vLLM lay KV out in an order that attention on a CPU cannot read: none reads it here."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    CPUAttentionBackend.supported_kv_cache_layouts = lambda: (KVCacheLayout[layout],)
+    os.environ["VLLM_KV_CACHE_LAYOUT"] = layout
+
+
+def _driven(kind: str, role: str, path: str, blocks: int, layout: str) -> Any:
     from vllm import LLM
 
     from bench_kv import driven, noted
@@ -197,6 +209,8 @@ def _driven(kind: str, role: str, path: str, blocks: int) -> Any:
         noted.leave_cores()
         if kind == "calm":
             noted.let_progress_wait()
+    if layout:
+        _lay_out(layout)
     watch = driven.Watch(kind)
     engine = LLM(
         path, dtype="float32", enforce_eager=True, skip_tokenizer_init=True,

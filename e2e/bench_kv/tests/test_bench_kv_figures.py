@@ -32,6 +32,7 @@ def at_its_bounds() -> dict[str, Any]:
         "commit": "abc", "date": "2026-11-27", "cores": 2, "load": [0.1, 0.2],
         "blocks": {**compared(0.002, 0.004, raw=0.001), "descriptors": 2048},
         "neighbours": {**compared(0.002, 0.004, raw=0.001), "descriptors": 2048},
+        "outermost": {**compared(0.002, 0.004, raw=0.001), "descriptors": 64},
         "side_by_side": {
             str(count): {"all": copy.deepcopy(both), "p99": copy.deepcopy(both),
                          "megabytes_per_second": {"ours": 3, "stock": 2}}
@@ -196,10 +197,11 @@ def test_each_bound_says_how_many_runs_it_comes_from() -> None:
 def test_rows_of_all_turns_are_one_row() -> None:
     size = moves.Size(rounds=3, turns=2, side_by_side=(8,), blocks=100)
     row = [0.001, 0.002, 0.002]
-    names = ("blocks", "neighbours", "side_by_side/8/all", "fragmented/step", "long/prefill")
+    names = ("blocks", "neighbours", "outermost", "side_by_side/8/all", "fragmented/step",
+             "long/prefill")  # fmt: skip
     ours = dict.fromkeys(names, row) | {"handshake/all": [0.01, 0.03]}
     stock = {name: [2 * one for one in of] for name, of in ours.items()}
-    raw = {"blocks": row, "neighbours": row}
+    raw = {"blocks": row, "neighbours": row, "outermost": row}
     found = moves.found({"ours": ours, "stock": stock, "raw": raw}, size, [2, 1])
     assert found["blocks"]["of"] == {"stock": 0.5, "raw": 1.0}
     assert found["fragmented"]["step"]["milliseconds"] == {"ours": 2.0, "stock": 4.0}
@@ -207,6 +209,7 @@ def test_rows_of_all_turns_are_one_row() -> None:
     # 8 requests of 512 KiB in 2 ms
     assert found["side_by_side"]["8"]["megabytes_per_second"]["ours"] == 2097
     assert found["blocks"]["descriptors"] == 49 * 32
+    assert found["outermost"]["descriptors"] == 49, "one for all layers"
 
 
 def test_neighbours_are_neighbours_and_the_others_are_not() -> None:
@@ -224,6 +227,7 @@ def test_neighbours_are_neighbours_and_the_others_are_not() -> None:
 def test_the_table_has_a_row_for_each_number_and_one_for_each_phase() -> None:
     table = report.table(at_its_bounds())
     for words in ("16 MiB, 2048 descriptors", "16 MiB, the same blocks as neighbours",
+                  "16 MiB, blocks outermost: 64 descriptors",
                   "TTFT, one process each, 512 tokens", "256 at once: p99", "40992 descriptors",
                   "1M tokens, decode", "TTFT, 900 tokens", "prefill velocity",
                   "idle decode engine"):  # fmt: skip

@@ -158,7 +158,11 @@ def pair_blocks(prefill: BlockList, decode: BlockList, start: int, stop: int) ->
         offsets[0] = start - first
         tokens[0] -= offsets[0]
         tokens[-1] -= first + len(blocks) * size - stop
-        return Pairs(*(PairedSide(held[side][1], offsets, size) for side in sides), tokens)
+        return Pairs(
+            PairedSide(blocks, offsets, size),
+            PairedSide(held["decode"][1], offsets, size),
+            tokens,
+        )
     cuts = np.unique(np.concatenate([_cuts(blocks, start, stop) for blocks in sides.values()]))
 
     def placed(side: str) -> PairedSide:

@@ -280,4 +280,5 @@ def _first_unit(
     if rest.any():
         message = f"tokens start inside of a {name} block's unit of {unit} tokens, "
         raise CoverageError(message + "which can only be moved whole")
-    return first + units * side.per_unit
+    first += units * side.per_unit
+    return first
