@@ -134,6 +134,14 @@ def test_expansion_goes_by_the_engines_own_ratio(logical: list[int], ratio: int)
     assert expand_blocks(logical, ratio).tolist() == expected
 
 
+@given(st.lists(st.integers(-1, 10**6), max_size=20), st.integers(1, 40), st.integers(0, 900))
+def test_as_many_kernel_blocks_as_are_needed(logical: list[int], ratio: int, most: int) -> None:
+    whole = expand_blocks(logical, ratio)
+    cut = expand_blocks(logical, ratio, most)
+    assert min(most, len(whole)) <= len(cut) < most + ratio + (not most)
+    assert cut.tolist() == whole[: len(cut)].tolist()
+
+
 def test_the_ratios_of_a_hybrid_pair_by_token() -> None:
     """34 kernel blocks a logical block on prefill, 66 on decode, of 16 tokens each."""
     prefill = BlockList(expand_blocks([5, 9], 34), 16)

@@ -199,3 +199,40 @@ def test_ids_behind_the_last_token_cost_nothing() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 32 * 2**20
+
+
+@pytest.mark.parametrize("ratio", [2**20, 2**26, 2**28])
+def test_a_block_of_very_many_kernel_blocks_costs_what_is_needed_of_it(ratio: int) -> None:
+    """A peer's metadata may say so, and nothing in it contradicts that."""
+    case = named(window=None, mamba=False)
+    prefill = Modelled(case.model, case.prefill, 0).blocks(case.prefill_blocks)
+    tokens = prefill.groups[0].kernel_tokens
+    group = replace(prefill.groups[0], block_size=tokens * ratio, kernel_blocks_per_block=ratio)
+    held = EngineBlocks((group,), [GroupBlocks((1,), prefill.blocks[0].first_token)])
+    tracemalloc.start()
+    with pytest.raises(PlanError, match=r"prefill block \d+ is outside"):
+        planned(case, prefill=held)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**22
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_blocks_whose_parts_take_very_many_rows_are_refused_before_rows_are_made(side: str) -> None:
+    def shard(base: int, tokens: int, padding: int) -> Shard:
+        return Shard((0, 0), (Region(
+            layer="l", base=base, num_blocks=2, block_stride=tokens * 8 + padding,
+            block_tokens=tokens, head_start=0, head_stop=1, head_stride=tokens * 8,
+            token_stride=8, token_bytes=8,
+        ),))  # fmt: skip
+
+    small, large = shard(1 << 40, 16, 0), shard(1 << 41, 2**30, 64)
+    pair = {"prefill": (small, [large]), "decode": (large, [small])}[side]
+    tracemalloc.start()
+    with pytest.raises(PlanError, match=f"{side}'s KV takes 67,108,864 rows") as caught:
+        plan_peer(*pair)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert caught.value.reason is Reason.LAYOUT_UNSUPPORTED
+    assert peak < 2**20
+    assert plan_peer(shard(1 << 41, 2**20, 64), [small]).sources[0].decode_rows.shape == (2**16, 5)

@@ -145,32 +145,24 @@ def pair_blocks(prefill: BlockList, decode: BlockList, start: int, stop: int) ->
         raise CoverageError(f"tokens [{start}, {stop}) are not an interval")
     if start == stop:
         none = np.empty(0, np.int32)
-        return Pairs(
-            PairedSide(none, none, prefill.block_tokens),
-            PairedSide(none, none, decode.block_tokens),
-            none,
-        )
+        placed = [PairedSide(none, none, side.block_tokens) for side in (prefill, decode)]
+        return Pairs(placed[0], placed[1], none)
     sides = {"prefill": prefill, "decode": decode}
-    held = {side: _held(side, blocks, start, stop) for side, blocks in sides.items()}
-    size, (first, blocks) = prefill.block_tokens, held["prefill"]
-    if decode.block_tokens == size and held["decode"][0] == first:  # whole blocks pair
-        tokens, offsets = np.full(len(blocks), size, np.int32), np.zeros(len(blocks), np.int32)
+    held = [_held(side, blocks, start, stop) for side, blocks in sides.items()]
+    (first, ours), (other, theirs) = held
+    size = prefill.block_tokens
+    if (decode.block_tokens, other) == (size, first):  # whole blocks pair
+        tokens, offsets = np.full(len(ours), size, np.int32), np.zeros(len(ours), np.int32)
         offsets[0] = start - first
         tokens[0] -= offsets[0]
-        tokens[-1] -= first + len(blocks) * size - stop
-        return Pairs(
-            PairedSide(blocks, offsets, size),
-            PairedSide(held["decode"][1], offsets, size),
-            tokens,
-        )
+        tokens[-1] -= first + len(ours) * size - stop
+        return Pairs(PairedSide(ours, offsets, size), PairedSide(theirs, offsets, size), tokens)
     cuts = np.unique(np.concatenate([_cuts(blocks, start, stop) for blocks in sides.values()]))
-
-    def placed(side: str) -> PairedSide:
-        size, (first, blocks) = sides[side].block_tokens, held[side]
-        index, offsets = np.divmod(cuts[:-1] - first, size)
-        return PairedSide(blocks[index], offsets.astype(np.int32), size)
-
-    return Pairs(placed("prefill"), placed("decode"), np.diff(cuts).astype(np.int32))
+    placed = []
+    for side, (first, blocks) in zip(sides.values(), held, strict=True):
+        index, offsets = np.divmod(cuts[:-1] - first, side.block_tokens)
+        placed.append(PairedSide(blocks[index], offsets.astype(np.int32), side.block_tokens))
+    return Pairs(placed[0], placed[1], np.diff(cuts).astype(np.int32))
 
 
 def expand_blocks(logical: Sequence[int] | Int32, ratio: int, most: int | None = None) -> Int32:
@@ -178,8 +170,8 @@ def expand_blocks(logical: Sequence[int] | Int32, ratio: int, most: int | None =
 
     Args:
         logical: ids as the scheduler counts them.
-        ratio: kernel blocks in a logical block.
-        most: how many ids are needed; a ticket may list more, which are left out.
+        ratio: kernel blocks in a logical block; a peer's may be anything.
+        most: how many kernel block ids are needed; the others are left out.
 
     Returns:
         int32 of ``ratio`` for each id that counts; -1 where nothing is held.
@@ -189,12 +181,14 @@ def expand_blocks(logical: Sequence[int] | Int32, ratio: int, most: int | None =
     """
     if not 1 <= ratio <= LIMIT:
         raise CoverageError(f"{ratio} kernel blocks in a logical block")
-    ids = _integers("logical", logical)[:most]
+    ids, width = _integers("logical", logical), ratio
+    if most is not None:
+        ids, width = ids[: -(-most // ratio)], min(ratio, most)
     if ratio == 1:
         return np.where(ids > NULL_BLOCK, ids, np.int32(-1)).astype(np.int32, copy=False)
     if ids.size and int(ids.max()) > LIMIT // ratio - 1:
         raise CoverageError(f"logical block {int(ids.max())} is out of range")
-    kernel = ids[:, None] * ratio + np.arange(ratio)
+    kernel = ids[:, None] * ratio + np.arange(width)
     kernel[ids <= NULL_BLOCK] = -1
     return kernel.ravel().astype(np.int32)
 

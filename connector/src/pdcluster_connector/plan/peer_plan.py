@@ -15,7 +15,7 @@ import numpy as np
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import GroupShape, Memory
 from pdcluster_connector.plan import PlanError, block_pairs, geometry, rank_pairs, slices
-from pdcluster_connector.plan.descriptors import ClassKey, Rows, Runs, stride_classes
+from pdcluster_connector.plan.descriptors import ClassKey, Rows, Runs, Side, stride_classes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +97,8 @@ def plan_peer(decode: geometry.Shard, prefill: Sequence[geometry.Shard]) -> Peer
     sources = []
     for index, assignments in sorted(by_source.items()):
         found = stride_classes(assignments)
+        _check_rows("prefill", [(key.prefill, runs) for key, runs in found.items()])
+        _check_rows("decode", [(key.decode, runs) for key, runs in found.items()])
         prefill_rows = [key.prefill.rows(runs.prefill, runs.length) for key, runs in found.items()]
         decode_rows = [key.decode.rows(runs.decode, runs.length) for key, runs in found.items()]
         sources.append(
@@ -112,6 +114,15 @@ def plan_peer(decode: geometry.Shard, prefill: Sequence[geometry.Shard]) -> Peer
             )
         )
     return PeerPlan(tuple(sources))
+
+
+def _check_rows(name: str, sides: Sequence[tuple[Side, Runs]]) -> None:
+    """Refuse more rows than a source may have, before they are made."""
+    count = sum(runs.length.size * (1 if side.dense else side.units) for side, runs in sides)
+    if count > slices.MOST_ROWS:
+        message = f"{name}'s KV takes {count:,} rows of descriptors on this rank, more than "
+        message += f"{slices.MOST_ROWS:,}: its blocks have very many tokens, which lie apart"
+        raise PlanError(Reason.LAYOUT_UNSUPPORTED, message)
 
 
 def _memory(regions: Sequence[geometry.Region], side: str) -> Memory:

@@ -158,11 +158,10 @@ def _group(held: EngineBlocks, number: int) -> tuple[GroupShape, GroupBlocks]:
 
 def _kernel_blocks(group: GroupShape, held: GroupBlocks, stop: int) -> BlockList:
     """Return the kernel blocks that hold the tokens before ``stop``."""
-    size, ratio = group.block_size, group.kernel_blocks_per_block
-    needed = max(0, -(-(stop - held.first_token) // size))
-    return BlockList(
-        block_pairs.expand_blocks(held.blocks, ratio, most=needed), size // ratio, held.first_token
-    )
+    tokens = group.block_size // max(1, group.kernel_blocks_per_block)
+    needed = max(0, -(-(stop - held.first_token) // max(1, tokens)))
+    ids = block_pairs.expand_blocks(held.blocks, group.kernel_blocks_per_block, most=needed)
+    return BlockList(ids, tokens, held.first_token)
 
 
 def _first_needed(
@@ -233,8 +232,8 @@ def _class_runs(item: peer_plan.StrideClass, pairs: block_pairs.Pairs) -> Runs:
     if tokens.size and int(tokens.min()) < 1:
         raise CoverageError("a pair of blocks has no tokens")
     most = int(tokens.max()) if tokens.size else 0
-    prefill = _first_unit("prefill", key.prefill, pairs.prefill, tokens, most, key.unit)
-    decode = _first_unit("decode", key.decode, pairs.decode, tokens, most, key.unit)
+    prefill = _first_unit("prefill", key, pairs, most)
+    decode = _first_unit("decode", key, pairs, most)
     order = pairs.prefill.blocks.argsort(kind="stable")
     prefill, decode = prefill[order], decode[order]
     if most > key.unit:
@@ -246,19 +245,13 @@ def _class_runs(item: peer_plan.StrideClass, pairs: block_pairs.Pairs) -> Runs:
     return Runs(item.prefill_first, item.decode_first, prefill, decode)
 
 
-def _first_unit(
-    name: str,
-    side: descriptors.Side,
-    paired: block_pairs.PairedSide,
-    tokens: Int32,
-    most: int,
-    unit: int,
-) -> Int64:
+def _first_unit(name: str, key: descriptors.ClassKey, pairs: block_pairs.Pairs, most: int) -> Int64:
     """Return each pair's first element within a run, after the checks that bound it.
 
     ``most``: the tokens of the longest pair.
     """
-    blocks, offsets, size = paired
+    side: descriptors.Side = getattr(key, name)
+    blocks, offsets, size = getattr(pairs, name)
     if size != side.block_tokens:
         message = f"{name} blocks were paired as {size} tokens and have {side.block_tokens}"
         raise CoverageError(message)
@@ -274,11 +267,11 @@ def _first_unit(
     if most <= size and not offsets.any():
         return first
     offsets = offsets.astype(np.int64)
-    if int(offsets.min()) < 0 or int((offsets + tokens).max()) > size:
+    if int(offsets.min()) < 0 or int((offsets + pairs.tokens).max()) > size:
         raise CoverageError(f"{name} tokens reach out of their block of {size}")
-    units, rest = np.divmod(offsets, unit)
+    units, rest = np.divmod(offsets, key.unit)
     if rest.any():
-        message = f"tokens start inside of a {name} block's unit of {unit} tokens, "
+        message = f"tokens start inside of a {name} block's unit of {key.unit} tokens, "
         raise CoverageError(message + "which can only be moved whole")
     first += units * side.per_unit
     return first
