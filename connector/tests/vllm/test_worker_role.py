@@ -518,6 +518,9 @@ def test_an_idle_step_waits_for_a_receive_whose_lease_is_claimed(
     assert waited(idle=True)
     assert waited(idle=True)
     assert not waited(unreceivable={"b": "why"}, idle=True), "there is something to report"
+    assert not waited(idle=True), "that was reported, too"
+    assert waited(sent=["p"], idle=True)
+    assert not waited(idle=True), "prefill's blocks are free again"
     ended.append("a")
     assert waited(receive=[replace(order("b"), claimed=True)], idle=True)
     ended.clear()
@@ -530,5 +533,7 @@ def test_an_idle_step_waits_for_a_receive_whose_lease_is_claimed(
     assert not waited(idle=True), "both have ended"
     assert not waited(renewed={"a": 60.0}, idle=True), "late news of it"
     assert waited(receive=[replace(order("c"), claimed=True)], idle=True)
+    assert not waited(abandon=["c"], idle=True), "nobody waits for it any more"
+    assert not waited(renewed={"c": 60.0}, idle=True)
     assert set(waits) == {IDLE_SECONDS}
     connector._worker._receiver = None

@@ -241,6 +241,8 @@ class WorkerRole:
         if self._receiver is None:
             return
         self._receiver.pass_on([(given_up, Signal.ABANDONED) for given_up in orders.abandon])
+        for given_up in orders.abandon:  # its quarantine may be long
+            self._receiving.pop(given_up, None)
         # Receives start last, and all of them or none: if a line above raises, none has started.
         if self._unfilled is not None:
             for order in orders.receive:
@@ -282,7 +284,6 @@ class WorkerRole:
             self._receiver.results(ended)
             for request_id in ended.finished:
                 self._receiving.pop(request_id, None)
-            self._has_reported = bool(ended.finished)
         for request_id, why in self._unreceivable.items():
             ended.finished.add(request_id)
             ended.failed[request_id] = Failure(Reason.BACKEND_ERROR, why)
@@ -302,6 +303,7 @@ class WorkerRole:
             self.stats.link(engine_id, nbytes, took)
         results.failed_recving.update(ended.failed)
         results.finished_recving.update(ended.finished)
+        self._has_reported = bool(results.finished_recving or results.finished_sending)
         self._ended = measures.ReceiveResults()
         self._results.append(KVConnectorTransferResults())
         return self._results.pop(0)
