@@ -143,8 +143,9 @@ def test_recreate_ends_no_engine_while_a_policy_refuses_the_new_one_s_address(
     until(lambda: len(engines()) == 2, 60, operator.said)
     first = engines()
     assert edit(real, namespace, {"engine": {"blockSize": 32}})[0] == 200
-    until(lambda: len(engines()) == 2 and not set(first) & set(engines()), 120, operator.said)
-    old = engines()
+    old = until(
+        lambda: len(now := engines()) == 2 and not {*first} & {*now} and now, 120, operator.said
+    )
     with denied(real, namespace, "services", ONLY, probe):
         assert edit(real, namespace, {"engine": {"blockSize": None}})[0] == 200
         until(

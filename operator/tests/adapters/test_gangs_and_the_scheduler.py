@@ -112,8 +112,7 @@ def waits(real: RealApi, operator: Operator, namespace: str, name: str) -> None:
     """Until the status has the scheduler's words about the gang."""
     until(
         lambda: (
-            "pods of PodGroup" in said(real, namespace, name)
-            and "minCount (2) " in said(real, namespace, name)
+            "pods of PodGroup" in (now := said(real, namespace, name)) and "minCount (2) " in now
         ),
         120,
         lambda: told(real, operator, namespace),

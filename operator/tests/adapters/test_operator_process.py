@@ -164,8 +164,8 @@ def test_a_name_that_is_taken_is_said_and_not_taken(real, operator, namespace):
     create(real, namespace, cluster())
     said = until(
         lambda: (
-            condition(real, namespace, "Progressing").get("reason") == "NameConflict"
-            and condition(real, namespace, "Progressing")
+            (now := condition(real, namespace, "Progressing")).get("reason") == "NameConflict"
+            and now
         ),
         60,
         operator.said,

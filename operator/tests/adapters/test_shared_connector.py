@@ -172,8 +172,8 @@ def test_a_stranger_of_that_name_is_said_and_not_taken(real, hasty, namespace):
     create(real, namespace, cluster("tiny"))
     said = until(
         lambda: (
-            condition(real, namespace, "Progressing").get("reason") == "NameConflict"
-            and condition(real, namespace, "Progressing")
+            (now := condition(real, namespace, "Progressing")).get("reason") == "NameConflict"
+            and now
         ),
         60,
         lambda: (get(real, namespace), hasty.said()),
