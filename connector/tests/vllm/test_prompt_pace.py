@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 from hypothesis import example, given, strategies as st
 
 from pdcluster_connector.protocol.prompt_outcomes import TOKENS_PER_STEP
 from pdcluster_connector.vllm.scheduler_side.local_prompts import (
     MOST_LOOKUPS,
+    LocalPrompts,
     PromptPace,
     lookups_of,
 )
@@ -156,6 +158,38 @@ def test_nothing_waits_while_nothing_generates() -> None:
     began = [len(queue.step(others_generate=False)[1]) for _ in range(2)]
     assert began == [82, 82], "as many as a step has room for"
     assert queue.pace == PromptPace(512)
+
+
+def test_a_step_in_which_nothing_is_computed_looks_at_no_request() -> None:
+    """Hundreds may wait for their KV, and the engine makes a step each millisecond."""
+    looked: list[str] = []
+
+    class Generates:
+        request_id = "a"
+        status = SimpleNamespace(name="RUNNING")
+
+        @property
+        def num_output_tokens(self) -> int:
+            looked.append(self.request_id)
+            return 1
+
+    prompts = LocalPrompts(PromptPace(512), 16, SimpleNamespace(gauge=lambda *_: None))
+    prompts.arrived(Generates())
+    prompts.step(idle=False)
+    assert prompts.pace.is_kept
+    looked.clear()
+    prompts.step(idle=True)
+    assert looked == []
+    assert prompts.pace.is_kept, "in a pause, what generates goes on afterwards"
+    prompts.pace = PromptPace(512, debt=10_000, is_kept=True)
+    waits = SimpleNamespace(request_id="b", num_tokens=100, num_output_tokens=0,
+        skip_reading_prefix_cache=False, kv_transfer_params=None)  # fmt: skip
+    assert prompts.must_wait(waits, 0)
+    prompts.step(idle=True)
+    assert prompts.pace == PromptPace(512, debt=10_000 - 512, is_kept=True)
+    prompts.left("a")
+    prompts.step(idle=True)
+    assert not prompts.must_wait(waits, 0), "or it would wait for ever"
 
 
 def test_zero_is_no_limit() -> None:

@@ -307,7 +307,7 @@ class DecodeRole:
         orders.renewed, orders.lost = orders.renewed | renewed, orders.lost | lost
         self._tickets.renew_all()
         orders.abandon, self._abandoned = orders.abandon + self._abandoned, []
-        self.local.step()
+        self.local.step(idle=orders.idle)
 
     # Results.
 

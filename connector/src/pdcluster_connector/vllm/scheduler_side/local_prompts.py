@@ -163,16 +163,16 @@ class LocalPrompts:
         self._requests.pop(request_id, None)
         self._waiting.pop(request_id, None)
 
-    def step(self) -> None:
-        """Take note that vLLM has just planned a step."""
+    def step(self, *, idle: bool) -> None:
+        """Take note that vLLM has just planned a step; ``idle``: nothing is computed beside it."""
         self._gives_way = bool(self._asked and self._waiting)
         self._asked.clear()
-        self.pace = self.pace.step(
-            # Hundreds may wait for their KV, and a step looks at all: the cheaper question first.
-            others_generate=any(
-                one.num_output_tokens > 0 and one.status.name == "RUNNING"
-                for one in self._requests.values()
-            ),
-            lookups=sum(waiting.lookups for waiting in self._waiting.values()),
-        )
+        if not idle or self._waiting:  # hundreds may wait for their KV, and a step looks at all
+            self.pace = self.pace.step(
+                others_generate=any(
+                    one.num_output_tokens > 0 and one.status.name == "RUNNING"
+                    for one in self._requests.values()
+                ),
+                lookups=sum(waiting.lookups for waiting in self._waiting.values()),
+            )
         self.stats.gauge("local_prompts_waiting", len(self._waiting))
