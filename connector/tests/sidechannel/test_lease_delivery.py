@@ -14,7 +14,13 @@ from loopback_engines import DECODE, PREFILL, HeardServer, until
 from loopback import free_port
 from pdcluster_connector.protocol.messages import CLEARED, LeaseRequest, Standing
 from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.sidechannel.lease_client import BATCH, LeaseAnswer, LeaseClient
+from pdcluster_connector.sidechannel.lease_client import (
+    BATCH,
+    GATHER_SECONDS,
+    UNSENT_SECONDS,
+    LeaseAnswer,
+    LeaseClient,
+)
 from pdcluster_connector.sidechannel.lease_desk import LeaseChanges, LeaseDesk
 
 Serve = Callable[..., HeardServer]
@@ -54,19 +60,40 @@ def answers(client: LeaseClient, count: int) -> list[LeaseAnswer]:
     return heard
 
 
-def test_what_one_step_asks_wakes_the_thread_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_step_asks_wakes_the_thread_once_and_is_taken_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     client, calls = LeaseClient(DECODE), []
-    monkeypatch.setattr(client._thread, "call", calls.append)
+    monkeypatch.setattr(client._thread, "call", lambda *call: calls.append(call))
     added: list[str] = []
     monkeypatch.setattr(client, "_add", lambda ticket, *_: added.append(ticket.request_id))
-    for name in ("a", "b"):
-        client.renew(ticket("h", 1, PREFILL, name, 1), soon())
-    client.release(ticket("h", 1, PREFILL, "c", 1), soon())
-    [wake] = calls
-    wake()
-    assert added == ["a", "b", "c"]
-    client.renew(ticket("h", 1, PREFILL, "d", 1), soon())
-    assert len(calls) == 2, "later ones wake it again"
+    call_later, asked = client._thread.loop.call_later, iter("abcdefgh")
+
+    def release() -> None:
+        client.release(ticket("h", 1, PREFILL, next(asked), 1), soon())
+
+    def renew() -> None:
+        client.renew(ticket("h", 1, PREFILL, next(asked), 1), soon())
+
+    release()
+    release()
+    client.send()
+    renew()
+    renew()
+    client.send()
+    [(*_, due), (*_, unsent), (sent,)] = calls
+    assert calls[:2] == [(call_later, GATHER_SECONDS, due), (call_later, UNSENT_SECONDS, unsent)]
+    sent()
+    assert added == [*"abcd"]
+    release()
+    unsent()
+    assert added == [*"abcd"], "a release does not go with renewals that were sent"
+    renew()
+    assert len(calls) == 4, "later ones wake it again"
+    due()
+    assert added == [*"abcdef"]
+    release()
+    assert len(calls) == 5
     client.close()
 
 

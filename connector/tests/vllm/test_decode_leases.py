@@ -23,7 +23,11 @@ class Sender:
         self.unanswered: set[str] = set()
         self.waits: list[float] = []
 
+    def send(self) -> None:
+        self.sent.append(("send", "", 0.0))
+
     def wait(self, seconds: float) -> None:
+        assert self.sent[-1][0] == "send", "the claims that it waits for"
         self.waits.append(seconds)
 
     def answers(self) -> list[LeaseAnswer]:

@@ -91,6 +91,20 @@ def test_hand_off_from_ticket_to_release(pair: Any) -> None:
     assert decode.total("decodes_without_transfer") == {}
 
 
+def test_the_claims_of_all_new_requests_go_with_their_first_step(pair: Any) -> None:
+    prefill, decode = pair
+    for number in range(3):
+        params = prefill.prefill(f"p{number}", prompt(40))
+        decode.add(f"d{number}", prompt(40), params)
+    decode.step()
+    client, heard = decode.connector._scheduler._lease_client, set()
+    while len(heard) < 3:
+        client.wait(60.0)
+        answers = client.answers()
+        assert answers, "nothing more was asked"
+        heard |= {answer.request_id for answer in answers}
+
+
 def test_matching_has_no_side_effects(pair: Any) -> None:
     prefill, decode = pair
     params = prefill.prefill("p0", prompt(40))

@@ -303,9 +303,9 @@ class DecodeRole:
             now,
         )
         wait = orders.idle and not (orders.receive or orders.renewed)
+        self._tickets.renew_all()  # all claims of a step travel together
         renewed, lost = self._tickets.take_news(wait=wait)
         orders.renewed, orders.lost = orders.renewed | renewed, orders.lost | lost
-        self._tickets.renew_all()
         orders.abandon, self._abandoned = orders.abandon + self._abandoned, []
         self.local.step(idle=orders.idle)
 
