@@ -23,7 +23,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.kv_path import FAILURE_HEADER
 from pdcluster_connector.protocol.ticket import Ticket, encode, ticket_of
-from pdcluster_connector.sidechannel import peers
+from pdcluster_connector.sidechannel import lease_client, peers
 from pdcluster_connector.sidechannel.ticket_key_file import ROTATION_SECONDS, parse_keys
 from pdcluster_connector.testing.nixl import Fabric
 from pdcluster_connector.vllm.step_messages import StepReport
@@ -91,18 +91,20 @@ def test_hand_off_from_ticket_to_release(pair: Any) -> None:
     assert decode.total("decodes_without_transfer") == {}
 
 
-def test_the_claims_of_all_new_requests_go_with_their_first_step(pair: Any) -> None:
+def test_the_claims_of_all_new_requests_go_with_their_first_step(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_client, "UNSENT_SECONDS", 3600.0)
     prefill, decode = pair
-    for number in range(3):
-        params = prefill.prefill(f"p{number}", prompt(40))
+    tickets = [prefill.prefill(f"p{number}", prompt(40)) for number in range(3)]
+    for number, params in enumerate(tickets):
         decode.add(f"d{number}", prompt(40), params)
+    leases, deadline = prefill.connector._scheduler._leases, time.monotonic() + 60
+    assert [one.readers for one in leases._granted.values()] == [set()] * 3
     decode.step()
-    client, heard = decode.connector._scheduler._lease_client, set()
-    while len(heard) < 3:
-        client.wait(60.0)
-        answers = client.answers()
-        assert answers, "nothing more was asked"
-        heard |= {answer.request_id for answer in answers}
+    while not all(one.readers for one in leases._granted.values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_matching_has_no_side_effects(pair: Any) -> None:
