@@ -77,7 +77,6 @@ class DecodeLeases:
 
     def __post_init__(self) -> None:
         self.held: dict[_Key, _Lease] = {}
-        self._asked: dict[_Key, _Lease] = {}  # those whose claim is not answered
         self._spent: OrderedDict[_Key, None] = OrderedDict()
         self._renewed: dict[str, float] = {}
         self._lost: dict[str, Failure] = {}
@@ -101,10 +100,7 @@ class DecodeLeases:
         if len(ahead) >= MAX_SPENT:
             ahead.clear()
         ahead[ticket.engine_id] = max(least, ahead.get(ticket.engine_id, least))
-        if key not in self.held:
-            lease = _Lease(ticket, length, now + length, doubtful=doubtful)
-            self.held[key] = self._asked[key] = lease
-        lease = self.held[key]
+        lease = self.held.setdefault(key, _Lease(ticket, length, now + length, doubtful=doubtful))
         lease.users.add(request_id)
         self._renew_at = min(self._renew_at, lease.renew_at)
         self._renew(lease)
@@ -157,16 +153,13 @@ class DecodeLeases:
         while len(self._spent) > MAX_SPENT:
             self._spent.popitem(last=False)
         self.held.pop(key, None)
-        self._asked.pop(key, None)
 
     def hear(self) -> None:
         """Take in what prefill engines have answered."""
         for answer in self.leases.answers():
-            key = answer.engine_id, answer.request_id, answer.token
-            lease = self.held.get(key)
+            lease = self.held.get((answer.engine_id, answer.request_id, answer.token))
             if lease is None or lease.lost is not None:
                 continue
-            self._asked.pop(key, None)
             if answer.standing is Standing.HELD:
                 if lease.doubtful and not lease.claimed:  # prefill's clock was set back
                     self._ahead.pop(answer.engine_id, None)
@@ -186,8 +179,11 @@ class DecodeLeases:
         """
         self.leases.send()
         if wait and any(
-            lease.parked and lease.ticket.engine_id not in self.leases.unanswered
-            for lease in self._asked.values()
+            lease.parked
+            and not lease.claimed
+            and lease.lost is None
+            and lease.ticket.engine_id not in self.leases.unanswered
+            for lease in self.held.values()
         ):
             self.leases.wait(IDLE_SECONDS)
         self.hear()
