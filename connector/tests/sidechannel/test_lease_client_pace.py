@@ -207,6 +207,26 @@ def test_a_release_goes_later_than_the_claim_of_another_rank_that_stands_still(p
     assert prefill.times[1] > UNSENT_SECONDS * 2
 
 
+def test_the_releases_of_the_last_receives_go_at_once(play: Play) -> None:
+    """What is released afterwards waits for others again."""
+
+    async def story(client: LeaseClient, prefill: Prefill) -> None:
+        release(client, "a")
+        release(client, "b")
+        client.send()
+        await asyncio.sleep(0.001)
+        assert prefill.times == [], "no claim is among them"
+        client.send(releases=True)
+        await asyncio.sleep(0.001)
+        assert prefill.times == [0.001]
+        release(client, "c")
+        await asyncio.sleep(1.0)
+
+    _, prefill = play(story)
+    assert prefill.sizes == [(0, 2), (0, 1)]
+    assert prefill.times[1] == pytest.approx(GATHER_SECONDS), "one timer is enough"
+
+
 def test_renewals_go_before_releases_and_256_leases_are_one_message(play: Play) -> None:
     async def story(client: LeaseClient, _prefill: Prefill) -> None:
         for number in range(300):

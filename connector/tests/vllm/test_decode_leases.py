@@ -23,8 +23,8 @@ class Sender:
         self.unanswered: set[str] = set()
         self.waits: list[float] = []
 
-    def send(self) -> None:
-        self.sent.append(("send", "", 0.0))
+    def send(self, *, releases: bool = False) -> None:
+        self.sent.append(("send all" if releases else "send", "", 0.0))
 
     def wait(self, seconds: float) -> None:
         assert self.sent[-1][0] == "send", "the claims that it waits for"
@@ -295,3 +295,19 @@ def test_a_step_waits_only_for_an_answer_that_a_receive_needs() -> None:
     tickets.take_news()
     tickets.take_news(wait=True)
     assert sender.waits == [IDLE_SECONDS], "another engine has it"
+
+
+def test_releases_go_at_once_when_no_receive_is_under_way() -> None:
+    sender = Sender()
+    book = DecodeLeases(sender, 60.0, Clock())
+    first, second = ticket("a"), ticket("b")
+    for one in (first, second):
+        book.use(one, one.request_id)
+        book.park(one, one.request_id)
+    book.done(first, "a")
+    book.end_receives()
+    assert ("send all", "", 0.0) not in sender.sent, "the other one's release comes soon"
+    book.done(second, "b")
+    book.use(ticket("c"), "waits for its turn")
+    book.end_receives()
+    assert sender.sent[-1] == ("send all", "", 0.0)

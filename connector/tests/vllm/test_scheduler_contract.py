@@ -107,6 +107,27 @@ def test_the_claims_of_all_new_requests_go_with_their_first_step(
         time.sleep(0.01)
 
 
+def test_releases_wait_only_while_receives_are_under_way(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An idle prefill engine makes steps until its last lease has ended, which costs it time."""
+    prefill, decode = pair
+    monkeypatch.setattr(lease_client, "GATHER_SECONDS", 3600.0)
+    client = decode.connector._scheduler._lease_client
+    for number in range(3):
+        tokens = prompt(40, first=number)
+        decode.add(f"d{number}", tokens, prefill.prefill(f"p{number}", tokens))
+    decode.run(lambda: len(decode.parked()) == 3)
+    leases = prefill.connector._scheduler.prefill.leases
+    decode.run(lambda: all(lease.readers for lease in leases._granted.values()))  # they are claimed
+    for number in range(3):
+        assert sum(is_release for *_, is_release in client._asked) == number
+        decode.land(f"d{number}")
+        decode.run(lambda one=f"d{number}": one in decode.finished)
+    assert released(prefill)
+    assert prefill.total("leases_expired") == 0
+
+
 def test_matching_has_no_side_effects(pair: Any) -> None:
     prefill, decode = pair
     params = prefill.prefill("p0", prompt(40))

@@ -20,6 +20,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from loopback import free_port
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.sidechannel import lease_client
 
 pytestmark = pytest.mark.vllm
 
@@ -119,6 +120,21 @@ def test_choices_of_one_request_read_on_all_ranks_of_a_decode_engine(engines: An
     prefill.run(lambda: held(prefill) == 0)
     paths = [rank.params[i]["kv_path"] for rank in ranks for i in ids if i in rank.params]
     assert [path["outcome"] for path in paths] == ["transferred"] * 4
+
+
+def test_the_releases_of_one_rank_wait_for_the_claims_of_another(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that stands still may have to claim the same ticket."""
+    monkeypatch.setattr(lease_client, "GATHER_SECONDS", 3600.0)
+    prefill, decode = engines("producer"), engines("consumer", data_rank=0)
+    decode.add("d0", prompt(40), prefill.prefill("p0", prompt(40)))
+    decode.run(lambda: "d0" in decode.parked())
+    decode.land("d0")
+    decode.run(lambda: "d0" in decode.finished)
+    decode.step()
+    client = decode.connector._scheduler._lease_client
+    assert [is_release for *_, is_release in client._asked] == [True]
 
 
 @pytest.mark.parametrize("before", ["", "prefill was silent", "prefill is busy for a moment"])

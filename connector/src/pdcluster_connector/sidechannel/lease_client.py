@@ -27,9 +27,9 @@ from pdcluster_connector.sidechannel import handshake, loop_thread
 
 logger = logging.getLogger(__name__)
 
-# Releases wait for others, or for a step's renewals. A message costs this engine half a millisecond
-# of Python, and a thread that wakes takes the interpreter from the step. For 32 requests at once,
-# three go and not nine. [make bench]
+# Releases wait for :meth:`LeaseClient.send` or for others. A message costs this engine half a
+# millisecond of Python, and a thread that wakes takes the interpreter from the step. For 32
+# requests at once, three go and not nine. [make bench]
 GATHER_SECONDS = 0.02
 # Renewals wait for the step's :meth:`LeaseClient.send`, and no longer than this. It is less: a
 # data-parallel rank that makes no step now claims before another one's release ends the lease.
@@ -121,10 +121,13 @@ class LeaseClient:
             self._is_unsent = True
             self._thread.call(self._thread.loop.call_later, UNSENT_SECONDS, self._take_unsent)
 
-    def send(self) -> None:
-        """Send all at once if there is a renewal: a receive may wait for what prefill says."""
-        if self._is_unsent:
-            self._thread.call(self._take_unsent)
+    def send(self, *, releases: bool = False) -> None:
+        """Send all at once if there is a renewal: a receive may wait for what prefill says.
+
+        ``releases``: also if there are only releases.
+        """
+        if self._is_unsent or releases:
+            self._thread.call(self._take_all)
 
     def doubt(self, engine_ids: Iterable[str]) -> None:
         """Note that engines are silent or gone, until they answer a message."""
@@ -150,8 +153,11 @@ class LeaseClient:
 
     def _take_unsent(self) -> None:
         if self._is_unsent:
-            self._is_unsent = False
-            self._take_asked()
+            self._take_all()
+
+    def _take_all(self) -> None:
+        self._is_unsent = False  # first: what is asked from now on wakes it again
+        self._take_asked()
 
     def _take_asked(self) -> None:
         while self._asked:

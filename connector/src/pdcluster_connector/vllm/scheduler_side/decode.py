@@ -182,9 +182,8 @@ class DecodeRole:
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """(tokens that a transfer brings beyond ``computed``, loaded asynchronously).
 
-        None: the prompt's digest is being made, the claim of a ticket that another data-parallel
-        rank may use up is not answered, the prompt has to wait its turn to be computed here, or
-        those that wait have theirs now. vLLM asks each step until the request is admitted.
+        None, and vLLM asks in the next step: the prompt's digest is being made, a claim is not
+        answered, the prompt waits its turn to be computed here, or those that wait have theirs now.
         """
         incoming = self._requests.get(request.request_id)
         if incoming is None:
@@ -334,6 +333,8 @@ class DecodeRole:
             if incoming is not None and incoming.stage is not Stage.SETTLED:
                 self._end_receive(request_id, incoming, failed=request_id in failed)
             self._aborted.pop(request_id, None)
+        if finished and not self._is_data_rank:  # another one may not have claimed the ticket yet
+            self._tickets.end_receives()
 
     def _end_receive(self, request_id: str, incoming: Incoming, *, failed: bool) -> None:
         if request_id in self._abandoned:  # aborted in the very step that ended it
@@ -353,9 +354,8 @@ class DecodeRole:
         if incoming.counted:
             return
         incoming.counted = True
-        outcome = Outcome.TRANSFERRED
-        if failed:
-            outcome = Outcome.RECOMPUTED if self.recomputes else Outcome.FAILED
+        lost = Outcome.RECOMPUTED if self.recomputes else Outcome.FAILED
+        outcome = lost if failed else Outcome.TRANSFERRED
         self.stats.prompt(outcome, incoming.reason, incoming.stop - incoming.start)
 
     def finished(self, request: Request) -> dict[str, Any] | None:

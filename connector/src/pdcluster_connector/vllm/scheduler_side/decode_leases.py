@@ -146,6 +146,15 @@ class DecodeLeases:
         if lease is None or not lease.users:
             self._release(key, ticket)
 
+    def end_receives(self) -> None:
+        """Send the releases, unless receives are under way, whose releases come soon.
+
+        vLLM makes steps on a prefill engine, also without anything to compute, until its last lease
+        has ended. So a lease that stands for longer takes processor time there.
+        """
+        if not any(lease.parked for lease in self.held.values()):
+            self.leases.send(releases=True)
+
     def _release(self, key: _Key, ticket: Ticket) -> None:
         if key not in self._spent:
             self.leases.release(ticket, self.clock() + self.lease_seconds)
