@@ -207,6 +207,25 @@ def test_a_release_goes_later_than_the_claim_of_another_rank_that_stands_still(p
     assert prefill.times[1] > UNSENT_SECONDS * 2
 
 
+def test_a_claim_that_went_by_itself_takes_no_release_with_it(play: Play) -> None:
+    """Its step sends it in the moment in which it goes all the same."""
+
+    async def story(client: LeaseClient, prefill: Prefill) -> None:
+        client.renew(_ticket(PREFILL, "claimed"), 1e6)
+        call = client._thread.call
+        client._thread.call = lambda *late: asyncio.get_running_loop().call_later(0.001, *late)
+        await asyncio.sleep(UNSENT_SECONDS - 0.0005)
+        client.send()  # its thread gets to this a millisecond later
+        client._thread.call = call
+        await asyncio.sleep(0.0007)
+        release(client, "later")
+        await asyncio.sleep(1.0)
+
+    _, prefill = play(story)
+    assert prefill.sizes == [(1, 0), (0, 1)]
+    assert prefill.times[1] > UNSENT_SECONDS + GATHER_SECONDS
+
+
 def test_the_releases_of_the_last_receives_go_at_once(play: Play) -> None:
     """What is released afterwards waits for others again."""
 

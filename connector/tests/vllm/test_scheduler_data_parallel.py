@@ -129,7 +129,8 @@ def test_the_releases_of_one_rank_wait_for_the_claims_of_another(
     monkeypatch.setattr(lease_client, "GATHER_SECONDS", 3600.0)
     prefill, decode = engines("producer"), engines("consumer", data_rank=0)
     decode.add("d0", prompt(40), prefill.prefill("p0", prompt(40)))
-    decode.run(lambda: "d0" in decode.parked())
+    (lease,) = prefill.connector._scheduler.prefill.leases._granted.values()
+    decode.run(lambda: "d0" in decode.parked() and bool(lease.readers))  # it is claimed
     decode.land("d0")
     decode.run(lambda: "d0" in decode.finished)
     decode.step()
