@@ -14,11 +14,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import machine
@@ -155,12 +157,27 @@ class Engine:
             time.sleep(0.01)
 
     def freeze(self) -> None:
-        """SIGSTOP: the process is there and does nothing."""
+        """SIGSTOP: the process is there and does nothing.
+
+        Its threads go on for a moment, and one may answer a claim. So wait until all stand still.
+        """
         os.killpg(self.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 60
+        while set(self._thread_states()) != {"T"}:
+            assert time.monotonic() < deadline, f"{self.name} does not stop"
+            time.sleep(0.001)
+
+    def _thread_states(self) -> Iterator[str]:
+        group = [self.pid, *(one.pid for one in psutil.Process(self.pid).children(recursive=True))]
+        for pid in group:
+            if os.getpgid(pid) == self.pid:
+                for thread in Path(f"/proc/{pid}/task").iterdir():
+                    yield (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
     def stop(self) -> None:
         """End it in an orderly way, with force after five seconds."""
-        with contextlib.suppress(EngineDiedError, RuntimeError, AssertionError):
+        with contextlib.suppress(EngineDiedError, RuntimeError, AssertionError, OSError):
+            os.killpg(self.pid, signal.SIGCONT)  # a test may have failed while it was frozen
             self.ask("stop")
         deadline = time.monotonic() + 5
         while self.alive() and time.monotonic() < deadline:
