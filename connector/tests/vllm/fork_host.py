@@ -163,20 +163,22 @@ class Engine:
         """
         os.killpg(self.pid, signal.SIGSTOP)
         deadline = time.monotonic() + 60
-        while set(self._thread_states()) != {"T"}:
+        while not set(self._thread_states()) <= {"T", "Z"}:
             assert time.monotonic() < deadline, f"{self.name} does not stop"
             time.sleep(0.001)
 
     def _thread_states(self) -> Iterator[str]:
-        group = [self.pid, *(one.pid for one in psutil.Process(self.pid).children(recursive=True))]
-        for pid in group:
-            if os.getpgid(pid) == self.pid:
-                for thread in Path(f"/proc/{pid}/task").iterdir():
-                    yield (thread / "stat").read_text().rpartition(")")[2].split()[0]
+        children = psutil.Process(self.pid).children(recursive=True)
+        for pid in (self.pid, *(child.pid for child in children)):
+            for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+                with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ends now
+                    state, _, group_id = thread.read_text().rpartition(")")[2].split()[:3]
+                    if int(group_id) == self.pid:
+                        yield state
 
     def stop(self) -> None:
         """End it in an orderly way, with force after five seconds."""
-        with contextlib.suppress(EngineDiedError, RuntimeError, AssertionError, OSError):
+        with contextlib.suppress(EngineDiedError, RuntimeError, AssertionError, ProcessLookupError):
             os.killpg(self.pid, signal.SIGCONT)  # a test may have failed while it was frozen
             self.ask("stop")
         deadline = time.monotonic() + 5

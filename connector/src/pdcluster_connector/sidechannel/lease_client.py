@@ -126,8 +126,10 @@ class LeaseClient:
 
         ``releases``: also if there are only releases.
         """
-        if self._is_unsent or releases:
-            self._thread.call(self._take_all if releases else self._take_unsent)
+        if releases:
+            self._thread.call(self._take_all)
+        elif self._is_unsent:
+            self._thread.call(self._take_unsent)
 
     def doubt(self, engine_ids: Iterable[str]) -> None:
         """Note that engines are silent or gone, until they answer a message."""
